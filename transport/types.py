@@ -1,0 +1,132 @@
+"""Nouns that every process shares: identities, versions, sampling, and the columns of a row.
+
+Owns: names and shapes only. Never: I/O, decisions. Invariant: everything here is immutable and encodes to MessagePack.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RunName = NewType("RunName", str)
+WorkerId = NewType("WorkerId", str)
+"""``<kind>-<index>.<incarnation>``, e.g. ``generate-0.2``: a replaced process is a new worker."""
+PromptId = NewType("PromptId", str)
+GroupId = NewType("GroupId", str)
+"""``<batch>/<slot>``, e.g. ``12/3``; a refill takes the next unused slot number, so no id is ever used twice."""
+RowId = NewType("RowId", str)
+"""``<batch>/<slot>/<sample>`` without the attempt, so that the first valid insert wins."""
+
+PROTOCOL_VERSION = 1
+"""Raised when a message changes its meaning; readers accept this version and the one before."""
+
+
+def group_id(batch: int, slot: int) -> GroupId:
+    """Name the prompt group in ``slot`` of ``batch``."""
+    return GroupId(f"{batch}/{slot}")
+
+
+def row_id(group: GroupId, sample: int) -> RowId:
+    """Name sample ``sample`` of ``group``."""
+    return RowId(f"{group}/{sample}")
+
+
+def parse_row_id(row: RowId) -> tuple[GroupId, int]:
+    """Split a row id into its group and its sample index. Raises ValueError on any other string."""
+    group, _, sample = row.rpartition("/")
+    if not group or not sample.isdigit():
+        raise ValueError(f"{row!r} is not a row id (batch/slot/sample)")
+    return GroupId(group), int(sample)
+
+
+class WorkerKind(StrEnum):
+    """What a worker process does. The value is the word on its command line."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    TRAIN = "train"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class UpdateMode(StrEnum):
+    """How generation workers take a new version of the weights."""
+
+    BARRIER = "barrier"
+    STAGGERED = "staggered"
+    IN_FLIGHT = "in_flight"
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every wire type: immutable, keyword-only, unknown fields ignored (a newer writer is readable)."""
+
+
+class WeightIdentity(Struct, order=True):
+    """What a set of weights is.
+
+    epoch: the trainer's fencing token; it rises at every restart of the trainer.
+    version: number of batches trained since the base model, >= 0.
+    digest: hex digest over all tensors; empty only where the bytes were never read.
+    """
+
+    epoch: int
+    version: int
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}v{self.version}" + (f":{self.digest[:8]}" if self.digest else "")
+
+
+class VersionSpan(Struct):
+    """Response tokens ``[start, end)`` were sampled under ``weights``."""
+
+    start: int
+    end: int
+    weights: WeightIdentity
+
+
+class SamplingParams(Struct):
+    """How to sample one completion.
+
+    max_new_tokens: limit, tokens, >= 1.  temperature: 0 is greedy.  top_p in (0, 1].  top_k: 0 is off.
+    stop_token_ids: any of them ends the completion and is its last token.  ignore_eos: generate to the limit.
+    seed: seeds this group's samples; sample i of a group uses its own stream derived from (seed, i).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+class Column(StrEnum):
+    """The columns of a row (one sample) and of its group (what its samples share)."""
+
+    # of the group, written when its prompt is admitted
+    PROMPT_IDS = "prompt_ids"  # int32 [P]
+    PROMPT_TEXT = "prompt_text"  # utf-8
+    TASK_ENTRY = "task_entry"  # JSON: what the reward function needs (answer, metadata)
+    # of the row, written by the generation worker in one atomic step
+    RESPONSE_IDS = "response_ids"  # int32 [R]
+    ROLLOUT_LOGPROBS = "rollout_logprobs"  # float32 [R], log_softmax(logits / temperature) of the sampled tokens
+    LOSS_MASK = "loss_mask"  # uint8 [R], 1 where the policy chose the token; absent means all ones
+    ROLLOUT_INFO = "rollout_info"  # MessagePack of messages.RolloutInfo
+    # of the row, written by scoring
+    REWARD = "reward"  # float32 [1]
+    REWARD_COMPONENTS = "reward_components"  # JSON: name -> number
+    REFERENCE_LOGPROBS = "reference_logprobs"  # float32 [R]
+    ADVANTAGE = "advantage"  # float32 [1]
+
+
+GROUP_COLUMNS = frozenset({Column.PROMPT_IDS, Column.PROMPT_TEXT, Column.TASK_ENTRY})

@@ -1,0 +1,119 @@
+"""What a generation engine is: one file implements it, the worker knows nothing else of an engine.
+
+The worker submits groups, hears of each sample the moment it ends, and tells the engine which weights to take when.
+An engine owns its device, its KV memory and its thread or server; it never talks to the broker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt group (or what is missing of it).
+
+    prompt_ids: [P] int32.  samples: which sample indices to generate; each draws from its own stream of
+    (sampling.seed, sample), so that a sample does not depend on which others run beside it.
+    priority: higher is admitted first.
+    """
+
+    group_id: GroupId
+    prompt_ids: NDArray[np.int32]
+    samples: Sequence[int]
+    sampling: SamplingParams
+    priority: float = 0.0
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished sample.
+
+    response_ids: [R] int32, the stop token included.
+    logprobs: [R] float32, of each sampled token under log_softmax(logits / temperature), before top-p and top-k cut the
+    tail (temperature 0 counts as 1); the trainer computes the same, so that their ratio is the policies' ratio.
+    spans: weights of each token, in order, covering [0, R).
+    """
+
+    group_id: GroupId
+    sample: int
+    attempt: int
+    response_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+    queued_s: float
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFailure:
+    """Samples that will not come. retryable: a fresh attempt may succeed (an over-long prompt never will)."""
+
+    group_id: GroupId
+    samples: tuple[int, ...]
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """capacity: samples decoded together.  max_context: prompt + response, tokens.  vocab_size: tokens."""
+
+    name: str
+    capacity: int
+    max_context: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """running, waiting: samples.  busy_s: seconds spent computing.  tokens: generated so far (all samples)."""
+
+    running: int
+    waiting: int
+    busy_s: float
+    tokens: int
+
+
+class GenerationEngine(Protocol):
+    """All methods are called on one asyncio loop; none blocks it for more than a few milliseconds."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model. Raises ModelError (workers/errors.py) with what is missing or broken."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a group. What cannot run comes out of ``results`` as an EngineFailure."""
+        ...
+
+    async def results(self) -> list[Completion | EngineFailure]:
+        """Wait for at least one result and return all that are there."""
+        ...
+
+    async def abort(self, group_ids: Sequence[GroupId]) -> None:
+        """Stop these groups; running samples come out with finish_reason "abort" and their partial tokens."""
+        ...
+
+    async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take new weights between two decode steps; running samples go on from their KV.
+
+        ``tensors`` may be views of shared memory: they are copied before this returns. From then on every new prompt
+        is prefilled under the new weights: prompt KV is never reused across weight identities.
+        """
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    async def close(self) -> None: ...
