@@ -13,6 +13,9 @@ import msgspec
 from transport.types import UpdateMode
 
 
+ParamValue = int | float | str | bool | list[int]
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: immutable, and an unknown key is an error."""
 
@@ -38,9 +41,7 @@ class DataSettings(Section, frozen=True, kw_only=True):
 
     source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"
     task: str = "chain_sum"  # reasoning_gym: name of the task
-    params: dict[str, int | float | str | bool | list[int]] = msgspec.field(
-        default_factory=dict
-    )  # reasoning_gym: parameters of the task
+    params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # reasoning_gym: of the task
     size: int = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
     path: str = ""  # jsonl: file (.gz is read too); hf: data set name or directory
     split: str = "train"  # hf: split
