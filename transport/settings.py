@@ -12,7 +12,6 @@ import msgspec
 
 from transport.types import UpdateMode
 
-
 ParamValue = int | float | str | bool | list[int]
 
 
