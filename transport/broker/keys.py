@@ -16,6 +16,12 @@ DEAD = "dead"
 """Dead letters."""
 SETTINGS = "settings"
 """Meta: the run's settings, MessagePack."""
+STATE = "state"
+"""Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
+STATE_RUNNING = b"running"
+STATE_FINISHED = b"finished"
+STATUS = "status"
+"""Meta: the orchestrator's view, JSON, a few times a second while it lives (with a time to live)."""
 
 
 def plans(worker: WorkerId) -> str:

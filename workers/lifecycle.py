@@ -1,0 +1,183 @@
+"""What every worker process does besides its work: join, hold its lease, stop when told.
+
+Owns: registration, the heartbeat, signals, the exit code. Never: the work itself, decisions. Invariant: a worker whose
+lease cannot be renewed keeps working (the broker may only be restarting) until the broker was away for ``outage_s``.
+
+    connect ── settings ── incarnation ── build the worker ──┬── worker.run()      ends: the run is over
+                                                             ├── heartbeat loop    forever: lease + state of the run
+                                                             └── signal            first: stop; the lease is ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from transport.broker import keys
+from transport.broker.base import Broker
+from transport.clock import Clock
+from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
+from transport.messages import WorkerStatus, encode
+from transport.settings import LivenessSettings, Settings
+from transport.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
+
+log = structlog.get_logger(__name__)
+
+SETTINGS_POLL_S = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a worker is doing now, as it appears in its lease.
+
+    busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
+    """
+
+    doing: str
+    busy_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    weights: WeightIdentity | None = None
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Worker(Protocol):
+    """One kind of work. ``run`` returns when the run is over; ``activity`` is cheap and never blocks."""
+
+    async def run(self) -> None: ...
+
+    def activity(self) -> Activity: ...
+
+
+WorkerFactory = Callable[[Broker, Settings, WorkerId], Awaitable[Worker]]
+
+
+async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
+    """Wait for the orchestrator to publish the run's settings.
+
+    Raises: BrokerUnavailableError after ``timeout_s`` without settings; ProtocolMismatchError when they are of another
+    schema than this program's.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (raw := await broker.get_meta(keys.SETTINGS)) is None:
+                await asyncio.sleep(SETTINGS_POLL_S)
+    except TimeoutError:
+        reason = f"run {broker.run!r} has no settings after {timeout_s:.0f} s; is its orchestrator running?"
+        raise BrokerUnavailableError((await broker.info()).address, reason) from None
+    try:
+        return msgspec.msgpack.decode(raw, type=Settings)
+    except msgspec.MsgspecError as error:
+        raise ProtocolMismatchError(
+            f"the settings of run {broker.run!r} were written by another version of streamrl: {error}"
+        ) from error
+
+
+async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: WorkerFactory, clock: Clock) -> None:
+    """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
+
+    Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
+    """
+    settings = await fetch_settings(broker, timeout_s=Settings().liveness.startup_s)
+    name = f"{kind.value}-{index}"
+    worker_id = WorkerId(f"{name}.{await broker.next_incarnation(name)}")
+    structlog.contextvars.bind_contextvars(worker=worker_id)
+    stopping = _stop_on_signal()
+    starting = asyncio.create_task(build(broker, settings, worker_id), name="start")
+    lease = _Lease(broker, worker_id, kind, settings.liveness, clock)
+    beating = asyncio.create_task(lease.keep(), name="heartbeat")
+    try:
+        worker = await _first_of(starting, beating, stopping)
+        if worker is None:
+            return
+        lease.worker = worker
+        log.info("joined", kind=kind.value)
+        await _first_of(asyncio.create_task(worker.run(), name="work"), beating, stopping)
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        with contextlib.suppress(TransientError, FatalError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await broker.end_lease(worker_id)
+
+
+async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping: asyncio.Event) -> T | None:
+    """The result of ``work``, or None when the run ended or a signal came first; ``work`` is then cancelled."""
+    stop = asyncio.create_task(stopping.wait(), name="stop")
+    try:
+        done, _ = await asyncio.wait({work, beating, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if work in done:
+            return work.result()
+        if beating in done:
+            beating.result()
+        return None
+    finally:
+        for task in (stop, work):
+            task.cancel()
+        await asyncio.gather(stop, work, return_exceptions=True)
+
+
+def _stop_on_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+class _Lease:
+    """Renews the lease and hears whether the run is over."""
+
+    def __init__(
+        self, broker: Broker, worker_id: WorkerId, kind: WorkerKind, liveness: LivenessSettings, clock: Clock
+    ) -> None:
+        self.worker: Worker | None = None
+        self._broker = broker
+        self._worker_id = worker_id
+        self._kind = kind
+        self._liveness = liveness
+        self._clock = clock
+        self._started_s = clock.now_s()
+        self._doing = ""
+        self._since_s = self._started_s
+
+    async def keep(self) -> None:
+        """Beat until the run is over. Raises BrokerUnavailableError when the broker was away for too long."""
+        while True:
+            await self._broker.beat(self._worker_id, encode(self._status()), ttl_s=self._liveness.lease_s)
+            if await self._broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+                log.info("the run is over")
+                return
+            await asyncio.sleep(self._liveness.heartbeat_s)
+
+    def _status(self) -> WorkerStatus:
+        activity = self.worker.activity() if self.worker else Activity(doing="starting")
+        now_s = self._clock.now_s()
+        if activity.doing != self._doing:
+            self._doing, self._since_s = activity.doing, now_s
+        return WorkerStatus(
+            worker_id=self._worker_id,
+            kind=self._kind,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            protocol=PROTOCOL_VERSION,
+            doing=activity.doing,
+            since_s=now_s - self._since_s,
+            running=activity.running,
+            waiting=activity.waiting,
+            weights=activity.weights,
+            busy_s=activity.busy_s,
+            elapsed_s=now_s - self._started_s,
+            counters=activity.counters,
+        )
