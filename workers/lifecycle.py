@@ -15,9 +15,9 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -60,7 +60,7 @@ class Worker(Protocol):
     def activity(self) -> Activity: ...
 
 
-WorkerFactory = Callable[[Broker, Settings, WorkerId], Awaitable[Worker]]
+WorkerFactory = Callable[[Broker, Settings, WorkerId], Coroutine[Any, Any, Worker]]
 
 
 async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
@@ -72,7 +72,7 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
     try:
         async with asyncio.timeout(timeout_s):
             while (raw := await broker.get_meta(keys.SETTINGS)) is None:
-                await asyncio.sleep(SETTINGS_POLL_S)
+                await asyncio.sleep(SETTINGS_POLL_S)  # noqa: ASYNC110 a key has no event to wait for
     except TimeoutError:
         reason = f"run {broker.run!r} has no settings after {timeout_s:.0f} s; is its orchestrator running?"
         raise BrokerUnavailableError((await broker.info()).address, reason) from None

@@ -1,0 +1,175 @@
+"""What a run reports about itself: one line of ``metrics.jsonl`` a trained batch, and the status that the live view draws.
+
+Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariant: a line is
+written once per (trainer epoch, batch), also over restarts of the orchestrator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transport.messages import Command, Event, GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
+from transport.types import GroupId, WorkerId
+
+RATE_WINDOW_S = 10.0
+"""Rates and idle shares in the live view are taken over this long."""
+
+
+@dataclass(slots=True)
+class _BatchTally:
+    """What is known of a batch while it is open."""
+
+    rewards: list[float] = field(default_factory=list[float])
+    response_tokens: list[int] = field(default_factory=list[int])
+    staleness: list[int] = field(default_factory=list[int])
+    outcomes: dict[str, int] = field(default_factory=dict[str, int])
+    components: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def summary(self) -> dict[str, Any]:
+        """Means over the samples that were scored; nothing at all of an empty batch."""
+        line: dict[str, Any] = {f"groups_{name}": count for name, count in sorted(self.outcomes.items())}
+        if self.rewards:
+            line |= {"reward": fmean(self.rewards)}
+            line |= {name: fmean(values) for name, values in sorted(self.components.items())}
+            line |= {
+                "samples": len(self.rewards),
+                "response_tokens": fmean(self.response_tokens),
+                "response_tokens_max": max(self.response_tokens),
+            }
+        if self.staleness:
+            line |= {"staleness": fmean(self.staleness), "staleness_max": max(self.staleness)}
+        return line
+
+
+def batch_of(group_or_row: str) -> int:
+    """The batch in a group id or row id."""
+    return int(group_or_row.partition("/")[0])
+
+
+class MetricsLog:
+    """Tallies batches from the events and appends a line to ``path`` when one is trained."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[int, _BatchTally] = {}
+        self._scored: set[GroupId] = set()
+        self._written = {(line["epoch"], line["batch"]) for line in read_metrics(path)}
+        self._last_step_s: float | None = None
+        self.last_line: dict[str, Any] = {}
+
+    def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
+        """Take note of one applied event. Returns the batch's line if this event finished a batch."""
+        match event:
+            case RolloutFinished():
+                batch = batch_of(event.row_id)
+                self._tally(batch).staleness.append(max(0, batch - event.oldest.version))
+            case GroupScored() if event.group_id not in self._scored:
+                self._scored.add(event.group_id)
+                self._score(event)
+            case _:
+                pass
+        for command in commands:
+            if isinstance(command, SlotOutcome):
+                outcomes = self._tally(batch_of(command.group_id)).outcomes
+                outcomes[command.outcome] = outcomes.get(command.outcome, 0) + 1
+        return self._finish(event, now_s) if isinstance(event, StepDone) else None
+
+    def _tally(self, batch: int) -> _BatchTally:
+        return self._open.setdefault(batch, _BatchTally())
+
+    def _score(self, event: GroupScored) -> None:
+        tally = self._tally(batch_of(event.group_id))
+        tally.rewards.extend(event.rewards)
+        tally.response_tokens.extend(event.response_tokens)
+        for name, mean in event.components.items():
+            tally.components.setdefault(name, []).append(mean)
+
+    def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
+        key = (event.weights.epoch, event.batch)
+        seconds = now_s - self._last_step_s if self._last_step_s is not None else now_s
+        self._last_step_s = now_s
+        # A batch trained again after a restart of the trainer keeps its tally; a closed one of before is not needed.
+        tally = self._tally(event.batch)
+        for batch in [batch for batch in self._open if batch < event.batch - 64]:
+            del self._open[batch]
+        line = {
+            "batch": event.batch,
+            "version": event.weights.version,
+            "epoch": event.weights.epoch,
+            "time_s": round(now_s, 3),
+            "seconds": round(seconds, 3),
+            **tally.summary(),
+            "trained_rows": event.num_rows,
+            "trained_tokens": event.num_tokens,
+            **event.metrics,
+        }
+        if seconds > 0:
+            line |= {
+                "samples_per_s": len(tally.rewards) / seconds,
+                "tokens_per_s": sum(tally.response_tokens) / seconds,
+            }
+        self.last_line = line
+        self._scored = {group for group in self._scored if batch_of(group) >= event.batch - 64}
+        if key in self._written:
+            return None
+        self._written.add(key)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return line
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file, [] if there is none. A torn last line (a kill while writing) is left out."""
+    if not path.exists():
+        return []
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+class UsageWindow:
+    """Busy shares and token rates of the workers over the last RATE_WINDOW_S, from their leases."""
+
+    def __init__(self) -> None:
+        self._seen: dict[WorkerId, deque[WorkerStatus]] = {}
+
+    def update(self, leases: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, Any]]:
+        """One readable row a live worker, in order of name."""
+        for gone in self._seen.keys() - leases.keys():
+            del self._seen[gone]
+        for worker_id, status in leases.items():
+            history = self._seen.setdefault(worker_id, deque())
+            if not history or status.elapsed_s > history[-1].elapsed_s:
+                history.append(status)
+            while history[-1].elapsed_s - history[0].elapsed_s > RATE_WINDOW_S:
+                history.popleft()
+        return [self._row(self._seen[worker_id]) for worker_id in sorted(leases)]
+
+    @staticmethod
+    def _row(history: deque[WorkerStatus]) -> dict[str, Any]:
+        first, last = history[0], history[-1]
+        elapsed_s = last.elapsed_s - first.elapsed_s
+        row: dict[str, Any] = {
+            "worker": last.worker_id,
+            "kind": last.kind.value,
+            "doing": last.doing,
+            "since_s": round(last.since_s, 1),
+            "running": last.running,
+            "waiting": last.waiting,
+            "weights": str(last.weights) if last.weights else "",
+            "counters": last.counters,
+        }
+        if elapsed_s > 0:
+            row["idle"] = round(1.0 - min(1.0, (last.busy_s - first.busy_s) / elapsed_s), 3)
+            row["tokens_per_s"] = (last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)) / elapsed_s
+        return row
