@@ -1,4 +1,4 @@
-"""What a run reports about itself: one line of ``metrics.jsonl`` a trained batch, and the status that the live view draws.
+"""What a run reports of itself: a line of ``metrics.jsonl`` a trained batch, and the status that the live view draws.
 
 Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariant: a line is
 written once per (trainer epoch, batch), also over restarts of the orchestrator.

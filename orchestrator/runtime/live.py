@@ -1,0 +1,148 @@
+"""The terminal while a run is on: one table where there is a terminal, plain lines where there is none.
+
+Owns: how numbers look. Never: where they come from. Invariant: whatever a model wrote is stripped of control characters
+before a terminal sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+QUEUES_SHOWN = 6
+
+
+class View(Protocol):
+    """What the supervisor shows its user."""
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        ...
+
+    def batch(self, line: Mapping[str, Any]) -> None:
+        """A batch was trained."""
+        ...
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        """The current state of the whole run, a few times a second."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_view(*, plain: bool) -> View:
+    """A table if stdout is a terminal and ``plain`` is not asked for, else lines."""
+    console = Console(highlight=False)
+    return PlainView() if plain or not console.is_terminal else TableView(console)
+
+
+def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
+    """One trained batch as a line of text; a number that is not known is left out."""
+    total = f"/{num_batches}" if num_batches else ""
+    parts = [f"batch {line['batch'] + 1}{total}"]
+    formats = (
+        ("reward", "reward {:.3f}"),
+        ("well_formed", "well-formed {:.0%}"),
+        ("right", "right {:.0%}"),
+        ("response_tokens", "{:.1f} tokens"),
+        ("seconds", "{:.1f} s"),
+        ("samples_per_s", "{:.1f} samples/s"),
+        ("tokens_per_s", "{:.0f} tokens/s"),
+        ("staleness", "staleness {:.2f}"),
+        ("loss", "loss {:+.4f}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("logprob_mismatch", "mismatch {:.4f}"),
+    )
+    parts += [text.format(line[name]) for name, text in formats if name in line]
+    return "  ".join(parts)
+
+
+class PlainView:
+    """Lines on stdout, flushed, one a batch."""
+
+    def __init__(self) -> None:
+        self._num_batches: int | None = None
+
+    def note(self, text: str) -> None:
+        print(printable(text), flush=True)
+
+    def batch(self, line: Mapping[str, Any]) -> None:
+        print(batch_line(line, self._num_batches), flush=True)
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        self._num_batches = status.get("batches")
+
+    def close(self) -> None: ...
+
+
+class TableView:
+    """A rich live table under the lines that stay."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_batches: int | None = None
+        self._live = Live(Text("starting"), console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(printable(text)))
+
+    def batch(self, line: Mapping[str, Any]) -> None:
+        self._console.print(Text(batch_line(line, self._num_batches)))
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        self._num_batches = status.get("batches")
+        self._live.update(Group(_headline(status), _worker_table(status.get("workers", ()))))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _headline(status: Mapping[str, Any]) -> Text:
+    pipeline = status.get("pipeline", {})
+    queues = {name: depth for name, depth in status.get("queues", {}).items() if depth}
+    deepest = sorted(queues.items(), key=lambda item: -item[1])[:QUEUES_SHOWN]
+    parts = [
+        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s",
+        f"trained {status.get('trained', 0)}/{status.get('batches', 0)}  weights {status.get('weights', '-')}",
+        "  ".join(f"{name} {value}" for name, value in pipeline.items()),
+        "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
+    ]
+    return Text("\n".join(part for part in parts if part), style="bold")
+
+
+def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, justify in (
+        ("worker", "left"),
+        ("doing", "left"),
+        ("for", "right"),
+        ("idle", "right"),
+        ("running", "right"),
+        ("waiting", "right"),
+        ("tokens/s", "right"),
+        ("weights", "left"),
+    ):
+        table.add_column(column, justify=justify)
+    for worker in workers:
+        table.add_row(
+            str(worker["worker"]),
+            printable(str(worker["doing"])),
+            f"{worker['since_s']:.0f} s",
+            f"{worker['idle']:.0%}" if "idle" in worker else "",
+            str(worker["running"] or ""),
+            str(worker["waiting"] or ""),
+            f"{worker['tokens_per_s']:.0f}" if worker.get("tokens_per_s") else "",
+            str(worker["weights"]),
+        )
+    return table
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters other than newline: model output may carry terminal escapes."""
+    return "".join(char for char in text if char == "\n" or (char.isprintable()))

@@ -1,0 +1,138 @@
+"""Local processes: start, watch, start again, stop. What they do is not known here.
+
+Owns: the children of one supervisor and their log files. Never: decides how many there are. Invariant: no child outlives
+its supervisor, and a child that ends unexpectedly is started again until it has used up its restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from orchestrator.errors import ChildFailedError
+
+log = structlog.get_logger(__name__)
+
+EXIT_FATAL = 4
+"""A child that exits so says that starting it again is no use; its last line says why."""
+EXIT_STALLED = 3
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
+STABLE_S = 60.0
+"""A child that lived for so long starts counting its restarts in a row anew."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork must not load libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One process to keep alive. done_ends: its clean exit is the end of its work, not a failure."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    done_ends: bool = True
+
+
+class Children:
+    """The supervised processes of one run."""
+
+    def __init__(self, log_dir: Path, *, max_restarts: int) -> None:
+        self._log_dir = log_dir
+        self._max_restarts = max_restarts
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self.restarts: dict[str, int] = {}
+
+    def pid(self, name: str) -> int | None:
+        """The living process of ``name``, if there is one."""
+        process = self._processes.get(name)
+        return process.pid if process and process.returncode is None else None
+
+    async def keep(self, spec: ChildSpec) -> None:
+        """Run ``spec`` until it exits cleanly, starting it again whenever it dies.
+
+        Raises: ChildFailedError when it exits with EXIT_FATAL, EXIT_STALLED or 2, or has died too often in a row.
+        """
+        in_a_row = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S) - 1)])
+            started_s = loop.time()
+            code = await self._run_once(spec)
+            if code == 0 and spec.done_ends:
+                return
+            if code in (2, EXIT_FATAL, EXIT_STALLED):
+                raise ChildFailedError(spec.name, code, self.last_words(spec.name))
+            in_a_row = 1 if loop.time() - started_s > STABLE_S else in_a_row + 1
+            self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+            if in_a_row > self._max_restarts:
+                raise ChildFailedError(spec.name, code, self.last_words(spec.name))
+            log.warning("child ended, starting it again", child=spec.name, exit=_describe(code), restart=in_a_row)
+
+    async def _run_once(self, spec: ChildSpec) -> int:
+        with self._log_path(spec.name).open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.env},
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to pass on
+                preexec_fn=_die_with_parent,
+            )
+        self._processes[spec.name] = process
+        return await process.wait()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """SIGTERM to all, SIGKILL to those alive after ``grace_s``. Never raises on a child that is gone."""
+        living = [process for process in self._processes.values() if process.returncode is None]
+        for process in living:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await asyncio.gather(*(process.wait() for process in living))
+        except TimeoutError:
+            for process in living:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(*(process.wait() for process in living))
+
+    def last_words(self, name: str, *, max_lines: int = 12) -> str:
+        """The end of a child's log, for the error that reports its death."""
+        path = self._log_path(name)
+        if not path.exists():
+            return ""
+        lines = path.read_bytes()[-8192:].decode("utf-8", "replace").splitlines()
+        return "\n".join(lines[-max_lines:])
+
+    def _log_path(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+
+def python_module(module: str, *args: str) -> list[str]:
+    """The command line of one of our own programs, in this interpreter."""
+    return [sys.executable, "-m", module, *args]
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the supervisor dies, so that a killed supervisor leaves nothing behind."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
