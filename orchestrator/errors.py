@@ -1,0 +1,80 @@
+"""Errors of the control plane, named by how the command ends; its exit codes.
+
+    StreamError (transport.errors)
+    ├── FatalError                  1 from ``run``; a child exits with 4, so that it is not started again
+    │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
+    │   └── DataError               2: the prompts cannot be read, or are not what the settings say
+    └── RunFailedError              1: the run cannot go on
+        ├── ChildFailedError        the child's own 2 or 3, else 1
+        ├── StalledError            3: no progress for ``liveness.stall_s``
+        └── Interrupted             130: a signal asked for the end
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from transport.errors import FatalError, StreamError
+
+
+class ExitCode(IntEnum):
+    """What a shell, a container or the supervisor sees."""
+
+    OK = 0
+    FAILED = 1
+    BAD_CONFIG = 2
+    STALLED = 3
+    FATAL = 4
+    INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+class ConfigError(FatalError):
+    """One setting is wrong. key: dotted, "" when a whole file is.  where: "file.toml:7", "--set", ..."""
+
+    def __init__(self, problem: str, *, key: str = "", where: str = "") -> None:
+        super().__init__(f"{where}: {problem}" if where else problem)
+        self.key = key
+        self.where = where
+
+
+class DataError(FatalError):
+    """The prompts cannot be used; the message names the file and the row."""
+
+
+class RunFailedError(StreamError):
+    """The run cannot go on."""
+
+
+class ChildFailedError(RunFailedError):
+    """The local process ``name`` ended with ``code``, and starting it again is no use."""
+
+    def __init__(self, name: str, code: int, last_words: str) -> None:
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+        super().__init__(f"{name} {how}: {last_words}" if last_words else f"{name} {how}")
+        self.name = name
+        self.code = code
+
+
+class StalledError(RunFailedError):
+    """Nothing progressed for too long; the message names the stage."""
+
+
+class Interrupted(RunFailedError):
+    """A signal asked for the end."""
+
+
+def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
+    """The exit code of a command that ends by ``error``. is_child: a supervisor reads it (see FATAL)."""
+    match error:
+        case ConfigError() | DataError():
+            return ExitCode.BAD_CONFIG
+        case StalledError():
+            return ExitCode.STALLED
+        case Interrupted():
+            return ExitCode.INTERRUPTED
+        case ChildFailedError(code=ExitCode.BAD_CONFIG | ExitCode.STALLED as code):
+            return ExitCode(code)
+        case FatalError() if is_child:
+            return ExitCode.FATAL
+        case _:
+            return ExitCode.FAILED
