@@ -5,7 +5,8 @@ One ``Broker`` object is one run on one server. It offers two kinds of stream an
 **Work queues** (dispatch plans, scoring tasks). A consumer group gives an entry to one consumer, which holds a lease on
 it: ``claim`` starts the lease, ``renew`` continues it, ``commit(acks=...)`` ends it *together with the effect*. An
 entry that nobody renewed for ``idle_s`` is handed to whoever calls ``reclaim``; after ``max_deliveries`` it goes to the
-dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted once.
+dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted once. An
+acknowledged or dead-lettered entry is freed, so the length of a queue is its backlog: waiting + pending.
 
 **Logs** (events, rounds, weights, control). No group, no reclaim: every reader keeps a cursor. A log with one writer
 takes explicit entry ids; an id that is not above the last one is *already there*, so a command executed twice is
@@ -13,21 +14,28 @@ appended once. ``trim`` frees what lies at or below a cursor and never touches p
 
 **commit** is the one atomic step: insert rows (the first valid insert wins), append to logs if and only if the insert
 won, acknowledge deliveries, and put a notice on a task's queue when a unit's inputs have become complete. All or
-nothing.
+nothing. A group is written before its rows: a row whose group is not there (never written, or dropped) is refused, so
+that a late insert cannot leak memory and no memory of dropped groups is needed; group ids are never used twice.
 
-**Fences**: a role (orchestrator, trainer) holds an epoch; a write that carries an older epoch raises FencedError.
+**Sent once.** A write whose connection was cut is sent again with the same number and the server answers with what it
+did the first time, so an entry is appended once per call. Only when BrokerUnavailableError reaches the caller is it
+unknown whether the write happened; calling again is then safe for rows and for explicit ids.
 
-Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError. Nothing blocks longer than its ``wait_s`` plus
-the connection's own time-out.
+**Fences**: a role (orchestrator, trainer) holds an epoch; a write that carries an older epoch raises FencedError. One
+that carries a newer epoch than the broker knows (it lost its tail) restores it.
+
+Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError; MessageError for a payload over
+MAX_MESSAGE_BYTES, ValueError for a call that can never be right. Nothing blocks longer than its ``wait_s`` plus, when
+the broker went away, the outage the client was told to sit out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-from transport.types import Column, GroupId, RowId, RunName, WorkerId
+from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
 
 ZERO_ID = "0-0"
 """Before the first entry of any stream."""
@@ -35,7 +43,10 @@ ZERO_ID = "0-0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one stream entry holds: readable fields for whoever looks with redis-cli, and at most one binary field."""
+    """What one stream entry holds: readable fields for whoever looks with redis-cli, and at most one binary field.
+
+    The field name "payload" is taken by the binary one.
+    """
 
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     payload: bytes = b""
@@ -79,7 +90,8 @@ class Append:
 class RowWrite:
     """Columns of one row, written once and together.
 
-    If the row already has any of these columns, nothing is written and ``on_insert`` is not appended.
+    If the row already has any of these columns, nothing is written and ``on_insert`` is not appended. The same holds
+    when its group is not there, or is smaller than this sample's index.
     """
 
     row_id: RowId
@@ -109,7 +121,7 @@ class Commit:
     """One atomic step. Everything in it happens, or nothing does.
 
     appends: appended in any case (unlike a row's ``on_insert``).
-    A row whose group was dropped is refused: it is not inserted, and its on_insert is not appended.
+    Order: groups, rows (each with its on_insert and the notices that it completes), acks, appends.
     """
 
     fence: Fence | None = None
@@ -128,20 +140,6 @@ class CommitResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSpec:
-    """A task of the dataflow: the row columns it reads and writes, and its unit.
-
-    A "sample" unit is ready when the row has all of ``reads``; a "group" unit when every row of the group has.
-    Group columns are written before any row exists, so they need not be named.
-    """
-
-    name: str
-    unit: Literal["sample", "group"]
-    reads: frozenset[Column]
-    writes: frozenset[Column] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A delivered, not yet acknowledged entry of a work queue."""
 
@@ -153,7 +151,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """An entry that was given up, with the queue it came from and the reason."""
+    """An entry that was given up: its id in the queue it came from, and the reason. The newest 10,000 are kept."""
 
     entry_id: str
     queue: str
@@ -220,7 +218,7 @@ class Broker(Protocol):
     async def length(self, stream: str) -> int: ...
 
     async def trim(self, stream: str, upto: str) -> int:
-        """Free entries with id <= ``upto``; in a work queue only below its oldest pending one. Returns how many."""
+        """Free entries with id <= ``upto``; in a work queue only what nobody waits for or holds. Returns how many."""
         ...
 
     async def delete_stream(self, stream: str) -> None: ...
@@ -241,11 +239,18 @@ class Broker(Protocol):
     async def reclaim(
         self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
     ) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Take over entries whose lease ran out; those delivered ``max_deliveries`` times go to the dead letters."""
+        """Take over entries whose lease ran out; those delivered ``max_deliveries`` times go to the dead letters.
+
+        A caller that must tell of a dead letter in the same step asks for one delivery more here and calls ``reject``
+        itself when ``delivery.deliveries`` is over its limit.
+        """
         ...
 
     async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
-        """Move one delivery to the dead letters with its reason, acknowledge it, append ``appends``: one step."""
+        """Move one delivery to the dead letters with its reason, acknowledge it, append ``appends``: one step.
+
+        Nothing happens when the delivery is not pending any more.
+        """
         ...
 
     async def pending(self, queue: str, *, count: int = 100) -> list[Pending]: ...
@@ -253,7 +258,11 @@ class Broker(Protocol):
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
-        """Store the run's tasks; their notices go to the queue ``tasks:<name>``. Idempotent."""
+        """Store the run's tasks in place of former ones; their notices go to the queue ``tasks:<name>``. Idempotent.
+
+        Declared before rows are written: a unit that was complete before is not noticed. A notice has the readable
+        fields task, unit (row or group id) and group, and no payload; there is exactly one for each unit.
+        """
         ...
 
     async def commit(self, commit: Commit) -> CommitResult: ...
@@ -267,10 +276,12 @@ class Broker(Protocol):
     ) -> list[dict[Column, bytes]]: ...
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
-        """Free the groups and their rows, and refuse later inserts into them. Returns the bytes freed."""
+        """Free the groups and their rows; later inserts into them are refused. Returns the bytes freed."""
         ...
 
-    async def retained_bytes(self) -> int: ...
+    async def retained_bytes(self) -> int:
+        """Bytes of all column values of groups and rows."""
+        ...
 
     # -- leases of workers, settings
     async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None: ...

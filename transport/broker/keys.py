@@ -16,6 +16,20 @@ DEAD = "dead"
 """Dead letters."""
 SETTINGS = "settings"
 """Meta: the run's settings, MessagePack."""
+
+# What the broker keeps for itself; the Lua scripts get these names from here (lua.py).
+EPOCHS = "epochs"
+"""Hash: role -> fencing epoch."""
+INCARNATIONS = "incarnations"
+"""Hash: name -> number of processes that carried it."""
+RETAINED_BYTES = "retained-bytes"
+"""Counter: bytes of all column values."""
+TASK_SPECS = "task-specs"
+"""Hash: task -> its unit and columns, JSON."""
+STREAMS = "streams"
+"""Set: short names of all streams, so that listing them scans nothing."""
+WORKERS = "workers"
+"""Set: workers that ever beat and whose lease has not been seen to end."""
 STATE = "state"
 """Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
 STATE_RUNNING = b"running"
@@ -54,3 +68,12 @@ def group(run: RunName, group_id: GroupId) -> str:
 
 def lease(run: RunName, worker: WorkerId) -> str:
     return full(run, f"lease:{worker}")
+
+
+def meta(run: RunName, name: str) -> str:
+    return full(run, f"meta:{name}")
+
+
+def session(run: RunName, client: str, slot: int) -> str:
+    """The last request of one client's slot and its reply (see broker/README.md, "Sent once")."""
+    return full(run, f"session:{client}:{slot}")
