@@ -6,7 +6,7 @@ Owns: names and shapes only. Never: I/O, decisions. Invariant: everything here i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 import msgspec
 
@@ -130,3 +130,16 @@ class Column(StrEnum):
 
 
 GROUP_COLUMNS = frozenset({Column.PROMPT_IDS, Column.PROMPT_TEXT, Column.TASK_ENTRY})
+
+
+class TaskSpec(Struct, frozen=True, kw_only=True):
+    """A task of the dataflow: the row columns it reads and writes, and its unit.
+
+    A "sample" unit is ready when the row has all of ``reads``; a "group" unit when every row of the group has.
+    Group columns are written before any row exists, so they need not be named.
+    """
+
+    name: str
+    unit: Literal["sample", "group"]
+    reads: frozenset[Column]
+    writes: frozenset[Column] = frozenset()

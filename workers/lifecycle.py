@@ -71,8 +71,8 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while (raw := await broker.get_meta(keys.SETTINGS)) is None:
-                await asyncio.sleep(SETTINGS_POLL_S)  # noqa: ASYNC110 a key has no event to wait for
+            while (raw := await broker.get_meta(keys.SETTINGS)) is None:  # noqa: ASYNC110 a key wakes nobody
+                await asyncio.sleep(SETTINGS_POLL_S)
     except TimeoutError:
         reason = f"run {broker.run!r} has no settings after {timeout_s:.0f} s; is its orchestrator running?"
         raise BrokerUnavailableError((await broker.info()).address, reason) from None

@@ -118,17 +118,8 @@ def _headline(status: Mapping[str, Any]) -> Text:
 
 def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column, justify in (
-        ("worker", "left"),
-        ("doing", "left"),
-        ("for", "right"),
-        ("idle", "right"),
-        ("running", "right"),
-        ("waiting", "right"),
-        ("tokens/s", "right"),
-        ("weights", "left"),
-    ):
-        table.add_column(column, justify=justify)
+    for column in ("worker", "doing", "for", "idle", "running", "waiting", "tokens/s", "weights"):
+        table.add_column(column, justify="left" if column in ("worker", "doing", "weights") else "right")
     for worker in workers:
         table.add_row(
             str(worker["worker"]),

@@ -1,6 +1,6 @@
 """Local processes: start, watch, start again, stop. What they do is not known here.
 
-Owns: the children of one supervisor and their log files. Never: decides how many there are. Invariant: no child outlives
+Owns: the children of one supervisor and their logs. Never: decides how many there are. Invariant: no child outlives
 its supervisor, and a child that ends unexpectedly is started again until it has used up its restarts.
 """
 
@@ -12,7 +12,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,8 +57,8 @@ class Children:
         process = self._processes.get(name)
         return process.pid if process and process.returncode is None else None
 
-    async def keep(self, spec: ChildSpec) -> None:
-        """Run ``spec`` until it exits cleanly, starting it again whenever it dies.
+    async def keep(self, spec: ChildSpec, *, on_death: Callable[[int], Awaitable[None]] | None = None) -> None:
+        """Run ``spec`` until it exits cleanly, starting it again whenever it dies; ``on_death`` hears of its pid.
 
         Raises: ChildFailedError when it exits with EXIT_FATAL, EXIT_STALLED or 2, or has died too often in a row.
         """
@@ -67,7 +67,7 @@ class Children:
         while True:
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S) - 1)])
             started_s = loop.time()
-            code = await self._run_once(spec)
+            pid, code = await self._run_once(spec)
             if code == 0 and spec.done_ends:
                 return
             if code in (2, EXIT_FATAL, EXIT_STALLED):
@@ -77,8 +77,10 @@ class Children:
             if in_a_row > self._max_restarts:
                 raise ChildFailedError(spec.name, code, self.last_words(spec.name))
             log.warning("child ended, starting it again", child=spec.name, exit=_describe(code), restart=in_a_row)
+            if on_death is not None:
+                await on_death(pid)
 
-    async def _run_once(self, spec: ChildSpec) -> int:
+    async def _run_once(self, spec: ChildSpec) -> tuple[int, int]:
         with self._log_path(spec.name).open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
@@ -90,7 +92,7 @@ class Children:
                 preexec_fn=_die_with_parent,
             )
         self._processes[spec.name] = process
-        return await process.wait()
+        return process.pid, await process.wait()
 
     async def stop(self, *, grace_s: float) -> None:
         """SIGTERM to all, SIGKILL to those alive after ``grace_s``. Never raises on a child that is gone."""

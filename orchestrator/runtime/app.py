@@ -1,0 +1,107 @@
+"""The orchestrator process: wiring, and the one TaskGroup.
+
+                       events log ──► read_events ─┐
+                            leases ──► membership ─┤            ┌─► journal (first)
+     prompt source ──► prompt desk ────────────────┼─► inbox ─► decide ─► PipelineState.handle ─► commands
+                             clock ──► tick ───────┤            └─► metrics, watchdog                 │
+                     retained bytes ─► watch_usage ┘                                                  ▼
+      rounds, plans:<worker>, control:<worker>, group columns ◄── broker ◄───────────────────── executor
+
+Back-pressure: the inbox is bounded, so when deciding is behind, events wait in the broker; the core admits no more than
+its staleness bound allows, so what the executor may have to do is bounded too; ``max_retained_bytes`` bounds the broker.
+Recovery: newest snapshot, then the journal's tail through the same ``handle``; then everything that was commanded and
+not confirmed is carried out again (entry ids make that harmless).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from orchestrator.core.dataflow import grpo_tasks
+from orchestrator.core.state import PipelineState
+from orchestrator.runtime.decide import Decider
+from orchestrator.runtime.desk import Desk
+from orchestrator.runtime.execute import Executor
+from orchestrator.runtime.intake import new_inbox, read_events, tick, watch_usage
+from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.membership import Membership
+from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.prompts import open_source
+from orchestrator.runtime.reconcile import keep_reconciled
+from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.status import publish_status
+from orchestrator.runtime.watchdog import Watchdog
+from ranker.protocol import ConstantPredictor
+from transport.broker import keys
+from transport.broker.base import Broker, Fence
+from transport.clock import MonotonicClock
+from transport.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+FLUSH_S = 10.0
+"""At the end, how long the last commands may take to reach the broker."""
+
+
+async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> None:
+    """Orchestrate the run until it is finished or a signal comes.
+
+    Raises: StalledError, FencedError (another orchestrator took the run over), JournalError (history is damaged).
+    """
+    rundir = RunDir(run_dir)
+    fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
+    journal, recovered = Journal.open(rundir.journal)
+    clock = MonotonicClock(origin_s=recovered.now_s)
+    state = PipelineState(settings)
+    metrics = MetricsLog(rundir.metrics)
+    ended = asyncio.Event()
+    source = await asyncio.to_thread(open_source, settings, model_dir)
+    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
+    executor = Executor(broker, fence, desk, on_finish=lambda _reason: ended.set())
+    watchdog = Watchdog(settings.liveness.stall_s, clock)
+    decider = Decider(state, journal, executor, metrics, watchdog, clock)
+    restated = decider.recover(recovered)
+    source.seek(state.source_position)
+
+    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
+    await broker.put_meta(keys.SETTINGS, msgspec.msgpack.encode(public(settings)))
+    await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+    executor.submit(restated)
+    log.info("serving", run=broker.run, epoch=fence.epoch, events_replayed=len(recovered.tail))
+
+    inbox = new_inbox()
+    membership = Membership(broker, settings.liveness.lease_s, clock)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with asyncio.TaskGroup() as group:
+        loops = [
+            group.create_task(read_events(broker, inbox, recovered.cursor), name="events"),
+            group.create_task(tick(inbox), name="tick"),
+            group.create_task(watch_usage(broker, inbox), name="usage"),
+            group.create_task(membership.watch(inbox, state.worker_ids), name="membership"),
+            group.create_task(desk.run(inbox), name="desk"),
+            group.create_task(executor.run(), name="executor"),
+            group.create_task(decider.run(inbox), name="decide"),
+            group.create_task(keep_reconciled(broker, inbox, state.rows_told, decider.restate), name="reconcile"),
+            group.create_task(publish_status(broker, state, membership, metrics, clock), name="status"),
+            group.create_task(watchdog.watch(state.describe_wait), name="watchdog"),
+        ]
+        await ended.wait()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await executor.drained()
+        except TimeoutError:
+            log.warning("the broker did not take the last commands; they are carried out at the next start")
+        for loop in loops:
+            loop.cancel()
+    journal.close()
+
+
+def public(settings: Settings) -> Settings:
+    """The settings without secrets, as they are stored in the broker."""
+    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, password=""))

@@ -1,0 +1,113 @@
+"""The one place where events meet the state: apply, write down, then act.
+
+Owns: the order of events and their sequence numbers. Never: I/O other than the journal. Invariant: no command leaves
+before the event that caused it is in the journal; a recorded journal replayed gives the same commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from orchestrator.core.state import CommandId, PipelineState
+from orchestrator.runtime.execute import Executor, Issued
+from orchestrator.runtime.intake import Arrival, Inbox
+from orchestrator.runtime.journal import Journal, Recovered
+from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.watchdog import Watchdog
+from transport.clock import Clock
+from transport.messages import DropRows, JournalRecord, SlotOutcome, TrimRounds
+
+log = structlog.get_logger(__name__)
+
+MAX_BATCH = 512
+"""Events applied before the loop breathes: about 10 ms of deciding."""
+SNAPSHOT_EVERY = 5000
+"""Records between snapshots: replaying so many takes about 0.1 s."""
+
+
+class Decider:
+    """Feeds the state and passes its commands on."""
+
+    def __init__(
+        self,
+        state: PipelineState,
+        journal: Journal,
+        executor: Executor,
+        metrics: MetricsLog,
+        watchdog: Watchdog,
+        clock: Clock,
+    ) -> None:
+        self._state = state
+        self._journal = journal
+        self._executor = executor
+        self._metrics = metrics
+        self._watchdog = watchdog
+        self._clock = clock
+        self._seq = 0
+        self._cursor = "0-0"
+        self._since_snapshot = 0
+
+    def recover(self, recovered: Recovered) -> list[Issued]:
+        """Bring the state back. Returns what has to be carried out (again): harmless where it already was.
+
+        Stream entries come from ``outstanding``; the rest of the tail's commands are those that free or report.
+        """
+        if recovered.snapshot is not None:
+            self._state.restore(recovered.snapshot)
+        again: list[Issued] = []
+        for record in recovered.tail:
+            commands = self._state.handle(record.event, record.now_s)
+            self._metrics.observe(record.event, commands, record.now_s)
+            again += [
+                (CommandId(record.seq, index), command)
+                for index, command in enumerate(commands)
+                if isinstance(command, DropRows | TrimRounds | SlotOutcome)
+            ]
+        self._seq = recovered.seq
+        self._cursor = recovered.cursor
+        return [*self._state.outstanding(), *again]
+
+    def restate(self) -> None:
+        """Submit again whatever was commanded and is not confirmed."""
+        self._executor.submit(self._state.outstanding())
+
+    async def run(self, inbox: Inbox) -> None:
+        """Apply what arrives, forever."""
+        while True:
+            arrivals = [await inbox.get()]
+            while len(arrivals) < MAX_BATCH and not inbox.empty():
+                arrivals.append(inbox.get_nowait())
+            self._apply(arrivals)
+            if self._since_snapshot >= SNAPSHOT_EVERY:
+                await self._snapshot()
+            await asyncio.sleep(0)
+
+    def _apply(self, arrivals: Sequence[Arrival]) -> None:
+        """Decide on each, write all down, act. One write a batch: the journal is flushed before any command leaves."""
+        records: list[JournalRecord] = []
+        issued: list[Issued] = []
+        for arrival in arrivals:
+            self._seq += 1
+            self._cursor = arrival.cursor or self._cursor
+            record = JournalRecord(seq=self._seq, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor)
+            records.append(record)
+            issued += self._decide(record)
+        self._journal.append(records)
+        self._since_snapshot += len(records)
+        self._executor.submit(issued)
+
+    def _decide(self, record: JournalRecord) -> list[Issued]:
+        commands = self._state.handle(record.event, record.now_s)
+        self._watchdog.observe(record.event)
+        self._metrics.observe(record.event, commands, record.now_s)
+        return [(CommandId(self._seq, index), command) for index, command in enumerate(commands)]
+
+    async def _snapshot(self) -> None:
+        """Snapshot once everything decided so far is carried out: what lies before it is never looked at again."""
+        seq, state = self._seq, self._state.snapshot()
+        await self._executor.drained()
+        self._journal.snapshot(state, seq)
+        self._since_snapshot = 0

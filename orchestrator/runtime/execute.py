@@ -1,0 +1,179 @@
+"""Commands become I/O, in the order they were decided.
+
+Owns: the queue of commands not yet carried out. Never: decides, skips or reorders within a stream. Invariant: a command
+carried out twice has the effect of once, because its id is the id of its stream entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias, assert_never
+
+import structlog
+from transport.rows import encode_array
+
+from orchestrator.core.state import CommandId, entry_id
+from orchestrator.runtime.prompts import Prompt
+from transport.broker import keys
+from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite
+from transport.messages import (
+    AbortRollouts,
+    AdmitGroups,
+    CloseMiniBatch,
+    Command,
+    DispatchGroups,
+    DropRows,
+    FinishRun,
+    FinishTraining,
+    GroupAdmitted,
+    GroupPlan,
+    LoadWeights,
+    RequestPrompts,
+    SlotOutcome,
+    TrainRound,
+    TrimRounds,
+    encode,
+)
+from transport.types import Column, PromptId
+
+log = structlog.get_logger(__name__)
+
+Issued: TypeAlias = tuple[CommandId, Command]
+
+
+class PromptDesk(Protocol):
+    """Where prompts are read; a loop of its own, because tokenising takes longer than deciding."""
+
+    def request(self, count: int) -> None: ...
+
+    def prompt(self, prompt_id: PromptId) -> Prompt: ...
+
+    def observe(self, outcome: SlotOutcome) -> None: ...
+
+
+class Executor:
+    """Carries out commands; ``submit`` never waits, ``run`` does the I/O."""
+
+    def __init__(self, broker: Broker, fence: Fence, desk: PromptDesk, on_finish: Callable[[str], None]) -> None:
+        self._broker = broker
+        self._fence = fence
+        self._desk = desk
+        self._on_finish = on_finish
+        self._waiting: list[Issued] = []
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, issued: Iterable[Issued]) -> None:
+        """Queue commands, in order. What can be queued is bounded by what the core decides without hearing back."""
+        before = len(self._waiting)
+        self._waiting.extend(issued)
+        if len(self._waiting) > before:
+            self._idle.clear()
+            self._work.set()
+
+    async def drained(self) -> None:
+        """Wait until everything submitted so far is carried out."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Carry out what is submitted, forever: everything that is waiting in as few round trips as its order allows."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            batch, self._waiting = self._waiting, []
+            await self._carry_out(batch)
+            if not self._waiting:
+                self._idle.set()
+
+    async def _carry_out(self, batch: Sequence[Issued]) -> None:
+        """Prompt columns first (a plan must not be claimed before its prompt is there), then streams, then the rest."""
+        admitted = [group for _, command in batch if isinstance(command, AdmitGroups) for group in command.groups]
+        if admitted:
+            writes = tuple(self._group_write(group) for group in admitted)
+            await self._broker.commit(Commit(fence=self._fence, groups=writes))
+        appends: dict[str, list[tuple[str, Entry]]] = {}
+        for command_id, command in batch:
+            for stream, entry in stream_entries(command_id, command):
+                appends.setdefault(stream, []).append(entry)
+        for stream, entries in appends.items():
+            await self._append(stream, entries)
+        for _, command in batch:
+            await self._apply(command)
+
+    async def _append(self, stream: str, entries: list[tuple[str, Entry]]) -> None:
+        if stream.startswith("plans:"):
+            for identity, entry in entries:
+                await self._broker.enqueue(stream, entry, entry_id=identity, fence=self._fence)
+        else:
+            await self._broker.append_many(stream, entries, fence=self._fence)
+
+    async def _apply(self, command: Command) -> None:
+        """The commands that are not stream entries."""
+        match command:
+            case RequestPrompts():
+                self._desk.request(command.count)
+            case SlotOutcome():
+                self._desk.observe(command)
+            case DropRows():
+                await self._broker.drop_groups(command.group_ids)
+            case TrimRounds():
+                await self._broker.trim(keys.ROUNDS, command.cursor)
+            case FinishRun():
+                await self._broker.put_meta(keys.STATE, keys.STATE_FINISHED)
+                self._on_finish(command.reason)
+            case _:
+                pass
+
+    def _group_write(self, group: GroupAdmitted) -> GroupWrite:
+        prompt = self._desk.prompt(group.prompt_id)
+        columns = {
+            Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, prompt.prompt_ids),
+            Column.PROMPT_TEXT: prompt.text.encode(),
+            Column.TASK_ENTRY: prompt.entry_json.encode(),
+        }
+        return GroupWrite(group_id=group.group_id, size=group.group_size, columns=columns)
+
+
+def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, tuple[str, Entry]]]:
+    """(stream, (entry id, entry)) for each entry that ``command`` puts on a stream; [] for the other commands."""
+    identity = entry_id(command_id)
+    match command:
+        case TrainRound() | CloseMiniBatch() | FinishTraining():
+            return [(keys.ROUNDS, (identity, Entry(fields=_round_fields(command), payload=encode(command))))]
+        case LoadWeights() | AbortRollouts():
+            fields = {"command": type(command).__name__, "worker": command.worker_id}
+            return [(keys.control(command.worker_id), (identity, Entry(fields=fields, payload=encode(command))))]
+        case DispatchGroups():
+            (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
+            entry = Entry(fields=_plan_fields(plan), payload=encode(plan))
+            return [(keys.plans(command.worker_id), (identity, entry))]
+        case RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun():
+            return []
+        case _:
+            assert_never(command)
+
+
+def _plan_fields(plan: GroupPlan) -> dict[str, str]:
+    return {
+        "group": plan.group_id,
+        "batch": str(plan.batch),
+        "prompt": plan.prompt_id,
+        "samples": f"{len(plan.samples)}/{plan.group_size}",
+        "predicted_tokens": f"{plan.predicted_tokens:.0f}",
+        "attempt": str(plan.attempt),
+    }
+
+
+def _round_fields(command: TrainRound | CloseMiniBatch | FinishTraining) -> dict[str, str]:
+    match command:
+        case TrainRound():
+            groups = " ".join(rows.group_id for rank in command.ranks for rows in rank)
+            return {"command": "TrainRound", "batch": str(command.batch), "kind": command.kind, "groups": groups}
+        case CloseMiniBatch():
+            return {"command": "CloseMiniBatch", "batch": str(command.batch), "rows": str(command.num_rows)}
+        case FinishTraining():
+            return {"command": "FinishTraining", "reason": command.reason}
+        case _:
+            assert_never(command)

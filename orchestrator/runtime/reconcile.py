@@ -1,0 +1,61 @@
+"""After the broker was restarted: find out what it lost and have it made again.
+
+A broker that comes back from its append-only file holds a prefix of what it held before. What the orchestrator had
+written beyond that prefix is written again (``outstanding`` commands, whose entry ids make it harmless where nothing was
+lost). What the workers had written beyond it they find out themselves: rows that the core was told of and that are gone
+become RowsMissing; everything else shows in the workers' next reports. Source: DESIGN, delivery; ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from orchestrator.runtime.intake import Arrival, Inbox
+from transport.broker.base import Broker
+from transport.messages import RowsMissing
+from transport.types import Column, RowId
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 1.0
+CHECK_ROWS = 512
+
+
+async def keep_reconciled(
+    broker: Broker,
+    inbox: Inbox,
+    rows_told: Callable[[], tuple[Sequence[RowId], Sequence[RowId]]],
+    restate: Callable[[], object],
+) -> None:
+    """Watch for a broker of another boot, forever; ``restate`` then submits the outstanding commands again.
+
+    rows_told: (rows whose response the core was told of, those among them whose advantage it was told of), untrained.
+    """
+    boot_id = (await broker.info()).boot_id
+    while True:
+        await asyncio.sleep(POLL_S)
+        current = (await broker.info()).boot_id
+        if current == boot_id:
+            continue
+        boot_id = current
+        log.warning("the broker was restarted; reconciling")
+        restate()
+        generated, scored = rows_told()
+        missing = await rows_without(broker, generated, Column.ROLLOUT_INFO)
+        missing += await rows_without(broker, scored, Column.ADVANTAGE)
+        if missing:
+            log.warning("the broker lost rows; they are generated again", rows=len(set(missing)))
+            await inbox.put(Arrival(RowsMissing(row_ids=tuple(sorted(set(missing))))))
+
+
+async def rows_without(broker: Broker, rows: Sequence[RowId], column: Column) -> list[RowId]:
+    """Those of ``rows`` that do not hold ``column``."""
+    missing: list[RowId] = []
+    for start in range(0, len(rows), CHECK_ROWS):
+        some = rows[start : start + CHECK_ROWS]
+        found = await broker.read_rows(some, (column,))
+        missing += [row for row, columns in zip(some, found, strict=True) if column not in columns]
+    return missing

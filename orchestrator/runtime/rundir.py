@@ -1,0 +1,89 @@
+"""The directory of one run: what lies where, and who owns it.
+
+<dir>/<name>/
+  config.toml       the resolved configuration, with where each value came from
+  metrics.jsonl     one line a trained batch
+  journal/          every applied event, snapshots (recovery, replay, audit)
+  broker/           the embedded broker's append-only file and password
+  checkpoints/      step-<version>/ of the trainer
+  model/            the final model, a plain Hugging Face directory
+  logs/             one file a process
+  lock              held while a supervisor lives
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from transport.errors import RunExistsError
+
+
+class RunDir:
+    """Paths of a run and its lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def broker(self) -> Path:
+        return self.path / "broker"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def exists(self) -> bool:
+        """Whether a run has been started here before."""
+        return self.config.exists()
+
+    def create(self) -> None:
+        """Make the directories. Raises RunExistsError where the path is a file."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunExistsError(f"{self.path} is a file; choose another --name or --dir")
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    def lock(self) -> None:
+        """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""
+        lock = (self.path / "lock").open("a+", encoding="ascii")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise RunExistsError(
+                f"run {self.path} is live (process {holder}); stop it first, or choose another --name"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,245 @@
+"""``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
+
+Owns: the local processes and the terminal. Never: decides anything about prompts, batches or weights; the orchestrator
+does, in a process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left.
+
+    supervisor ─┬─ broker (embedded, unless broker.url is set)
+                ├─ orchestrator        streamrl-orchestrator serve
+                ├─ generate-0..        streamrl-worker generate
+                ├─ score-0..           streamrl-worker score
+                └─ train-0..           streamrl-worker train      its clean exit is the end of the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+from transport.broker.connect import connect
+from transport.broker.embedded import EmbeddedServer
+
+from orchestrator.config import Resolved, render
+from orchestrator.errors import ChildFailedError, Interrupted, RunFailedError
+from orchestrator.runtime.live import View, open_view
+from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.provision import Children, ChildSpec, python_module
+from orchestrator.runtime.rundir import RunDir
+from transport.broker import keys
+from transport.broker.base import Append, Broker, Commit, Entry
+from transport.errors import FatalError, RunExistsError, TransientError
+from transport.messages import WorkerLost, encode, worker_status_decoder
+from transport.settings import Settings
+from transport.types import RunName, WorkerKind
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.5
+STOP_GRACE_S = 15.0
+
+
+def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
+    """Run until the last batch is trained. Returns 0, or raises what ended it (see orchestrator/errors.py)."""
+    return asyncio.run(_run(resolved, resume=resume, plain=plain))
+
+
+async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
+    settings = resolved.settings
+    rundir = RunDir(Path(settings.run.dir) / settings.run.name)
+    if rundir.exists() and not resume:
+        raise RunExistsError(
+            f"{rundir.path} already holds a run; go on with it: --resume --name {settings.run.name}, "
+            "or choose another --name"
+        )
+    if resume and not rundir.exists():
+        raise RunExistsError(f"there is no run to resume in {rundir.path}")
+    rundir.create()
+    rundir.lock()
+    view = open_view(plain=plain)
+    try:
+        rundir.config.write_text(render(resolved), encoding="utf-8")
+        await Supervisor(settings, rundir, view).run()
+    finally:
+        view.close()
+        rundir.unlock()
+    return 0
+
+
+class Supervisor:
+    """One run's processes from first to last."""
+
+    def __init__(self, settings: Settings, rundir: RunDir, view: View) -> None:
+        self._settings = settings
+        self._rundir = rundir
+        self._view = view
+        self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
+        self._stopping = asyncio.Event()
+        self._shown = 0
+
+    async def run(self) -> None:
+        """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stopping.set)
+        started_s = time.monotonic()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)
+            model_dir = await self._until_stopped(self._prepare_model())
+            url, env = await self._open_broker(stack)
+            broker = await connect(self._settings.broker, RunName(self._settings.run.name), url=url)
+            stack.push_async_callback(broker.close)
+            await self._until_stopped(self._supervise(broker, model_dir, url, env))
+        self._view.note(self._summary(time.monotonic() - started_s))
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work``. Raises Interrupted when a signal comes first; ``work`` is then cancelled."""
+        task = asyncio.create_task(work, name="run")
+        stop = asyncio.create_task(self._stopping.wait(), name="signal")
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Interrupted(f"stopped; go on with: streamrl-orchestrator run --resume {self._resume_args()}")
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    def _resume_args(self) -> str:
+        return f"--name {self._settings.run.name} --dir {self._settings.run.dir}"
+
+    async def _prepare_model(self) -> Path:
+        """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process)."""
+        path = self._settings.model.path
+        self._view.note(f"model {path}")
+        process = await asyncio.create_subprocess_exec(
+            *python_module("workers", "prepare", "--model", path),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=(self._rundir.logs / "prepare.log").open("ab"),
+        )
+        try:
+            output, _ = await process.communicate()
+        except asyncio.CancelledError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+        if process.returncode != 0:
+            code = process.returncode if process.returncode is not None else -1
+            raise ChildFailedError("prepare", code, self._children.last_words("prepare"))
+        return Path(output.decode().strip().splitlines()[-1])
+
+    async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, dict[str, str]]:
+        """Start the embedded broker unless there is a URL. Returns the URL and the environment that carries secrets."""
+        if self._settings.broker.url:
+            password = self._settings.broker.password
+            return self._settings.broker.url, {"STREAMRL_BROKER_PASSWORD": password} if password else {}
+        server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
+        await server.start()
+        stack.push_async_callback(server.stop)
+        watcher = asyncio.create_task(self._keep_broker(server), name="broker")
+        stack.callback(watcher.cancel)
+        self._view.note(f"broker {server.address}  (redis-cli: see {self._rundir.broker})")
+        return server.url, {"STREAMRL_BROKER_PASSWORD": server.password}
+
+    async def _keep_broker(self, server: EmbeddedServer) -> None:
+        """Start the embedded broker again on its own data whenever it dies."""
+        while True:
+            await server.wait()
+            log.warning("broker ended, starting it again")
+            self._view.note("the broker died; starting it again on its append-only file")
+            await server.start()
+
+    async def _supervise(self, broker: Broker, model_dir: Path, url: str, env: dict[str, str]) -> None:
+        """All children until the trainer's clean exit. The first fatal failure ends the run."""
+        common = ["--broker", url, "--run", self._settings.run.name]
+        run_dir = ["--run-dir", str(self._rundir.path)]
+        trainers: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                serve = python_module("orchestrator", "serve", *common, *run_dir, "--model-dir", str(model_dir))
+                others = [self._keep(group, ChildSpec(name="orchestrator", argv=serve, env=env), broker)]
+                for kind, count in self._fleet():
+                    for index in range(count):
+                        argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
+                        argv += ["--model-dir", str(model_dir), *self._local_arguments(kind)]
+                        spec = ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=env)
+                        task = self._keep(group, spec, broker)
+                        (trainers if kind is WorkerKind.TRAIN else others).append(task)
+                others.append(group.create_task(self._watch(broker), name="watch"))
+                await asyncio.wait(trainers)
+                for task in others:
+                    task.cancel()
+        except* (FatalError, RunFailedError) as failures:
+            raise failures.exceptions[0] from None
+        await self._show_new_batches(broker)
+
+    def _fleet(self) -> list[tuple[WorkerKind, int]]:
+        settings = self._settings
+        return [
+            (WorkerKind.TRAIN, settings.trainer.ranks),
+            (WorkerKind.GENERATE, settings.generation.workers),
+            (WorkerKind.SCORE, settings.scoring.workers),
+        ]
+
+    def _local_arguments(self, kind: WorkerKind) -> list[str]:
+        """What only this machine's owner may allow: code named here was named on the user's own command line."""
+        if kind is WorkerKind.SCORE and self._settings.scoring.reward:
+            return ["--reward", self._settings.scoring.reward]
+        if self._settings.model.trust_remote_code:
+            return ["--trust-remote-code"]
+        return []
+
+    def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
+        return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))
+
+    async def _report_loss(self, broker: Broker, pid: int) -> None:
+        """Tell the orchestrator at once that a local worker is gone, instead of waiting for its lease to run out."""
+        with suppress(TransientError):
+            async with asyncio.timeout(1.0):
+                for worker_id, raw in (await broker.leases()).items():
+                    status = worker_status_decoder.decode(raw)
+                    if status.pid == pid and status.host == socket.gethostname():
+                        lost = WorkerLost(worker_id=worker_id, reason="its process ended")
+                        fields = {"event": "WorkerLost", "worker": worker_id}
+                        entry = Entry(fields=fields, payload=encode(lost))
+                        await broker.commit(Commit(appends=(Append(stream=keys.EVENTS, entry=entry),)))
+                        await broker.end_lease(worker_id)
+
+    async def _watch(self, broker: Broker) -> None:
+        """Feed the view from the broker and the metrics file, forever."""
+        while True:
+            with suppress(TransientError, TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await self._show_new_batches(broker)
+            await asyncio.sleep(POLL_S)
+
+    async def _show_new_batches(self, broker: Broker) -> None:
+        raw = await broker.get_meta(keys.STATUS)
+        if raw is not None:
+            self._view.status(json.loads(raw))
+        lines = read_metrics(self._rundir.metrics)
+        for line in lines[self._shown :]:
+            self._view.batch(line)
+        self._shown = len(lines)
+
+    def _summary(self, seconds: float) -> str:
+        lines = read_metrics(self._rundir.metrics)
+        if not lines:
+            return f"finished in {seconds:.0f} s without a trained batch; see {self._rundir.logs}"
+        first, last = lines[0], lines[-1]
+        restarts = sum(self._children.restarts.values())
+        parts = [
+            f"finished in {seconds:.0f} s: {len(lines)} batches",
+            f"reward {first.get('reward', 0.0):.2f} -> {last.get('reward', 0.0):.2f}",
+            f"model {os.path.relpath(self._rundir.model)}",
+            f"metrics {os.path.relpath(self._rundir.metrics)}",
+        ]
+        return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
