@@ -8,6 +8,8 @@
     │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change
     │   ├── FencedError             a newer incarnation of this role has taken over
     │   ├── ProtocolMismatchError   the other side speaks another protocol version
+    │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove that it is one of ours
+    │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
     └── ChecksumError               bytes arrived and are not what the manifest says: pull again
@@ -64,6 +66,23 @@ class FencedError(FatalError):
 
 class ProtocolMismatchError(FatalError):
     """The other side speaks another protocol version."""
+
+
+class PeerRejectedError(FatalError):
+    """The tensor peer at ``address`` answers, but one of the two does not accept the other: check the shared secret."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"peer {address} is refused: {reason}")
+        self.address = address
+        self.reason = reason
+
+
+class SegmentSpaceError(FatalError):
+    """``nbytes`` more do not fit into shared memory, nor onto the disk behind it."""
+
+    def __init__(self, nbytes: int, tried: str) -> None:
+        super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
+        self.nbytes = nbytes
 
 
 class RunExistsError(FatalError):

@@ -1,0 +1,150 @@
+"""Where each tensor lies in a byte range, and what its bytes must be. Pure: no I/O, no torch.
+
+Owns: layout, checksums, the digest that names a version's content. Never: moving bytes. Invariant: a manifest that
+passes ``check_manifest`` can be used to slice a buffer of ``total_bytes`` without another bounds check.
+
+Checksums are CRC-32 (zlib, 4-7 GB/s on one core; blake2b took .35 s for 270 MB, CRC .07 s): they find truncation, torn
+writes and wrong files. They are no defence against a forger; the shared secret of a connection is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from transport.errors import ChecksumError, MessageError
+from transport.messages import TensorSpec, WeightManifest
+
+ALIGNMENT_BYTES = 64
+"""Offsets are multiples of it: one cache line, and enough for any vector load on a view."""
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes of one element, by torch's name of the dtype."""
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT_BYTES, >= ``nbytes``."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def plan_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> tuple[TensorSpec, ...]:
+    """Place tensors one after another.
+
+    Args:    tensors: (name, shape, dtype) in the order of their bytes; names are unique.
+    Returns: specs with empty checksums; offsets ascend and are multiples of ALIGNMENT_BYTES.
+    Raises:  ValueError: an unknown dtype or a name used twice.
+    """
+    specs: dict[str, TensorSpec] = {}
+    end = 0
+    for name, shape, dtype in tensors:
+        if name in specs:
+            raise ValueError(f"tensor {name!r} is named twice")
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        offset = aligned(end)
+        specs[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, offset=offset, nbytes=nbytes, checksum="")
+        end = offset + nbytes
+    return tuple(specs.values())
+
+
+def layout_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Bytes that hold all of ``specs``, padding included; at least one, since nothing maps an empty file."""
+    return max((aligned(spec.offset + spec.nbytes) for spec in specs), default=ALIGNMENT_BYTES) or ALIGNMENT_BYTES
+
+
+class Crc:
+    """A checksum taken while bytes pass by, so that they are read once."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def text(self) -> str:
+        """As it stands in a TensorSpec."""
+        return f"crc32:{self._value:08x}"
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """The checksum of ``data`` as it stands in a TensorSpec."""
+    crc = Crc()
+    crc.update(data)
+    return crc.text()
+
+
+def with_checksums(specs: Sequence[TensorSpec], checksums: Sequence[str]) -> tuple[TensorSpec, ...]:
+    """The same layout, its checksums filled in."""
+    return tuple(replace(spec, checksum=value) for spec, value in zip(specs, checksums, strict=True))
+
+
+def digest_tensors(specs: Sequence[TensorSpec]) -> str:
+    """Name the content: equal names, shapes, dtypes and bytes give equal digests, wherever the bytes lie.
+
+    Returns: 32 hex digits (blake2b-128 over the specs sorted by name, checksum of the bytes included).
+    """
+    content = hashlib.blake2b(digest_size=16)
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        content.update(repr((spec.name, spec.shape, spec.dtype, spec.checksum)).encode())
+    return content.hexdigest()
+
+
+def check_manifest(manifest: WeightManifest) -> None:
+    """Refuse a manifest whose parts contradict each other: it came from the network and decides what is allocated.
+
+    Raises: MessageError naming the tensor and the contradiction.
+    """
+    end = 0
+    for spec in sorted(manifest.tensors, key=lambda spec: spec.offset):
+        _check_spec(spec)
+        if spec.offset < end:
+            raise MessageError(f"tensor {spec.name!r} overlaps the one before it")
+        end = spec.offset + spec.nbytes
+    if len({spec.name for spec in manifest.tensors}) != len(manifest.tensors):
+        raise MessageError("the manifest names a tensor twice")
+    if manifest.total_bytes != layout_bytes(manifest.tensors):
+        raise MessageError(
+            f"the manifest says {manifest.total_bytes} bytes, its tensors {layout_bytes(manifest.tensors)}"
+        )
+    if manifest.weights.digest != digest_tensors(manifest.tensors):
+        raise MessageError(f"the manifest of {manifest.weights} has a digest that is not that of its tensors")
+
+
+def _check_spec(spec: TensorSpec) -> None:
+    if spec.dtype not in ITEM_BYTES:
+        raise MessageError(f"tensor {spec.name!r} has unknown dtype {spec.dtype!r}")
+    if spec.offset < 0 or spec.offset % ALIGNMENT_BYTES or any(size < 0 for size in spec.shape):
+        raise MessageError(f"tensor {spec.name!r} has offset {spec.offset} and shape {spec.shape}")
+    if spec.nbytes != math.prod(spec.shape) * ITEM_BYTES[spec.dtype]:
+        raise MessageError(f"tensor {spec.name!r} of shape {spec.shape} {spec.dtype} cannot have {spec.nbytes} bytes")
+
+
+def verify_tensors(manifest: WeightManifest, buffer: memoryview) -> None:
+    """Compare every tensor's bytes with its checksum.
+
+    Args:    buffer: [total_bytes] or longer, as pulled.
+    Raises:  ChecksumError: naming the first tensor that differs, or a buffer that is too short.
+    """
+    if buffer.nbytes < manifest.total_bytes:
+        raise ChecksumError(f"{manifest.weights}: {buffer.nbytes} bytes came instead of {manifest.total_bytes}")
+    for spec in manifest.tensors:
+        found = checksum(buffer[spec.offset : spec.offset + spec.nbytes])
+        if found != spec.checksum:
+            raise ChecksumError(f"{manifest.weights}: tensor {spec.name!r} has {found} instead of {spec.checksum}")

@@ -1,0 +1,122 @@
+"""A listener that gives each connection a thread and a handshake, and hands it to whoever knows its requests.
+
+Owns: the listening socket, the connection threads, their end. Never: what is asked or answered. Invariant: off
+loopback there is a shared secret; after ``close`` no thread and no socket of this server is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from transport.errors import StreamError
+from transport.tensors.address import is_loopback
+from transport.tensors.base import Deadline
+from transport.tensors.wire import HANDSHAKE_S, Channel, greet_client
+
+IDLE_S = 300.0
+"""A connection that asks for nothing for so long is closed; its client connects again."""
+MAX_CONNECTIONS = 128
+"""Threads that strangers can make us start."""
+_POLL_S = 0.05
+"""How soon the accept loop sees ``close``."""
+
+Serve = Callable[[Channel], None]
+"""Reads one request from a channel and answers it. Called again until the connection ends."""
+
+
+class _ThreadingServer(socketserver.ThreadingTCPServer):
+    """The standard library's, with its connections bounded and known."""
+
+    allow_reuse_address = True
+    daemon_threads = True  # a process that dies of an exception must not wait for its clients
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], serve: Callable[[socket.socket, str], None]) -> None:
+        self._serve = serve
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._live: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, socketserver.BaseRequestHandler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Refuse connections past the bound; socketserver then closes them."""
+        return self._slots.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        name = f"tensor-connection-{client_address[1]}"
+        thread = threading.Thread(target=self._run, args=(request, client_address), name=name, daemon=True)
+        with self._lock:
+            self._live[request] = thread
+        thread.start()
+
+    def _run(self, request: socket.socket, client_address: tuple[str, int]) -> None:
+        try:
+            self._serve(request, f"{client_address[0]}:{client_address[1]}")
+        finally:
+            with self._lock:
+                self._live.pop(request, None)
+            self.shutdown_request(request)
+            self._slots.release()
+
+    def cut_connections(self, wait_s: float) -> None:
+        """Wake every connection's thread by closing its socket, and wait for them to end."""
+        with self._lock:
+            live = dict(self._live)
+        for request in live:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+        for thread in live.values():
+            thread.join(wait_s)
+
+
+class ChannelServer:
+    """Serves connections from ``start`` to ``close``.
+
+    host, port: where to listen; port 0 takes a free one.  secret: shared with the clients; b"" only on loopback.
+    serve: called for one request after another on each connection, on that connection's thread.
+    request_s: limit of one request and its answer, seconds.
+    """
+
+    def __init__(self, serve: Serve, *, host: str, port: int, secret: bytes, request_s: float) -> None:
+        if not secret and not is_loopback(host):
+            raise ValueError(f"listening on {host} needs a shared secret: only loopback may do without")
+        self._serve = serve
+        self._host = host
+        self._port = port
+        self._secret = secret
+        self._request_s = request_s
+        self._server: _ThreadingServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Listen. Returns the port."""
+        self._server = _ThreadingServer((self._host, self._port), self._converse)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="tensor-server", daemon=True
+        )
+        self._thread.start()
+        return int(self._server.server_address[1])
+
+    def _converse(self, sock: socket.socket, peer: str) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = Channel(sock, peer, Deadline(HANDSHAKE_S))
+        with contextlib.suppress(StreamError):  # the peer left, lied or stayed silent: its connection ends, no more
+            greet_client(channel, self._secret)
+            while True:
+                channel.deadline = Deadline(IDLE_S)
+                self._serve(channel)
+
+    def close(self) -> None:
+        """Stop listening and end every connection, also in the middle of a transfer."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._server.cut_connections(self._request_s)
+        self._server = self._thread = None

@@ -1,0 +1,188 @@
+"""Framed messages and bulk bytes over one blocking socket.
+
+    frame = length of the header (4 bytes, big-endian) | header (MessagePack struct) | bytes whose number it names
+
+Every connection starts with a handshake that compares protocol versions and, where a secret is configured, proves to
+each side that the other knows it (HMAC-SHA-256 over both nonces; the secret itself never travels). What follows is not
+encrypted. Blocking sockets with recv_into: .23 CPU-seconds a GB, where asyncio streams take 3.2.
+
+Owns: framing, deadlines, translation of socket errors. Invariant: nothing is read, allocated or waited for beyond a
+bound. Errors: PeerUnavailableError (closed, silent, reset), MessageError (not our framing), PeerRejectedError (secret),
+ProtocolMismatchError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import msgspec
+
+from transport.errors import MessageError, PeerRejectedError, PeerUnavailableError, ProtocolMismatchError
+from transport.messages import MessageDecoder, encode
+from transport.tensors.base import Deadline
+from transport.types import PROTOCOL_VERSION, Struct
+
+MAX_HEADER_BYTES = 1024 * 1024
+"""A longer header is not ours: the largest of ours names the columns of a few thousand rows."""
+HANDSHAKE_S = 10.0
+"""A stranger who connects and says nothing is cut off after this."""
+_LENGTH = struct.Struct(">I")
+
+T = TypeVar("T")
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag=True):
+    """Server speaks first. secret: it wants proof."""
+
+    protocol: int
+    nonce: bytes
+    secret: bool
+
+
+class Proof(Struct, frozen=True, kw_only=True, tag=True):
+    """Client's answer, and then the server's own. mac: empty where no secret is configured."""
+
+    protocol: int
+    nonce: bytes
+    mac: bytes = b""
+
+
+class Refused(Struct, frozen=True, kw_only=True, tag=True):
+    """In place of any answer: why there is none. retry: another source or a later attempt may do."""
+
+    reason: str
+    retry: bool = False
+
+
+_hello_decoder = MessageDecoder(Hello)
+_proof_decoder: MessageDecoder[Proof | Refused] = MessageDecoder(cast("type[Proof | Refused]", Proof | Refused))
+
+
+class Channel:
+    """One connection. Not for use by two threads at once. address: how errors name the other side."""
+
+    def __init__(self, sock: socket.socket, address: str, deadline: Deadline) -> None:
+        self._socket = sock
+        self.address = address
+        self.deadline = deadline
+
+    @contextmanager
+    def _limited(self) -> Generator[None]:
+        """Give one socket call what is left of the deadline, and name what goes wrong with it."""
+        remaining_s = self.deadline.remaining_s()
+        if remaining_s <= 0:
+            raise PeerUnavailableError(self.address, f"silent for longer than {self.deadline.seconds:.1f} s")
+        try:
+            self._socket.settimeout(remaining_s)
+            yield
+        except TimeoutError as error:
+            reason = f"silent for longer than {self.deadline.seconds:.1f} s"
+            raise PeerUnavailableError(self.address, reason) from error
+        except OSError as error:
+            raise PeerUnavailableError(self.address, error.strerror or str(error)) from error
+
+    def send(self, header: msgspec.Struct, payload: bytes | memoryview = b"") -> None:
+        """Send one frame; ``payload`` follows its header, whose fields say how long it is."""
+        raw = encode(header)
+        if len(raw) > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {len(raw)} bytes is over the limit of {MAX_HEADER_BYTES}")
+        with self._limited():
+            self._socket.sendall(_LENGTH.pack(len(raw)) + raw)
+            if payload:
+                self._socket.sendall(payload)
+
+    def send_file(self, file: object, offset: int, nbytes: int) -> None:
+        """Send a part of an open binary file from the kernel, without a copy in this process."""
+        with self._limited():
+            sent = self._socket.sendfile(file, offset, nbytes)  # type: ignore[arg-type]
+        if sent != nbytes:
+            raise PeerUnavailableError(self.address, f"only {sent} of {nbytes} bytes could be sent")
+
+    def receive(self, decoder: MessageDecoder[T]) -> T:
+        """The next header."""
+        size = bytearray(_LENGTH.size)
+        self.receive_into(memoryview(size))
+        (length,) = _LENGTH.unpack(size)
+        if length > MAX_HEADER_BYTES:
+            raise MessageError(f"{self.address} announces a header of {length} bytes: not one of ours")
+        raw = bytearray(length)
+        self.receive_into(memoryview(raw))
+        return decoder.decode(memoryview(raw))
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes."""
+        received = 0
+        while received < view.nbytes:
+            with self._limited():
+                count = self._socket.recv_into(view[received:])
+            if not count:
+                raise PeerUnavailableError(self.address, f"closed after {received} of {view.nbytes} bytes")
+            received += count
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _mac(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """Proof of ``secret`` for one connection; the role keeps one side's proof from being sent back as the other's."""
+    return hmac.digest(secret, role + b"|" + server_nonce + b"|" + client_nonce, hashlib.sha256) if secret else b""
+
+
+def greet_client(channel: Channel, secret: bytes) -> None:
+    """The server's half of the handshake. Raises PeerRejectedError after telling the client why."""
+    nonce = secrets.token_bytes(16)
+    channel.send(Hello(protocol=PROTOCOL_VERSION, nonce=nonce, secret=bool(secret)))
+    answer = channel.receive(_proof_decoder)
+    if isinstance(answer, Refused):
+        raise PeerRejectedError(channel.address, answer.reason)
+    _check_protocol(channel.address, answer.protocol)
+    if not hmac.compare_digest(answer.mac, _mac(secret, b"client", nonce, answer.nonce)):
+        channel.send(Refused(reason="the shared secret differs"))
+        raise PeerRejectedError(channel.address, "the shared secret differs")
+    mac = _mac(secret, b"server", nonce, answer.nonce)
+    channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=mac))
+
+
+def greet_server(channel: Channel, secret: bytes) -> None:
+    """The client's half. A client with a secret accepts no server that cannot prove it."""
+    hello = channel.receive(_hello_decoder)
+    _check_protocol(channel.address, hello.protocol)
+    if hello.secret != bool(secret):
+        side = "asks for a shared secret and none is set here" if hello.secret else "has no shared secret, we have one"
+        channel.send(Refused(reason="one side has a shared secret, the other has none"))
+        raise PeerRejectedError(channel.address, f"it {side}")
+    nonce = secrets.token_bytes(16)
+    channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=_mac(secret, b"client", hello.nonce, nonce)))
+    answer = channel.receive(_proof_decoder)
+    if isinstance(answer, Refused):
+        raise PeerRejectedError(channel.address, answer.reason)
+    if not hmac.compare_digest(answer.mac, _mac(secret, b"server", hello.nonce, nonce)):
+        raise PeerRejectedError(channel.address, "it cannot prove that it knows the shared secret")
+
+
+def _check_protocol(address: str, protocol: int) -> None:
+    if protocol not in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+        raise ProtocolMismatchError(f"{address} speaks protocol {protocol}, we speak {PROTOCOL_VERSION}")
+
+
+def connect(host: str, port: int, address: str, secret: bytes, deadline: Deadline) -> Channel:
+    """Open a connection and shake hands within ``deadline``."""
+    try:
+        sock = socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s()))
+    except OSError as error:
+        raise PeerUnavailableError(address, error.strerror or str(error)) from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = Channel(sock, address, deadline)
+    try:
+        greet_server(channel, secret)
+    except BaseException:
+        channel.close()
+        raise
+    return channel

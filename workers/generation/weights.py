@@ -1,0 +1,90 @@
+"""Weights in: pull the version that a manifest names, from the nearest source that answers, and check every byte.
+
+Owns: choice of source, verification, the views. Never: the engine (the worker hands it the views) or the decision
+which version to load. Invariant: what is yielded has the manifest's checksums; a worker never serves anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
+from transport.messages import TensorSpec, WeightManifest
+from transport.tensors.address import Address, choose_sources, reader_for
+from transport.tensors.base import Deadline, Segment, SegmentReader
+from transport.tensors.manifest import check_manifest, verify_tensors
+
+ROUNDS = 2
+"""How often each source is asked before giving up: once more after all have failed."""
+
+
+class WeightPuller:
+    """Pulls versions, one at a time, on the caller's thread (``asyncio.to_thread`` in a worker).
+
+    secret: shared with the publisher.  deadline_s: limit of one pull over all its sources and attempts.
+    """
+
+    def __init__(self, *, secret: bytes = b"", deadline_s: float = 120.0) -> None:
+        self._secret = secret
+        self._deadline_s = deadline_s
+        self._readers: dict[str, SegmentReader] = {}
+
+    @contextmanager
+    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Give the tensors of ``manifest``, verified; they are valid inside the ``with`` and must be copied there.
+
+        Shared memory is mapped, not copied: writing to a view changes nobody else's bytes.
+
+        Raises: MessageError: the manifest contradicts itself.  PeerUnavailableError: no source answers (superseded by
+                a newer version, its trainer died): wait for the next manifest.  ChecksumError: bytes came and were
+                wrong.  PeerRejectedError: the shared secret differs.
+        """
+        check_manifest(manifest)
+        segment = self._open_verified(manifest)
+        try:
+            yield {spec.name: _view(segment.buffer, spec) for spec in manifest.tensors}
+        finally:
+            segment.close()
+
+    def _open_verified(self, manifest: WeightManifest) -> Segment:
+        deadline = Deadline(self._deadline_s)
+        sources = choose_sources(manifest.sources, manifest.host)
+        failures: list[StreamError] = []
+        for address in sources * ROUNDS:
+            try:
+                return self._open(address, manifest, deadline)
+            except (PeerUnavailableError, ChecksumError, MessageError, PeerRejectedError) as error:
+                failures.append(error)
+        raise _summary(manifest, failures)
+
+    def _open(self, address: Address, manifest: WeightManifest, deadline: Deadline) -> Segment:
+        if address.scheme not in self._readers:
+            self._readers[address.scheme] = reader_for(address, self._secret)
+        segment = self._readers[address.scheme].open(address, manifest.total_bytes, deadline)
+        try:
+            verify_tensors(manifest, segment.buffer)
+        except ChecksumError:
+            segment.close()
+            raise
+        return segment
+
+
+def _summary(manifest: WeightManifest, failures: list[StreamError]) -> StreamError:
+    """The failure that says most: a refusal or wrong bytes before silence."""
+    for kind in (PeerRejectedError, ChecksumError, MessageError):
+        for failure in failures:
+            if isinstance(failure, kind):
+                return failure
+    reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or "none can be reached from this host"
+    return PeerUnavailableError(", ".join(manifest.sources) or "(no source)", f"{manifest.weights}: {reasons}")
+
+
+def _view(buffer: memoryview, spec: TensorSpec) -> torch.Tensor:
+    """The tensor at ``spec``'s place in ``buffer``, without a copy. Shape and dtype as in the spec."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)  # one of manifest.ITEM_BYTES: the manifest was checked
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(buffer[spec.offset : spec.offset + spec.nbytes], dtype=dtype).reshape(spec.shape)
