@@ -32,7 +32,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
-    """A worker registered. capacity: samples it can run at once (generate), 0 otherwise."""
+    """A worker's lease appeared. Emitted by membership. capacity: samples it can run at once (generate), else 0."""
 
     worker_id: WorkerId
     kind: WorkerKind
@@ -432,10 +432,15 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     host: str
 
 
+STARTING = "starting"
+"""What a worker does before it can take work; nobody counts on it yet."""
+
+
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     """A worker's lease, renewed every heartbeat; readable by anyone who asks what it is doing.
 
     doing: one word of its state ("decoding", "waiting", "loading", "training", ...).  since_s: seconds in that state.
+    capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s, elapsed_s: cumulative.  counters: cumulative numbers by name (tokens, samples, ...).
     """
 
@@ -444,8 +449,9 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     protocol: int
-    doing: str = "starting"
+    doing: str = STARTING
     since_s: float = 0.0
+    capacity: int = 0
     running: int = 0
     waiting: int = 0
     weights: WeightIdentity | None = None

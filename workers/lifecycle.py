@@ -26,7 +26,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
-from transport.messages import WorkerStatus, encode
+from transport.messages import STARTING, WorkerStatus, encode
 from transport.settings import LivenessSettings, Settings
 from transport.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
 
@@ -41,10 +41,12 @@ T = TypeVar("T")
 class Activity:
     """What a worker is doing now, as it appears in its lease.
 
+    capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
     """
 
     doing: str
+    capacity: int = 0
     busy_s: float = 0.0
     running: int = 0
     waiting: int = 0
@@ -162,7 +164,7 @@ class _Lease:
             await asyncio.sleep(self._liveness.heartbeat_s)
 
     def _status(self) -> WorkerStatus:
-        activity = self.worker.activity() if self.worker else Activity(doing="starting")
+        activity = self.worker.activity() if self.worker else Activity(doing=STARTING)
         now_s = self._clock.now_s()
         if activity.doing != self._doing:
             self._doing, self._since_s = activity.doing, now_s
@@ -174,6 +176,7 @@ class _Lease:
             protocol=PROTOCOL_VERSION,
             doing=activity.doing,
             since_s=now_s - self._since_s,
+            capacity=activity.capacity,
             running=activity.running,
             waiting=activity.waiting,
             weights=activity.weights,

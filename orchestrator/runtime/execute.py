@@ -78,7 +78,7 @@ class Executor:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Carry out what is submitted, forever: everything that is waiting in as few round trips as its order allows."""
+        """Carry out what is submitted, forever: all that is waiting, in as few round trips as its order allows."""
         while True:
             await self._work.wait()
             self._work.clear()

@@ -1,4 +1,4 @@
-"""Who is alive: leases in the broker become WorkerLost events.
+"""Who is alive: leases in the broker become WorkerJoined and WorkerLost events.
 
 Owns: how long each worker has been silent. Never: what follows from it. Invariant: silence counts only while the broker
 was reachable, so an outage of the broker never costs a worker its place.
@@ -7,7 +7,7 @@ was reachable, so an outage of the broker never costs a worker its place.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
@@ -15,14 +15,16 @@ from orchestrator.runtime.intake import Arrival, Inbox
 from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.errors import MessageError
-from transport.messages import WorkerLost, WorkerStatus, worker_status_decoder
-from transport.types import WorkerId
+from transport.messages import STARTING, WorkerJoined, WorkerLost, WorkerStatus, worker_status_decoder
+from transport.types import PROTOCOL_VERSION, WorkerId
 
 log = structlog.get_logger(__name__)
 
 ExpectedWorkers = Callable[[], Iterable[WorkerId]]
+"""Workers that the core counts on."""
 
-POLL_S = 1.0
+POLL_S = 0.5
+RETURN_POLLS = 4
 MAX_POLL_GAP_S = 3.0
 """A poll that comes later than this after the one before says that the broker (or this process) was away."""
 
@@ -50,31 +52,66 @@ class SilenceClock:
         return lost
 
 
+class Newcomers:
+    """Which leases are workers that the core does not count on yet. Pure, like SilenceClock."""
+
+    def __init__(self) -> None:
+        self._known: set[WorkerId] = set()
+        self._polls: dict[WorkerId, int] = {}
+
+    def poll(self, expected: Iterable[WorkerId], alive: Mapping[WorkerId, WorkerStatus]) -> list[WorkerStatus]:
+        """Statuses of workers to be joined now, in order of id.
+
+        A worker that the core once counted on and gave up must be seen RETURN_POLLS times in a row: the lease of one
+        that has just died may still be in the answer.
+        """
+        counted = set(expected)
+        self._known |= counted
+        unknown = [worker for worker in sorted(alive) if worker not in counted and alive[worker].doing != STARTING]
+        self._polls = {worker: self._polls.get(worker, 0) + 1 for worker in unknown}
+        return [
+            alive[worker] for worker in unknown if self._polls[worker] >= (RETURN_POLLS if worker in self._known else 1)
+        ]
+
+
 class Membership:
     """Polls the leases; keeps the last status of everyone for the status page."""
 
     def __init__(self, broker: Broker, lease_s: float, clock: Clock) -> None:
         self._broker = broker
         self._silence = SilenceClock(lease_s)
+        self._newcomers = Newcomers()
         self._clock = clock
         self.statuses: dict[WorkerId, WorkerStatus] = {}
 
     async def watch(self, inbox: Inbox, expected: ExpectedWorkers) -> None:
-        """Put WorkerLost into the inbox for each expected worker that fell silent, forever."""
+        """Put WorkerJoined and WorkerLost into the inbox as leases come and go, forever."""
         while True:
-            leases = await self._broker.leases()
-            self.statuses = _decode(leases)
-            for worker in self._silence.poll(expected(), leases, self._clock.now_s()):
+            self.statuses = _decode(await self._broker.leases())
+            counted = set(expected())
+            for status in self._newcomers.poll(counted, self.statuses):
+                log.info("worker joined", worker=status.worker_id, capacity=status.capacity)
+                joined = WorkerJoined(
+                    worker_id=status.worker_id, kind=status.kind, capacity=status.capacity, weights=status.weights
+                )
+                await inbox.put(Arrival(joined))
+            for worker in self._silence.poll(counted, self.statuses, self._clock.now_s()):
                 log.warning("worker lost", worker=worker)
                 await inbox.put(Arrival(WorkerLost(worker_id=worker, reason="its lease ran out")))
             await asyncio.sleep(POLL_S)
 
 
-def _decode(leases: dict[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
+def _decode(leases: Mapping[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
+    """Statuses of those that speak our protocol; the others are named in the log and never joined."""
     statuses: dict[WorkerId, WorkerStatus] = {}
     for worker, raw in leases.items():
         try:
-            statuses[worker] = worker_status_decoder.decode(raw)
+            status = worker_status_decoder.decode(raw)
         except MessageError as error:
             log.warning("unreadable lease", worker=worker, error=str(error))
+            continue
+        if PROTOCOL_VERSION - 1 <= status.protocol <= PROTOCOL_VERSION:
+            statuses[worker] = status
+        else:
+            log.warning("worker of another protocol version", worker=worker, protocol=status.protocol)
     return statuses
