@@ -8,7 +8,8 @@
       rounds, plans:<worker>, control:<worker>, group columns ◄── broker ◄───────────────────── executor
 
 Back-pressure: the inbox is bounded, so when deciding is behind, events wait in the broker; the core admits no more
-than its staleness bound allows, so what the executor may have to do is bounded too; ``max_retained_bytes`` bounds the broker.
+than its staleness bound allows, so what the executor may have to do is bounded too; ``max_retained_bytes`` bounds the
+broker.
 Recovery: newest snapshot, then the journal's tail through the same ``handle``; then everything that was commanded and
 not confirmed is carried out again (entry ids make that harmless).
 """

@@ -2,8 +2,8 @@
 
 A broker that comes back from its append-only file holds a prefix of what it held before. What the orchestrator had
 written beyond that prefix is written again (``outstanding`` commands, whose entry ids make it harmless where nothing
-was lost). What the workers had written beyond it they find out themselves: rows that the core was told of and that are gone
-become RowsMissing; everything else shows in the workers' next reports. Source: DESIGN, delivery; ours.
+was lost). What the workers had written beyond it they find out themselves: rows that the core was told of and that are
+gone become RowsMissing; everything else shows in the workers' next reports. Source: ours.
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""``streamrl-worker``: the command line of every worker process.
+
+Owns: arguments, the environment, exit codes. Invariant: torch is imported only by the command that needs it, so that
+``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+import typer
+import uvloop
+
+from transport.errors import FatalError, StreamError
+from transport.logs import configure_logs
+from transport.settings import BrokerSettings
+from transport.types import RunName, WorkerKind
+
+if TYPE_CHECKING:
+    from workers.lifecycle import WorkerFactory
+
+EXIT_FAILED = 1
+EXIT_FATAL = 4
+"""Starting this process again is no use; the last line of its log says why."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Worker processes of StreamRL. They join a run over its broker, at any time, and leave when it is over.",
+)
+
+BrokerUrl = Annotated[str, typer.Option("--broker", help="redis:// or rediss:// URL of the run's broker")]
+Run = Annotated[str, typer.Option("--run", help="name of the run")]
+RunDirectory = Annotated[Path, typer.Option("--run-dir", help="directory for what this worker writes")]
+ModelDirectory = Annotated[Path, typer.Option("--model-dir", help="local Hugging Face directory of the base model")]
+Index = Annotated[int, typer.Option("--index", help="number of this worker among its kind, from 0")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
+]
+
+
+@app.command()
+def prepare(
+    model: Annotated[str, typer.Option("--model", help="model.path of the run")],
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Turn a model path into a local Hugging Face directory and print it."""
+    from workers.models import prepare_model
+
+    print(prepare_model(model, trust_remote_code=trust_remote_code))
+
+
+@app.command()
+def generate(
+    broker: BrokerUrl,
+    run: Run,
+    run_dir: RunDirectory,
+    model_dir: ModelDirectory,
+    index: Index = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
+    from workers.build import generation_worker
+
+    _serve(WorkerKind.GENERATE, index, broker, run, generation_worker(run_dir, model_dir, trust_remote_code))
+
+
+@app.command()
+def score(
+    broker: BrokerUrl,
+    run: Run,
+    run_dir: RunDirectory,
+    model_dir: ModelDirectory,
+    index: Index = 0,
+    reward: Annotated[
+        str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
+    ] = "",
+) -> None:
+    """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
+    from workers.build import scoring_worker
+
+    _serve(WorkerKind.SCORE, index, broker, run, scoring_worker(run_dir, model_dir, reward))
+
+
+@app.command()
+def train(
+    broker: BrokerUrl,
+    run: Run,
+    run_dir: RunDirectory,
+    model_dir: ModelDirectory,
+    index: Index = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
+    from workers.build import trainer_worker
+
+    _serve(WorkerKind.TRAIN, index, broker, run, trainer_worker(run_dir, model_dir, index, trust_remote_code))
+
+
+@app.command()
+def evaluate(
+    run_dir: RunDirectory,
+    model: Annotated[str, typer.Option("--model", help='"base", "final" or a Hugging Face directory')] = "final",
+) -> None:
+    """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
+    from workers.evaluate import evaluate_run
+
+    print(json.dumps(evaluate_run(run_dir, model)))
+
+
+def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:
+    from transport.broker.connect import connect
+    from transport.clock import MonotonicClock
+    from workers.lifecycle import serve_worker
+
+    async def serve() -> None:
+        settings = BrokerSettings(url=url, password=os.environ.get("STREAMRL_BROKER_PASSWORD", ""))
+        broker = await connect(settings, RunName(run))
+        try:
+            await serve_worker(broker, kind, index, build, MonotonicClock())
+        finally:
+            await broker.close()
+
+    configure_logs(process=f"{kind.value}-{index}")
+    uvloop.run(serve())
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line and an exit code, a bug keeps its traceback."""
+    try:
+        app()
+    except StreamError as error:
+        structlog.get_logger(__name__).error("ended", error=type(error).__name__)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_FATAL if isinstance(error, FatalError) else EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()
