@@ -6,7 +6,6 @@ Owns: arguments, the environment, exit codes. Invariant: torch is imported only 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -117,6 +116,7 @@ def evaluate(
 
 def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:
     from transport.broker.connect import connect
+
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
 

@@ -1,0 +1,161 @@
+"""Was every row of every trained batch trained exactly once, in the lineage of weights that survives?
+
+Recomputed from three independent records: the rounds that the core commanded (its journal, replayed), the rounds log as
+the broker holds it, and the ledger inside the newest checkpoint. Pure: the caller reads, this compares.
+Source: DESIGN, delivery ("exactly once" means in the surviving lineage of weights); ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from transport.broker.base import parse_entry_id
+from transport.messages import CloseMiniBatch, TrainerCommand, TrainRound
+from transport.types import RowId, row_id
+
+RoundsLog = Sequence[tuple[str, TrainerCommand]]
+"""(entry id, command), ascending."""
+BatchPass = tuple[int, int]
+"""(batch, pass over it)."""
+MAX_NAMED = 5
+"""Rows named in one problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """What the newest checkpoint says. rows: per batch and pass, every row its optimizer steps contain."""
+
+    version: int
+    cursor: str
+    rows: Mapping[BatchPass, Sequence[RowId]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at."""
+
+    problems: tuple[str, ...]
+    batches: int
+    rows: int
+
+
+def audit(
+    commanded: RoundsLog,
+    held: RoundsLog,
+    checkpoint: CheckpointRecord | None,
+    *,
+    trained_version: int,
+    passes: int,
+    missing: Collection[RowId] = (),
+) -> AuditReport:
+    """Compare the three records.
+
+    commanded: all rounds of the run, from its journal.  held: the rounds log as the broker holds it; its beginning may
+    have been trimmed.  trained_version: batches trained, by the last StepDone.  passes: over each batch.
+    missing: rows beyond the checkpoint that the broker no longer has.
+    """
+    log = _merge(commanded, held)
+    sent = _rows_by_pass(log)
+    problems = _compare_logs(commanded, held) + _check_closes(log, trained_version)
+    for batch_pass, rows in sorted(sent.items()):
+        problems += _named(f"batch {batch_pass[0]}, pass {batch_pass[1]}: sent twice", _repeated(rows))
+    if checkpoint is not None:
+        problems += _check_ledger(sent, checkpoint, passes)
+    problems += _named("not in the broker, and in no checkpoint", sorted(missing))
+    trained = [rows for (batch, _), rows in sent.items() if batch < trained_version]
+    return AuditReport(problems=tuple(problems), batches=trained_version, rows=sum(len(set(rows)) for rows in trained))
+
+
+def _merge(commanded: RoundsLog, held: RoundsLog) -> RoundsLog:
+    """What was there to be trained: the broker's entries where it has them, the journal's where they were trimmed."""
+    if not held:
+        return commanded
+    first = parse_entry_id(held[0][0])
+    return [entry for entry in commanded if parse_entry_id(entry[0]) < first] + list(held)
+
+
+def _compare_logs(commanded: RoundsLog, held: RoundsLog) -> list[str]:
+    """The broker's log must be a stretch of the commanded one: nothing foreign, changed or taken out."""
+    if not held:
+        return []
+    expected = dict(commanded)
+    problems = [f"rounds log entry {entry_id} was never commanded" for entry_id, _ in held if entry_id not in expected]
+    problems += [
+        f"rounds log entry {entry_id} is not what was commanded"
+        for entry_id, command in held
+        if entry_id in expected and command != expected[entry_id]
+    ]
+    present = {entry_id for entry_id, _ in held}
+    first, last = parse_entry_id(held[0][0]), parse_entry_id(held[-1][0])
+    problems += [
+        f"rounds log entry {entry_id} was removed"
+        for entry_id, _ in commanded
+        if first < parse_entry_id(entry_id) < last and entry_id not in present
+    ]
+    return problems
+
+
+def _rows_by_pass(log: RoundsLog) -> dict[BatchPass, list[RowId]]:
+    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
+    for _, command in log:
+        if isinstance(command, TrainRound) and command.kind == "train":
+            sent[command.batch, command.pass_index] += _rows_of(command)
+    return sent
+
+
+def _rows_of(command: TrainRound) -> list[RowId]:
+    return [row_id(rows.group_id, sample) for rank in command.ranks for rows in rank for sample in rows.samples]
+
+
+def _check_closes(log: RoundsLog, trained_version: int) -> list[str]:
+    """Every trained batch was closed once in each pass, with the number of rows that were sent."""
+    problems: list[str] = []
+    sent: Counter[tuple[int, int, int]] = Counter()
+    finished: Counter[int] = Counter()
+    for entry_id, command in log:
+        match command:
+            case TrainRound() if command.kind == "train":
+                sent[command.batch, command.pass_index, command.mini_batch] += len(_rows_of(command))
+            case CloseMiniBatch():
+                rows = sent[command.batch, command.pass_index, command.mini_batch]
+                if rows != command.num_rows:
+                    problems.append(
+                        f"batch {command.batch}, pass {command.pass_index}, mini-batch {command.mini_batch}: closed "
+                        f"with {command.num_rows} rows at {entry_id}, but {rows} were sent"
+                    )
+                finished[command.batch] += command.finishes_batch
+            case _:
+                pass
+    for batch in range(trained_version):
+        if finished[batch] != 1:
+            problems.append(f"batch {batch} was trained and is closed {finished[batch]} times in the log")
+    return problems
+
+
+def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: CheckpointRecord, passes: int) -> list[str]:
+    """Up to its version the checkpoint must contain exactly what was sent, once."""
+    problems: list[str] = []
+    for batch in range(checkpoint.version):
+        for pass_index in range(passes):
+            name = f"batch {batch}, pass {pass_index}"
+            expected = set(sent.get((batch, pass_index), ()))
+            rows = list(checkpoint.rows.get((batch, pass_index), ()))
+            problems += _named(f"{name}: trained twice by the checkpoint", _repeated(rows))
+            problems += _named(f"{name}: sent and not trained", sorted(expected - set(rows)))
+            problems += _named(f"{name}: trained and never sent", sorted(set(rows) - expected))
+    extra = sorted({batch for batch, _ in checkpoint.rows if batch >= checkpoint.version})
+    problems += [f"the checkpoint of version {checkpoint.version} contains rows of batch {batch}" for batch in extra]
+    return problems
+
+
+def _repeated(rows: Sequence[RowId]) -> list[RowId]:
+    return sorted(row for row, count in Counter(rows).items() if count > 1)
+
+
+def _named(what: str, rows: Sequence[RowId]) -> list[str]:
+    if not rows:
+        return []
+    more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+    return [f"{what}: {', '.join(rows[:MAX_NAMED])}{more}"]
