@@ -128,10 +128,8 @@ def _check_closes(log: RoundsLog, trained_version: int) -> list[str]:
                 finished[command.batch] += command.finishes_batch
             case _:
                 pass
-    for batch in range(trained_version):
-        if finished[batch] != 1:
-            problems.append(f"batch {batch} was trained and is closed {finished[batch]} times in the log")
-    return problems
+    unfinished = [batch for batch in range(trained_version) if finished[batch] != 1]
+    return problems + [f"batch {batch} was trained and is closed {finished[batch]} times" for batch in unfinished]
 
 
 def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: CheckpointRecord, passes: int) -> list[str]:

@@ -1,0 +1,24 @@
+"""What reaches the terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.runtime.live import PlainView, batch_line, printable
+
+
+def test_a_batch_is_one_line_of_what_is_known():
+    line = {"batch": 2, "reward": 0.25, "right": 0.5, "seconds": 4.0}
+    assert batch_line(line, 40) == "batch 3/40  reward 0.250  right 50%  4.0 s"
+
+
+def test_terminal_escapes_of_a_model_are_stripped():
+    assert printable("a\x1b[31mred\x07\nb\x9b") == "a[31mred\nb"
+
+
+def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
+    view = PlainView()
+    view.status({"batches": 3})
+    view.note("model x")
+    view.batch({"batch": 0})
+    assert capsys.readouterr().out == "model x\nbatch 1/3\n"

@@ -1,0 +1,47 @@
+"""Silence counts only while it could be observed; leases that appear become members."""
+
+from __future__ import annotations
+
+from orchestrator.runtime.membership import RETURN_POLLS, Newcomers, SilenceClock
+from transport.messages import STARTING, WorkerStatus
+from transport.types import PROTOCOL_VERSION, WorkerId, WorkerKind
+
+A, B = WorkerId("generate-0.1"), WorkerId("generate-1.1")
+
+
+def status(worker: WorkerId, doing: str = "decoding") -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=worker, kind=WorkerKind.GENERATE, host="h", pid=1, protocol=PROTOCOL_VERSION, doing=doing
+    )
+
+
+def test_a_silent_worker_is_lost_once_after_its_lease():
+    clock = SilenceClock(lease_s=2.0)
+    lost = [clock.poll([A, B], [B], now_s) for now_s in (0.0, 1.0, 2.0, 3.0)]
+    assert lost == [[], [], [], [A]]
+
+
+def test_a_worker_that_answers_again_starts_anew():
+    clock = SilenceClock(lease_s=1.5)
+    alive: list[list[WorkerId]] = [[A], [], [A], [], [], []]
+    lost = [clock.poll([A], living, float(second)) for second, living in enumerate(alive)]
+    assert lost == [[], [], [], [], [A], []]
+
+
+def test_an_outage_of_the_broker_costs_nobody_a_place():
+    clock = SilenceClock(lease_s=2.0)
+    assert clock.poll([A], [A], 0.0) == []
+    assert clock.poll([A], [], 100.0) == []
+    assert clock.poll([A], [], 101.0) == []
+
+
+def test_a_new_lease_joins_at_once_unless_it_is_still_starting():
+    newcomers = Newcomers()
+    assert [found.worker_id for found in newcomers.poll([], {A: status(A), B: status(B, STARTING)})] == [A]
+
+
+def test_a_worker_given_up_must_be_seen_several_times_to_return():
+    newcomers = Newcomers()
+    newcomers.poll([A], {A: status(A)})
+    answers = [newcomers.poll([], {A: status(A)}) for _ in range(RETURN_POLLS)]
+    assert [len(found) for found in answers] == [0] * (RETURN_POLLS - 1) + [1]

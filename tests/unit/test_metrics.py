@@ -1,0 +1,99 @@
+"""One line a trained batch, once; idle shares from the leases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.runtime.metrics import MetricsLog, UsageWindow, read_metrics
+from transport.messages import GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
+from transport.types import FinishReason, GroupId, PromptId, RowId, WeightIdentity, WorkerId, WorkerKind
+
+W0 = WeightIdentity(epoch=1, version=0)
+
+
+def scored(group: str, rewards: tuple[float, ...]) -> GroupScored:
+    return GroupScored(
+        group_id=GroupId(group),
+        rewards=rewards,
+        response_tokens=(4,) * len(rewards),
+        signal=True,
+        components={"right": rewards[0]},
+    )
+
+
+def step(batch: int, epoch: int = 1) -> StepDone:
+    weights = WeightIdentity(epoch=epoch, version=batch + 1)
+    return StepDone(batch=batch, weights=weights, num_rows=2, num_tokens=8, metrics={"loss": 0.5})
+
+
+def test_a_batch_is_summed_up_when_its_step_is_done(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    finished = RolloutFinished(
+        row_id=RowId("0/0/0"),
+        worker_id=WorkerId("generate-0.1"),
+        response_tokens=4,
+        finish_reason=FinishReason.STOP,
+        oldest=W0,
+        newest=W0,
+    )
+    log.observe(finished, [], 1.0)
+    log.observe(scored("0/0", (1.0, 0.0)), [], 1.5)
+    outcome = SlotOutcome(group_id=GroupId("0/0"), prompt_id=PromptId("p"), outcome="trained")
+    line = log.observe(step(0), [outcome], 2.0)
+    assert line is not None
+    assert line["reward"] == 0.5
+    assert line["right"] == 1.0
+    assert line["groups_trained"] == 1
+    assert line["staleness"] == 0
+    assert line["samples_per_s"] == 1.0
+    assert line["tokens_per_s"] == 4.0
+    assert line["loss"] == 0.5
+    assert read_metrics(tmp_path / "metrics.jsonl") == [line]
+
+
+def test_a_group_told_twice_counts_once(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for _ in range(2):
+        log.observe(scored("0/0", (1.0, 1.0)), [], 0.0)
+    line = log.observe(step(0), [], 1.0)
+    assert line is not None
+    assert line["samples"] == 2
+
+
+def test_a_line_is_written_once_also_after_a_restart(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsLog(path).observe(step(0), [], 1.0) is not None
+    assert MetricsLog(path).observe(step(0), [], 1.0) is None
+    assert MetricsLog(path).observe(step(0, epoch=2), [], 1.0) is not None
+    assert [(line["epoch"], line["batch"]) for line in read_metrics(path)] == [(1, 0), (2, 0)]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"batch": 0, "epoch": 1}\n{"batch": 1, "ep', encoding="utf-8")
+    assert [line["batch"] for line in read_metrics(path)] == [0]
+
+
+def test_idle_is_the_share_of_time_that_was_not_busy():
+    window = UsageWindow()
+    worker = WorkerId("generate-0.1")
+
+    def status(elapsed_s: float, busy_s: float, tokens: float) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=worker,
+            kind=WorkerKind.GENERATE,
+            host="h",
+            pid=1,
+            protocol=1,
+            busy_s=busy_s,
+            elapsed_s=elapsed_s,
+            counters={"tokens": tokens},
+        )
+
+    window.update({worker: status(10.0, 2.0, 100)})
+    (row,) = window.update({worker: status(14.0, 5.0, 300)})
+    assert row["idle"] == 0.25
+    assert row["tokens_per_s"] == pytest.approx(50.0)
+    assert window.update({}) == []
