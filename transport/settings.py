@@ -51,6 +51,7 @@ class DataSettings(Section, frozen=True, kw_only=True):
     chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
     shuffle: bool = True  # a new seeded order on every pass
     passes: int = 0  # passes over the data before it ends; 0: no end
+    overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out
 
 
 class SamplingSettings(Section, frozen=True, kw_only=True):
@@ -160,6 +161,8 @@ class EvalSettings(Section, frozen=True, kw_only=True):
 
     problems: int = 128
     seed: int = 1_000_003  # of the held-out problems; never the training seed
+    path: str = ""  # jsonl, hf: file or data set of held-out problems; empty: at most a tenth of data.path is held out
+    split: str = "test"  # hf: split of eval.path
 
 
 class Settings(Section, frozen=True, kw_only=True):

@@ -1,0 +1,264 @@
+"""From presets, files, ``--set`` and the environment to one checked ``Settings``, and back to TOML.
+
+Owns: precedence, the origin of every value, the wording of errors. Never: starts anything.
+Invariant: what ``resolve`` returns is complete, of the right types, in range and possible; a password is in no message.
+
+    defaults  <  preset  <  files, in order  <  --set, in order  <  environment (the broker's password only)
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.resources
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from orchestrator.config_checks import Violation, unit_of, value_of, violations
+from orchestrator.errors import ConfigError
+from orchestrator.toml_source import Setting, nearest, parse_override, read_document, to_toml
+from transport.settings import Section, Settings
+
+PASSWORD = "broker.password"
+PASSWORD_VARIABLE = "STREAMRL_BROKER_PASSWORD"
+SECRET = (PASSWORD, "broker.url")
+"""Shown in no error: a mistyped URL may hold a password that was not recognised as one."""
+
+FIXED_ON_RESUME = (
+    "model.path",
+    *(f"data.{field.name}" for field in msgspec.structs.fields(Settings().data) if field.name != "passes"),
+    "pipeline.group_size",
+    "pipeline.groups_per_batch",
+    "run.seed",
+    "eval.problems",
+    "eval.seed",
+)
+"""Another value would train something else under the same name: the position in the data would mean another prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A configuration that can be started. origins: dotted key -> where its value came from, for every key."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def _fields() -> dict[str, msgspec.structs.FieldInfo]:
+    sections = msgspec.structs.fields(Settings)
+    return {
+        f"{section.name}.{field.name}": field
+        for section in sections
+        for field in msgspec.structs.fields(typing.cast("type[Section]", section.type))
+    }
+
+
+FIELDS = _fields()
+"""Dotted key -> its field, in the order of the schema."""
+SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    files = importlib.resources.files("orchestrator.presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def resolve(
+    preset: str | None, files: Sequence[Path], overrides: Sequence[str], environ: Mapping[str, str]
+) -> Resolved:
+    """Read, merge and check a configuration.
+
+    Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
+             environ: only STREAMRL_BROKER_PASSWORD is looked at.
+    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.
+    """
+    layers: list[list[Setting]] = [read_preset(preset)] if preset else []
+    layers += [read_file(path) for path in files]
+    layers.append([parse_override(argument) for argument in overrides])
+    if environ.get(PASSWORD_VARIABLE):
+        where = f"environment {PASSWORD_VARIABLE}"
+        layers.append([Setting(path=("broker", "password"), value=environ[PASSWORD_VARIABLE], where=where)])
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(FIELDS, "default")
+    for layer in layers:
+        _apply(layer, values, origins)
+    settings = _hide_password(_build(values), origins)
+    for violation in violations(settings):
+        raise _violated(violation, settings, origins)
+    return Resolved(settings=settings, origins=origins)
+
+
+def read_preset(name: str) -> list[Setting]:
+    """The settings of a preset. Raises ConfigError for a name that is none."""
+    known = preset_names()
+    if name not in known:
+        raise ConfigError(
+            f"there is no preset {name!r}{nearest(name, known)}; presets: {', '.join(known)}", where="--preset"
+        )
+    document = importlib.resources.files("orchestrator.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    return read_document(document, f"preset {name}")
+
+
+def read_file(path: Path) -> list[Setting]:
+    """The settings of a file. Raises ConfigError when it cannot be read or is not TOML."""
+    try:
+        document = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text: {error}", where=str(path)) from error
+    return read_document(document, str(path))
+
+
+# --- merging ----------------------------------------------------------------------------------------------------------
+
+
+def _apply(layer: Iterable[Setting], values: dict[str, object], origins: dict[str, str]) -> None:
+    """Lay ``layer`` over ``values``. Another task or source forgets the parameters of the one before."""
+    settings = [setting for setting in layer if not _is_empty_section(setting)]
+    for setting in settings:
+        if setting.key in ("data.task", "data.source") and values.get(setting.key) != setting.value:
+            values.pop("data.params", None)
+            origins["data.params"] = "default"
+    for setting in settings:
+        key = ".".join(setting.path[:2])
+        values[key] = _typed(setting, values)
+        origins.pop(key)  # so that the origins end in the order in which they were set, see _violated
+        origins[key] = setting.where
+
+
+def _is_empty_section(setting: Setting) -> bool:
+    return setting.key in SECTIONS and setting.value == {}
+
+
+def _typed(setting: Setting, values: Mapping[str, object]) -> object:
+    """The value as its field wants it. Raises ConfigError for an unknown key or a value of another type."""
+    key = ".".join(setting.path[:2])
+    field = FIELDS.get(key)
+    if field is None or len(setting.path) > 3:
+        raise _unknown(setting)
+    value = setting.value
+    if len(setting.path) == 3:  # only from --set: one entry of a table, the others stay
+        if typing.get_origin(field.type) is not dict:
+            raise _unknown(setting)
+        value = {**typing.cast("dict[str, object]", values.get(key, {})), setting.path[2]: value}
+    elif field.type is str and setting.text is not None and not isinstance(value, str):
+        value = setting.text  # --set run.name=7
+    try:
+        return msgspec.convert(value, field.type)
+    except msgspec.ValidationError as error:
+        shown = "" if key in SECRET else f", not {_shown(setting.value)}"
+        expected = expected_type(key)
+        raise ConfigError(f"{setting.key} must be {expected}{shown}", key=key, where=setting.where) from error
+
+
+def _shown(value: object) -> str:
+    return to_toml(value) if isinstance(value, str | int | float | bool | list | dict) else str(value)
+
+
+def _unknown(setting: Setting) -> ConfigError:
+    section = setting.path[0]
+    if section not in SECTIONS:
+        hint = nearest(section, SECTIONS) or nearest(setting.key, list(FIELDS))
+        problem = f"unknown section {section}{hint}; sections: {', '.join(SECTIONS)}"
+    elif len(setting.path) == 1:
+        problem = f"{section} is a section: write [{section}], then one line for each of its keys"
+    else:
+        problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}"
+    return ConfigError(problem, key=setting.key, where=setting.where)
+
+
+def expected_type(key: str) -> str:
+    """What the setting ``key`` must be, in words, with its unit: ``a number (seconds)``."""
+    return _in_words(FIELDS[key].type) + unit_of(key)
+
+
+def _in_words(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in typing.get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(f'"{choice.value}"' for choice in kind)
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {len(typing.get_args(kind))} numbers"
+    if typing.get_origin(kind) is dict:
+        return "a table of numbers, strings, true or false, or lists of whole numbers"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+
+
+def _build(values: Mapping[str, object]) -> Settings:
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    built: dict[str, Any] = {
+        field.name: typing.cast("type[Section]", field.type)(**sections[field.name])
+        for field in msgspec.structs.fields(Settings)
+        if field.name in sections
+    }
+    return Settings(**built)
+
+
+def _hide_password(settings: Settings, origins: dict[str, str]) -> Settings:
+    """Move a password inside ``broker.url`` to ``broker.password``, so that the URL may be shown."""
+    url = settings.broker.url
+    try:
+        parts = urlsplit(url)
+        password = parts.password
+    except ValueError as error:
+        raise ConfigError("broker.url is not a URL", key="broker.url", where=origins["broker.url"]) from error
+    if password is None:
+        return settings
+    user, _, host = parts.netloc.rpartition("@")
+    user = user.partition(":")[0]
+    bare = parts._replace(netloc=f"{user}@{host}" if user else host).geturl()
+    broker = msgspec.structs.replace(settings.broker, url=bare)
+    if not broker.password:
+        broker = msgspec.structs.replace(broker, password=unquote(password))
+        origins[PASSWORD] = origins["broker.url"]
+    return msgspec.structs.replace(settings, broker=broker)
+
+
+def _violated(violation: Violation, settings: Settings, origins: Mapping[str, str]) -> ConfigError:
+    """The error for a broken rule. Of the settings involved, it blames the one that was set last."""
+    first, *others = violation.keys
+    given = [f"{_assigned(settings, key)} ({origins[key]})" for key in others]
+    message = "; ".join([f"{_assigned(settings, first)} {violation.problem}", *given])
+    blamed = next(key for key in reversed(origins) if key in violation.keys)
+    return ConfigError(message, key=first, where=origins[blamed])
+
+
+def _assigned(settings: Settings, key: str) -> str:
+    return key if key in SECRET else f"{key} = {to_toml(value_of(settings, key))}"
+
+
+def check_resume(stored: Settings, resolved: Resolved) -> None:
+    """Check that a resumed run is still the same run. Raises ConfigError for the first setting that may not change."""
+    for key in FIXED_ON_RESUME:
+        before, now = value_of(stored, key), value_of(resolved.settings, key)
+        if before != now:
+            raise ConfigError(
+                f"{key} was {to_toml(before)} when the run began and cannot become {to_toml(now)} on --resume; "
+                "start a new run with another --name",
+                key=key,
+                where=resolved.origins[key],
+            )
+
+
+def render(resolved: Resolved) -> str:
+    """The configuration as TOML, each line with where its value came from. A password is left out."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for key in (key for key in FIELDS if key.startswith(f"{section}.")):
+            value = value_of(resolved.settings, key)
+            origin = resolved.origins[key]
+            if key == PASSWORD and value:
+                value, origin = "", f"{origin}; set, not shown"
+            lines.append(f"{key.partition('.')[2]} = {to_toml(value)}  # {origin}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,204 @@
+"""What a configuration must satisfy beyond its types: ranges, forms, and combinations that can work.
+
+Owns: the rules, each with its reason. Never: reads files. Invariant: settings that pass can be started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transport.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that does not hold. keys: the settings it is about, the first of them first in the message."""
+
+    keys: tuple[str, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """``low <= value <= high``; ``above`` excludes low, ``below`` excludes high. Not-a-number is never inside."""
+
+    low: float
+    high: float = float("inf")
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        low_holds = value > self.low if self.above else value >= self.low
+        return low_holds and (value < self.high if self.below or self.high == float("inf") else value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high == float("inf"):
+            return f"> {self.low:g}" if self.above else f">= {self.low:g}"
+        return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}{')' if self.below else ']'}"
+
+
+_AT_LEAST_0, _AT_LEAST_1, _AT_LEAST_2 = Range(low=0), Range(low=1), Range(low=2)
+_ABOVE_0 = Range(low=0, above=True)
+
+RANGES: dict[str, Range] = {
+    "run.seed": Range(low=0, high=2**31 - 1),  # numpy and torch both take it
+    "run.batches": _AT_LEAST_1,
+    "data.size": _AT_LEAST_0,
+    "data.passes": _AT_LEAST_0,
+    "sampling.max_new_tokens": _AT_LEAST_1,
+    "sampling.temperature": _ABOVE_0,  # 0 makes the samples of a group equal, and equal rewards carry no gradient
+    "sampling.top_p": Range(low=0, high=1, above=True),
+    "sampling.top_k": _AT_LEAST_0,
+    "generation.workers": _AT_LEAST_1,
+    "generation.slots": _AT_LEAST_1,
+    "generation.threads": _AT_LEAST_1,
+    "generation.max_context": _AT_LEAST_0,
+    "scoring.workers": _AT_LEAST_1,
+    "scoring.timeout_s": _ABOVE_0,
+    "scoring.max_deliveries": _AT_LEAST_1,
+    "scoring.lease_s": _ABOVE_0,
+    "scoring.well_formed_reward": Range(low=0, high=1),
+    "algorithm.clip_low": Range(low=0, high=1, above=True),
+    "algorithm.clip_high": _ABOVE_0,
+    "algorithm.kl_coef": _AT_LEAST_0,
+    "algorithm.importance_cap": _AT_LEAST_0,
+    "trainer.lr": _ABOVE_0,
+    "trainer.warmup_batches": _AT_LEAST_0,
+    "trainer.weight_decay": _AT_LEAST_0,
+    "trainer.grad_clip": _AT_LEAST_0,
+    "trainer.mini_batches": _AT_LEAST_1,
+    "trainer.epochs": _AT_LEAST_1,
+    "trainer.micro_batch_tokens": _AT_LEAST_1,
+    "trainer.threads": _AT_LEAST_1,
+    "trainer.ranks": _AT_LEAST_1,
+    "trainer.checkpoint_every": _AT_LEAST_1,
+    "trainer.keep_checkpoints": _AT_LEAST_1,
+    "pipeline.groups_per_batch": _AT_LEAST_1,
+    "pipeline.group_size": _AT_LEAST_2,  # an advantage is relative to the other samples of the group
+    "pipeline.min_group_size": _AT_LEAST_0,
+    "pipeline.max_staleness": _AT_LEAST_0,
+    "pipeline.max_refills": _AT_LEAST_0,
+    "pipeline.max_attempts": _AT_LEAST_1,
+    "pipeline.rollout_timeout_s": _ABOVE_0,
+    "broker.max_retained_bytes": Range(low=1_000_000),  # less does not hold one batch
+    "broker.outage_s": _ABOVE_0,
+    "liveness.heartbeat_s": _ABOVE_0,
+    "liveness.lease_s": _ABOVE_0,
+    "liveness.startup_s": _ABOVE_0,
+    "liveness.stall_s": _ABOVE_0,
+    "liveness.max_restarts": _AT_LEAST_0,
+    "eval.problems": _AT_LEAST_0,
+    "eval.seed": _AT_LEAST_0,
+}
+
+FORMS: dict[str, tuple[str, str]] = {
+    # a name becomes a directory and part of every key
+    "run.name": (
+        r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}",
+        "1 to 64 letters, digits, - _ . beginning with a letter or digit",
+    ),
+    "run.dir": (r".+", "a directory"),
+    "model.path": (r".+", "a directory, a hub name, package:<name> or random:<name>"),
+    "generation.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
+    "trainer.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
+    "scoring.reward": (r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:function"),
+    "broker.url": (r"|(rediss?|unix)://.+", "redis://host:port, rediss://host:port or unix://path"),
+}
+
+
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+"""A unit is the end of a setting's name."""
+
+
+def unit_of(key: str) -> str:
+    """`` (seconds)`` for a setting in seconds, "" for one without a unit."""
+    return next((f" ({unit})" for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
+
+
+def value_of(settings: Settings, key: str) -> Any:
+    """The value of the dotted ``key``."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(settings, section), name)
+
+
+def violations(settings: Settings) -> Iterator[Violation]:
+    """Every rule that ``settings`` break: those about one setting first."""
+    for key, allowed in RANGES.items():
+        if value_of(settings, key) not in allowed:
+            yield Violation(keys=(key,), problem=f"must be {allowed}{unit_of(key)}")
+    for key, (form, words) in FORMS.items():
+        if not re.fullmatch(form, value_of(settings, key)):
+            yield Violation(keys=(key,), problem=f"must be {words}")
+    if not all(0 <= beta < 1 for beta in settings.trainer.betas):
+        yield Violation(keys=("trainer.betas",), problem="must both be in [0, 1)")
+    for keys, holds, problem in COMBINATIONS:
+        if not holds(settings):
+            yield Violation(keys=keys, problem=problem)
+
+
+COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
+    (
+        ("pipeline.groups_per_batch", "trainer.mini_batches"),
+        lambda s: s.pipeline.groups_per_batch % s.trainer.mini_batches == 0,
+        "must be divisible by trainer.mini_batches, so that every optimizer step sees as many groups",
+    ),
+    (
+        ("trainer.ranks", "pipeline.groups_per_batch", "trainer.mini_batches"),
+        lambda s: s.trainer.ranks * s.trainer.mini_batches <= s.pipeline.groups_per_batch,
+        "must be at most groups_per_batch / mini_batches, or some ranks never get a group",
+    ),
+    (
+        ("pipeline.min_group_size", "pipeline.group_size"),
+        lambda s: s.pipeline.min_group_size in (0, *range(2, s.pipeline.group_size + 1)),
+        "must be 0 or from 2 to pipeline.group_size",
+    ),
+    (
+        ("trainer.micro_batch_tokens", "sampling.max_new_tokens"),
+        lambda s: s.trainer.micro_batch_tokens >= s.sampling.max_new_tokens,
+        "must be at least sampling.max_new_tokens, or one response does not fit into a micro-batch",
+    ),
+    (
+        ("generation.max_context", "sampling.max_new_tokens"),
+        lambda s: s.generation.max_context == 0 or s.generation.max_context > s.sampling.max_new_tokens,
+        "must be 0 or above sampling.max_new_tokens, or no prompt fits",
+    ),
+    (
+        ("data.path", "data.source"),
+        lambda s: s.data.source == "reasoning_gym" or bool(s.data.path),
+        "must name the data that data.source reads",
+    ),
+    (
+        ("data.path", "data.source"),
+        lambda s: s.data.source != "reasoning_gym" or not s.data.path,
+        'is not read by data.source "reasoning_gym"; set data.source to "jsonl" or "hf"',
+    ),
+    (
+        ("eval.path", "data.source"),
+        lambda s: s.data.source != "reasoning_gym" or not s.eval.path,
+        'is not read by data.source "reasoning_gym", which makes its own held-out problems',
+    ),
+    (
+        ("eval.seed", "run.seed"),
+        lambda s: s.eval.seed != s.run.seed,
+        "must differ from run.seed, or the held-out problems are the ones trained on",
+    ),
+    (
+        ("broker.tls_ca", "broker.url"),
+        lambda s: not s.broker.tls_ca or s.broker.url.startswith("rediss://"),
+        "needs a broker.url that starts with rediss://",
+    ),
+    (
+        ("liveness.lease_s", "liveness.heartbeat_s"),
+        lambda s: s.liveness.lease_s >= 2 * s.liveness.heartbeat_s,
+        "must be at least twice liveness.heartbeat_s, or one late heartbeat loses a healthy worker",
+    ),
+    (
+        ("liveness.stall_s", "liveness.lease_s", "pipeline.rollout_timeout_s"),
+        lambda s: s.liveness.stall_s > max(s.liveness.lease_s, s.pipeline.rollout_timeout_s),
+        "must be above liveness.lease_s and pipeline.rollout_timeout_s, or the run gives up before it has retried",
+    ),
+]
+"""(settings it is about, whether it holds, what is wrong with the first of them otherwise)"""

@@ -1,0 +1,170 @@
+"""TOML with positions: what a configuration file sets, and on which line; and values back to TOML.
+
+Owns: reading files and ``--set`` arguments into one shape, writing one value. Never: knows what a key means.
+Invariant: every value carries where it came from, so that an error can always say it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value that someone set.
+
+    path: the parts of its key, e.g. ("trainer", "lr").  where: e.g. "file.toml:7" or "--set".
+    text: what was typed after ``--set key=``, None in a file; a string setting takes it as it is.
+    """
+
+    path: tuple[str, ...]
+    value: object
+    where: str
+    text: str | None = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def read_document(document: str, name: str) -> list[Setting]:
+    """The settings of a TOML document of ``[section]`` tables, in order. name: of the file, for ``where``.
+
+    A table inside a section (``[data.params]``) is one value. Raises ConfigError for text that is not TOML.
+    """
+    try:
+        tables = tomllib.loads(document)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        number = line[1] if line else document.count("\n") + 1  # "at end of document"
+        raise ConfigError(f"not valid TOML: {error}", where=f"{name}:{number}") from error
+    lines = key_lines(document)
+    settings: list[Setting] = []
+    for section, content in tables.items():
+        leaves: dict[str, Any] = content if isinstance(content, dict) else {}
+        for path, value in [((section, name), leaf) for name, leaf in leaves.items()] or [((section,), content)]:
+            settings.append(Setting(path=path, value=value, where=f"{name}:{lines[path]}"))
+    return settings
+
+
+def key_lines(document: str) -> dict[tuple[str, ...], int]:
+    """The line (from 1) on which each key, and each table above it, is first set. ``document`` must be valid TOML.
+
+    Source: ours, because tomllib gives no positions. Each statement of a TOML document is itself a document, so lines
+    are gathered until they parse: the first that do are the statement, wherever its strings and lists break lines.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, text, content in _statements(document):
+        paths = sorted(_paths(content), key=len)
+        if text.lstrip().startswith("["):
+            table = paths[-1]
+            paths = [table[:depth] for depth in range(1, len(table) + 1)]
+        else:
+            paths = [table + path for path in paths]
+        for path in paths:
+            lines.setdefault(path, number)
+    return lines
+
+
+def _statements(document: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(line it starts on, text, what it parses to) of each statement."""
+    text, start = "", 1
+    for number, line in enumerate(document.split("\n"), start=1):
+        if not text:
+            start = number
+        text += line + "\n"
+        try:
+            content = tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            continue
+        if content:
+            yield start, text, content
+        text = ""
+
+
+def _paths(content: object) -> Iterator[tuple[str, ...]]:
+    """Every path of nested tables; those of an array of tables end at the array."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield (name,)
+            yield from ((name, *rest) for rest in _paths(value))
+
+
+def parse_override(argument: str) -> Setting:
+    """``"trainer.lr=1e-5"`` -> its setting. The value is TOML; what is no TOML is a string. Raises ConfigError."""
+    key, separator, text = argument.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not separator or len(path) < 2 or not all(path):
+        raise ConfigError(f"{key!r} is not of the form section.key=value", where="--set")
+    text = text.strip()
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    return Setting(path=path, value=value, where="--set", text=text)
+
+
+FIELD_WORDS = {
+    "learning_rate": "trainer.lr",
+    "batch_size": "pipeline.groups_per_batch",
+    "num_generations": "pipeline.group_size",
+    "max_tokens": "sampling.max_new_tokens",
+    "gradient_clip": "trainer.grad_clip",
+    "steps": "run.batches",
+}
+"""What other trainers call some of our settings."""
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`` (did you mean trainer.lr?)`` for what ``word`` most likely was meant to be, "" when nothing is close.
+
+    In this order: the same key under another section, another trainer's word for it, a similar key of the same section,
+    a similar key anywhere.
+    """
+    section, _, leaf = word.rpartition(".")
+    same_leaf = [key for key in known if "." in key and key.rpartition(".")[2] == leaf]
+    translated = [FIELD_WORDS[leaf]] if FIELD_WORDS.get(leaf) in known else []
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    similar = _similar(leaf, siblings, cutoff=0.6) or _similar(leaf, known, cutoff=0.7)
+    found = same_leaf or translated or similar
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _similar(leaf: str, keys: Sequence[str], *, cutoff: float) -> list[str]:
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=cutoff)]
+
+
+def to_toml(value: object) -> str:
+    """One value as TOML. Raises TypeError for what no setting can be."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case enum.Enum() | str():
+            text = value.value if isinstance(value, enum.Enum) else value
+            return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return "[" + ", ".join(to_toml(item) for item in typing.cast("Sequence[object]", value)) + "]"
+        case dict():
+            items = typing.cast("Mapping[str, object]", value).items()
+            return "{" + ", ".join(f"{_toml_key(name)} = {to_toml(item)}" for name, item in items) + "}"
+        case _:
+            raise TypeError(f"{type(value)} is not a setting")
+
+
+def _toml_key(name: str) -> str:
+    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if bare else json.dumps(name)
