@@ -1,0 +1,371 @@
+"""One contract over every tensor backend: the same bytes, the same errors, also from peers that lie, leave or stall."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from transport.errors import (
+    ChecksumError,
+    MessageError,
+    PeerRejectedError,
+    PeerUnavailableError,
+    ProtocolMismatchError,
+    SegmentSpaceError,
+    StreamError,
+)
+from transport.messages import encode
+from transport.tensors.address import parse_address, reader_for
+from transport.tensors.base import Deadline, SegmentStore
+from transport.tensors.inproc import InprocStore
+from transport.tensors.server import ChannelServer
+from transport.tensors.shm import ShmStore, sweep_stale
+from transport.tensors.tcp import RangeFollows, ServedStore, TcpReader
+from transport.tensors.wire import Channel, Hello, Proof
+from transport.types import PROTOCOL_VERSION
+
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+
+
+class TcpOnlyStore(ServedStore):
+    """A served store that tells of its network address alone."""
+
+    def create(self, name: str, nbytes: int):  # type: ignore[override]
+        writer = super().create(name, nbytes)
+        seal = writer.seal
+        writer.seal = lambda: seal()[1:]  # type: ignore[method-assign]
+        return writer
+
+
+def make_store(scheme: str, directory: Path) -> SegmentStore:
+    if scheme == "inproc":
+        return InprocStore()
+    if scheme == "shm":
+        return ShmStore("contract", (directory,))
+    store = TcpOnlyStore(ShmStore("contract", (directory,)))
+    store.start()
+    return store
+
+
+@pytest.fixture(params=["shm", "tcp", "inproc"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SegmentStore]:
+    store = make_store(request.param, tmp_path)
+    yield store
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tensor-")]
+
+
+def publish(store: SegmentStore, name: str, content: bytes = CONTENT) -> str:
+    writer = store.create(name, len(content))
+    half = len(content) // 2
+    writer.write(half, memoryview(content)[half:])
+    writer.write(0, memoryview(content)[:half])
+    return writer.seal()[0]
+
+
+def pull(address: str, nbytes: int = len(CONTENT), *, secret: bytes = b"", deadline_s: float = 10.0) -> bytes:
+    parsed = parse_address(address)
+    segment = reader_for(parsed, secret).open(parsed, nbytes, Deadline(deadline_s))
+    try:
+        return bytes(segment.buffer)
+    finally:
+        segment.close()
+
+
+# --- every backend ----------------------------------------------------------------------------------------------------
+
+
+def test_readers_get_the_bytes_that_were_sealed(store: SegmentStore) -> None:
+    first, second = publish(store, "first"), publish(store, "second", CONTENT[::-1])
+    assert pull(first) == CONTENT
+    assert pull(second) == CONTENT[::-1]
+    assert pull(first) == CONTENT
+
+
+def test_what_is_not_there_is_unavailable(store: SegmentStore) -> None:
+    address = publish(store, "gone")
+    store.drop("gone")
+    store.drop("gone")
+    with pytest.raises(PeerUnavailableError):
+        pull(address)
+
+
+def test_another_size_than_expected_is_refused(store: SegmentStore) -> None:
+    address = publish(store, "short")
+    for nbytes in (len(CONTENT) - 1, len(CONTENT) + 1):
+        with pytest.raises(ChecksumError, match="instead of"):
+            pull(address, nbytes)
+
+
+def test_a_reader_keeps_the_bytes_of_a_dropped_segment(store: SegmentStore) -> None:
+    parsed = parse_address(publish(store, "dropped"))
+    segment = reader_for(parsed, b"").open(parsed, len(CONTENT), Deadline(10))
+    store.drop("dropped")
+    publish(store, "dropped", CONTENT[::-1])
+    assert bytes(segment.buffer) == CONTENT
+    segment.close()
+
+
+def test_a_name_in_use_and_a_write_past_the_end_are_bugs(store: SegmentStore) -> None:
+    writer = store.create("twice", 8)
+    with pytest.raises(ValueError, match="exists"):
+        store.create("twice", 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        writer.write(1, memoryview(b"12345678"))
+
+
+def test_an_aborted_segment_leaves_its_name_free(store: SegmentStore) -> None:
+    store.create("again", 8).abort()
+    assert pull(publish(store, "again")) == CONTENT
+
+
+def test_nothing_is_served_after_close(store: SegmentStore) -> None:
+    address = publish(store, "closed")
+    store.close()
+    with pytest.raises(PeerUnavailableError):
+        pull(address)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+def test_writing_to_a_mapping_changes_nobody_elses_bytes(tmp_path: Path) -> None:
+    store = ShmStore("private", (tmp_path,))
+    parsed = parse_address(publish(store, "v1"))
+    segment = reader_for(parsed, b"").open(parsed, len(CONTENT), Deadline(1))
+    segment.buffer[:4] = b"mine"
+    assert pull(str(parsed)) == CONTENT
+    segment.close()
+    store.close()
+
+
+def test_a_message_cannot_make_a_reader_map_any_file(tmp_path: Path) -> None:
+    (tmp_path / "secrets.txt").write_bytes(CONTENT)
+    store = ShmStore("r", (tmp_path,))
+    good = publish(store, "v1")
+    link = tmp_path / "streamrl-r@1@link"
+    link.symlink_to(tmp_path / "secrets.txt")
+    folder = good.rpartition("/")[0]
+    for name, error in [("secrets.txt", MessageError), ("../x/streamrl-r@1@v1", MessageError)]:
+        with pytest.raises(error):
+            pull(f"{folder}/{name}")
+    with pytest.raises(PeerUnavailableError):
+        pull(f"{folder}/{link.name}")
+    link.unlink()
+    store.close()
+
+
+def test_no_room_is_said_with_what_was_tried(tmp_path: Path) -> None:
+    store = ShmStore("big", (tmp_path, tmp_path / "more"))
+    with pytest.raises(SegmentSpaceError, match=r"more has \d+ bytes free"):
+        store.create("v1", 1 << 60)
+
+
+def test_a_full_directory_falls_back_to_the_next(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    store = ShmStore("fallback", (blocked / "sub", tmp_path / "disk"))
+    assert pull(publish(store, "v1")) == CONTENT
+    assert len(list((tmp_path / "disk").iterdir())) == 1
+    store.close()
+
+
+def leave_a_segment_behind(directory: Path, address: "multiprocessing.SimpleQueue[str]") -> None:
+    address.put(publish(ShmStore("dead", (directory,)), "v1"))
+    os.kill(os.getpid(), 9)
+
+
+def test_segments_of_dead_owners_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    addresses = context.SimpleQueue()
+    owner = context.Process(target=leave_a_segment_behind, args=(tmp_path, addresses))
+    owner.start()
+    abandoned = addresses.get()
+    owner.join(30)
+    assert pull(abandoned) == CONTENT  # the file is still there: nobody cleaned up
+
+    first = ShmStore("living", (tmp_path,))
+    address = publish(first, "v1")  # its first segment sweeps
+    with pytest.raises(PeerUnavailableError):
+        pull(abandoned)
+    assert sweep_stale(tmp_path) == []
+    assert pull(address) == CONTENT
+    first.close()
+
+
+# --- tcp: secrets, and peers that lie, leave or stall -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "client"), [(b"right", b"wrong"), (b"right", b""), (b"", b"right")], ids=["wrong", "missing", "unasked"]
+)
+def test_a_secret_must_be_shared(tmp_path: Path, server: bytes, client: bytes) -> None:
+    store = ServedStore(ShmStore("secret", (tmp_path,)), secret=server)
+    store.start()
+    writer = store.create("v1", len(CONTENT))
+    writer.write(0, memoryview(CONTENT))
+    address = writer.seal()[1]
+    with pytest.raises(PeerRejectedError):
+        pull(address, secret=client)
+    assert pull(address, secret=server) == CONTENT
+    store.close()
+
+
+def test_off_loopback_a_secret_is_mandatory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shared secret"):
+        ServedStore(ShmStore("open", (tmp_path,)), host="0.0.0.0")
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
+    """Starts a server that treats its one connection as told; returns its address."""
+    listeners: list[tuple[socket.socket, threading.Thread]] = []
+
+    def start(treat: Callable[[socket.socket], None]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                treat(connection)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        listeners.append((listener, thread))
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+    yield start
+    for listener, thread in listeners:
+        thread.join(10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def framed(message: object) -> bytes:
+    raw = encode(message)
+    return len(raw).to_bytes(4, "big") + raw
+
+
+HELLO = framed(Hello(protocol=PROTOCOL_VERSION, nonce=b"n" * 16, secret=False))
+WELCOME = framed(Proof(protocol=PROTOCOL_VERSION, nonce=b"n" * 16))
+
+
+@pytest.mark.parametrize(
+    ("sends", "error"),
+    [
+        (b"", PeerUnavailableError),
+        (b"\x00\x00", PeerUnavailableError),
+        (HELLO[:-3], PeerUnavailableError),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", MessageError),
+        (framed({"type": "Something", "else": 1}), MessageError),
+        (framed(Hello(protocol=99, nonce=b"", secret=False)), ProtocolMismatchError),
+        (HELLO + WELCOME + framed(RangeFollows(nbytes=1 << 50)), ChecksumError),
+        (HELLO + WELCOME + framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:-1], PeerUnavailableError),
+    ],
+    ids=["silence", "cut length", "cut header", "http", "foreign", "version", "other size", "truncated"],
+)
+def test_a_peer_that_lies_or_leaves_is_named(peer, sends: bytes, error: type[StreamError]) -> None:
+    def treat(connection: socket.socket) -> None:
+        connection.sendall(sends)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # the reader may leave without reading the rest
+            while connection.recv(65536):
+                pass
+
+    with pytest.raises(error):
+        pull(peer(treat))
+
+
+def test_a_peer_that_stalls_is_given_up_at_the_deadline(peer) -> None:
+    given_up = threading.Event()
+
+    def treat(connection: socket.socket) -> None:
+        connection.sendall(HELLO + WELCOME + framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:1000])
+        given_up.wait(10)
+
+    with pytest.raises(PeerUnavailableError, match="silent"):
+        pull(peer(treat), deadline_s=0.3)
+    given_up.set()
+
+
+def serve_until_killed(directory: Path, address: "multiprocessing.SimpleQueue[str]") -> None:
+    def serve(channel: Channel) -> None:
+        channel.receive_into(memoryview(bytearray(4)))
+        channel.send(RangeFollows(nbytes=len(CONTENT)), CONTENT[: len(CONTENT) // 2])
+        os.kill(os.getpid(), 9)
+
+    server = ChannelServer(serve, host="127.0.0.1", port=0, secret=b"", request_s=10)
+    address.put(f"tcp://127.0.0.1:{server.start()}/v1")
+    threading.Event().wait(30)
+
+
+def test_a_server_killed_in_mid_transfer_is_unavailable(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    addresses = context.SimpleQueue()
+    owner = context.Process(target=serve_until_killed, args=(tmp_path, addresses))
+    owner.start()
+    try:
+        with pytest.raises(PeerUnavailableError):
+            pull(addresses.get())
+    finally:
+        owner.join(30)
+    assert owner.exitcode == -9
+
+
+def test_closing_the_server_ends_a_transfer_in_progress(tmp_path: Path) -> None:
+    content = CONTENT * 32  # more than the sockets' buffers hold
+    store = ServedStore(ShmStore("closing", (tmp_path,)))
+    store.start()
+    writer = store.create("v1", len(content))
+    address = parse_address(writer.seal()[1])
+    with socket.create_connection((address.place, address.port)) as reader:
+        reader.recv(1)  # the conversation has begun and will not go on
+        store.close()
+    with pytest.raises(PeerUnavailableError):
+        pull(str(address), len(content))
+
+
+@pytest.mark.parametrize(
+    "sends",
+    [b"", b"\xff" * 64, framed({"type": "Proof"}), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["silence", "garbage", "incomplete", "http"],
+)
+def test_a_client_that_talks_nonsense_does_not_disturb_others(tmp_path: Path, sends: bytes) -> None:
+    store = ServedStore(ShmStore("noise", (tmp_path,)))
+    store.start()
+    writer = store.create("v1", len(CONTENT))
+    writer.write(0, memoryview(CONTENT))
+    address = parse_address(writer.seal()[1])
+    with socket.create_connection((address.place, address.port)) as noisy:
+        noisy.sendall(sends)
+        noisy.shutdown(socket.SHUT_WR)
+        noisy.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while noisy.recv(4096):  # the server ends it
+                pass
+    assert pull(str(address)) == CONTENT
+    store.close()
+
+
+def test_a_readers_buffer_is_used_again_only_after_it_came_back(tmp_path: Path) -> None:
+    store = ServedStore(ShmStore("reuse", (tmp_path,)))
+    store.start()
+    addresses = []
+    for name, content in (("a", CONTENT), ("b", CONTENT[::-1])):
+        writer = store.create(name, len(content))
+        writer.write(0, memoryview(content))
+        addresses.append(parse_address(writer.seal()[1]))
+    reader = TcpReader()
+    first = reader.open(addresses[0], len(CONTENT), Deadline(10))
+    second = reader.open(addresses[1], len(CONTENT), Deadline(10))
+    assert bytes(first.buffer) == CONTENT
+    assert bytes(second.buffer) == CONTENT[::-1]
+    first.close()
+    second.close()
+    store.close()

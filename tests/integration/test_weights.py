@@ -1,0 +1,134 @@
+"""Weights from a trainer's publisher to a worker's puller: exact, verified, from another source when one fails."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
+from transport.messages import WeightManifest, encode, manifest_decoder
+from workers.generation.weights import WeightPuller
+from workers.trainer.publish import CHUNK_ELEMENTS, WeightPublisher
+
+
+def policy(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of every awkward kind: larger than a chunk, a view, a scalar, an empty one, an integer buffer."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(64, 48, generator=generator)
+    return {
+        "embedding": torch.randn(CHUNK_ELEMENTS + 7, generator=generator),
+        "transposed": base.T,
+        "weight": torch.nn.Parameter(base.clone()),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "steps": torch.arange(5, dtype=torch.int64),
+    }
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher("weights-test", tmp_path, keep=2)
+    yield publisher
+    publisher.close()
+
+
+def pulled(manifest: WeightManifest, puller: WeightPuller | None = None) -> dict[str, torch.Tensor]:
+    with (puller or WeightPuller(deadline_s=10)).pull(manifest) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def only(manifest: WeightManifest, scheme: str) -> WeightManifest:
+    return replace(manifest, sources=tuple(s for s in manifest.sources if s.startswith(scheme)))
+
+
+@pytest.mark.parametrize("scheme", ["shm://", "tcp://"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_pulled_version_equals_the_published_one(publisher: WeightPublisher, scheme: str, dtype: torch.dtype) -> None:
+    tensors = policy()
+    manifest = manifest_decoder.decode(encode(publisher.publish(1, 0, tensors, dtype)))
+    result = pulled(only(manifest, scheme))
+    assert result.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        assert result[name].dtype == expected.dtype
+        assert torch.equal(result[name], expected)
+
+
+def test_equal_weights_have_equal_digests_under_another_version(publisher: WeightPublisher) -> None:
+    first = publisher.publish(1, 0, policy(), torch.bfloat16)
+    again = publisher.publish(2, 1, policy(), torch.bfloat16)
+    other = publisher.publish(2, 2, policy(seed=1), torch.bfloat16)
+    assert first.weights.digest == again.weights.digest != other.weights.digest
+
+
+def test_superseded_versions_go_and_the_kept_ones_stay(publisher: WeightPublisher) -> None:
+    manifests = [publisher.publish(1, version, policy(version), torch.bfloat16) for version in range(3)]
+    with pytest.raises(PeerUnavailableError, match="e1v0"):
+        pulled(manifests[0])
+    for version in (1, 2):
+        assert torch.equal(pulled(manifests[version])["weight"], policy(version)["weight"].bfloat16())
+
+
+def test_a_version_that_is_being_read_outlives_its_publisher(publisher: WeightPublisher) -> None:
+    manifest = publisher.publish(1, 0, policy(), torch.float32)
+    with WeightPuller().pull(manifest) as tensors:
+        publisher.close()
+        assert torch.equal(tensors["embedding"], policy()["embedding"])
+
+
+def test_the_next_source_is_asked_when_one_gives_wrong_bytes(publisher: WeightPublisher, tmp_path: Path) -> None:
+    manifest = publisher.publish(1, 0, policy(), torch.float32)
+    foreign = WeightPublisher("foreign", tmp_path)
+    wrong = foreign.publish(1, 0, policy(seed=1), torch.float32)
+    both = replace(manifest, sources=(*only(wrong, "shm://").sources, *only(manifest, "tcp://").sources))
+    assert torch.equal(pulled(both)["weight"], policy()["weight"])
+    with pytest.raises(ChecksumError, match="'embedding'"):
+        pulled(replace(manifest, sources=wrong.sources))
+    foreign.close()
+
+
+def test_a_wrong_secret_and_a_foreign_manifest_are_named(tmp_path: Path) -> None:
+    publisher = WeightPublisher("secret-test", tmp_path, secret=b"right")
+    manifest = publisher.publish(1, 0, policy(), torch.bfloat16)
+    with pytest.raises(PeerRejectedError):
+        pulled(only(manifest, "tcp://"), WeightPuller(secret=b"wrong", deadline_s=5))
+    assert pulled(only(manifest, "tcp://"), WeightPuller(secret=b"right"))
+    with pytest.raises(MessageError):
+        pulled(replace(manifest, total_bytes=64))
+    with pytest.raises(PeerUnavailableError, match="reached"):
+        pulled(replace(manifest, host="another-host", sources=("shm://another-host/dev/shm/x", "tcp://127.0.0.1:9/x")))
+    publisher.close()
+
+
+def test_publishing_the_same_version_twice_is_a_bug(publisher: WeightPublisher) -> None:
+    publisher.publish(1, 0, policy(), torch.bfloat16)
+    with pytest.raises(ValueError, match="exists"):
+        publisher.publish(1, 0, policy(), torch.bfloat16)
+
+
+def publish_and_die(run_dir: Path, manifests: "multiprocessing.SimpleQueue[bytes]") -> None:
+    publisher = WeightPublisher("mortal", run_dir)
+    manifests.put(encode(publisher.publish(1, 4, policy(), torch.bfloat16)))
+    os.kill(os.getpid(), 9)
+
+
+def test_a_killed_trainer_leaves_no_torn_version(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    manifests = context.SimpleQueue()
+    trainer = context.Process(target=publish_and_die, args=(tmp_path, manifests))
+    trainer.start()
+    manifest = manifest_decoder.decode(manifests.get())
+    trainer.join(60)
+    assert trainer.exitcode == -9
+    assert torch.equal(pulled(manifest)["weight"], policy()["weight"].bfloat16())
+    with pytest.raises(PeerUnavailableError):
+        pulled(only(manifest, "tcp://"))
+    successor = WeightPublisher("mortal", tmp_path)
+    successor.publish(2, 4, policy(), torch.bfloat16)  # its first version sweeps what the dead one left
+    with pytest.raises(PeerUnavailableError):
+        pulled(manifest)
+    successor.close()
