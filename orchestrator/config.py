@@ -170,7 +170,8 @@ def _unknown(setting: Setting) -> ConfigError:
     elif len(setting.path) == 1:
         problem = f"{section} is a section: write [{section}], then one line for each of its keys"
     else:
-        problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}"
+        keys = ", ".join(key.partition(".")[2] for key in FIELDS if key.startswith(f"{section}."))
+        problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}; keys of {section}: {keys}"
     return ConfigError(problem, key=setting.key, where=setting.where)
 
 
@@ -229,7 +230,7 @@ def _violated(violation: Violation, settings: Settings, origins: Mapping[str, st
     first, *others = violation.keys
     given = [f"{_assigned(settings, key)} ({origins[key]})" for key in others]
     message = "; ".join([f"{_assigned(settings, first)} {violation.problem}", *given])
-    blamed = next(key for key in reversed(origins) if key in violation.keys)
+    blamed = next(key for key in reversed(list(origins)) if key in violation.keys)
     return ConfigError(message, key=first, where=origins[blamed])
 
 

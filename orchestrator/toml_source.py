@@ -129,20 +129,21 @@ FIELD_WORDS = {
 def nearest(word: str, known: Sequence[str]) -> str:
     """`` (did you mean trainer.lr?)`` for what ``word`` most likely was meant to be, "" when nothing is close.
 
-    In this order: the same key under another section, another trainer's word for it, a similar key of the same section,
-    a similar key anywhere.
+    In this order: the key it would be an entry of, the same key under another section, a similar key of the same
+    section, a similar key anywhere; FIELD_WORDS are similar to themselves.
     """
     section, _, leaf = word.rpartition(".")
+    parent = [section] if section in known else []
     same_leaf = [key for key in known if "." in key and key.rpartition(".")[2] == leaf]
-    translated = [FIELD_WORDS[leaf]] if FIELD_WORDS.get(leaf) in known else []
     siblings = [key for key in known if key.rpartition(".")[0] == section]
     similar = _similar(leaf, siblings, cutoff=0.6) or _similar(leaf, known, cutoff=0.7)
-    found = same_leaf or translated or similar
+    found = parent or same_leaf or similar
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def _similar(leaf: str, keys: Sequence[str], *, cutoff: float) -> list[str]:
-    leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    leaves = {name: key for name, key in FIELD_WORDS.items() if key in keys}
+    leaves |= {key.rpartition(".")[2]: key for key in reversed(keys)}
     return [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=cutoff)]
 
 

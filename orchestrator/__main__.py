@@ -1,0 +1,26 @@
+"""Entry point of ``streamrl-orchestrator`` and ``python -m orchestrator``.
+
+Owns: turning errors into one line and an exit code. A bug is not an error of ours: it keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from orchestrator.cli import app
+from orchestrator.errors import exit_code
+from transport.errors import StreamError
+
+
+def main() -> None:
+    """Run one command and exit with its code (see ``--help``); typer makes 130 of a KeyboardInterrupt."""
+    is_child = sys.argv[1:2] == ["serve"]
+    try:
+        app()
+    except StreamError as error:
+        print(f"streamrl-orchestrator: {error}", file=sys.stderr)
+        sys.exit(exit_code(error, is_child=is_child))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""``streamrl-orchestrator``: the commands, their help, and which module each of them starts.
+
+Owns: arguments. Never: work; each command imports what it needs when it is called, so that ``--help``, ``--dry-run``
+and a bad configuration answer at once (no torch, no transformers).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator import config
+from orchestrator.errors import ConfigError
+
+EXIT_CODES = (
+    "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
+    "3 stalled: no progress for liveness.stall_s, kept for --resume; 130 interrupted, kept for --resume."
+)
+DEFAULT_PRESET = "smollm2"
+
+app = typer.Typer(
+    name="streamrl-orchestrator",
+    help=f"Reinforcement learning post-training of LLMs.\n\n{EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug keeps its plain traceback
+    rich_markup_mode=None,
+)
+
+RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
+
+
+@app.command(help=f"Train: start every process of a run on this machine and see it through.\n\n{EXIT_CODES}")
+def run(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Start from a preset: {', '.join(config.preset_names())}. [{DEFAULT_PRESET} without --config]"
+        ),
+    ] = None,
+    config_file: Annotated[
+        list[Path] | None,
+        typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run: --set run.name=NAME.")] = None,
+    directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the configuration, with where each value came from, and stop.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
+) -> None:
+    overrides = [*(override or []), *_shorthand("run.name", name), *_shorthand("run.dir", directory)]
+    files = config_file or []
+    if resume:
+        resolved = resolve_resumed(preset, files, overrides)
+    else:
+        chosen = preset or (None if files else DEFAULT_PRESET)
+        resolved = config.resolve(chosen, files, overrides, os.environ)
+    if dry_run:
+        typer.echo(config.render(resolved), nl=False)
+        return
+    from orchestrator.runtime import supervisor
+
+    raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
+
+
+def _shorthand(key: str, value: str | None) -> list[str]:
+    return [] if value is None else [f"{key}={value}"]
+
+
+def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str]) -> config.Resolved:
+    """The settings a run was started with, and over them what is asked for now. Raises ConfigError.
+
+    The run is found by the name and directory that the arguments alone give; its own config.toml comes first.
+    """
+    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ).settings.run
+    stored = Path(asked.dir) / asked.name / "config.toml"
+    if not stored.is_file():
+        raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
+    before = config.resolve(None, [stored], [], os.environ)
+    resolved = config.resolve(preset, [stored, *files], overrides, os.environ)
+    config.check_resume(before.settings, resolved)
+    return resolved
+
+
+@app.command(help="Look into a run: what it is doing, or what it did. [--audit: was every row trained exactly once?]")
+def inspect(
+    run_dir: RunDirectory,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Recompute that every row of every trained batch was trained exactly once.")
+    ] = False,
+) -> None:
+    from orchestrator import inspect as inspection
+
+    raise typer.Exit(inspection.main(run_dir, audit=audit))
+
+
+@app.command(help="Replay a run's journal: the same events must give the same commands.")
+def replay(run_dir: RunDirectory) -> None:
+    from orchestrator.sim import replay as replaying
+
+    raise typer.Exit(replaying.main(run_dir))
+
+
+@app.command(
+    help="The orchestrator process alone; `run` starts it. Reads <run-dir>/config.toml, and the broker's password from "
+    "STREAMRL_BROKER_PASSWORD. Exits with 4 where starting it again is no use."
+)
+def serve(
+    run_name: Annotated[str, typer.Option("--run", help="Name of the run.")],
+    broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
+    run_dir: Annotated[Path, typer.Option(help="Directory of the run: config.toml, journal, metrics.")],
+    model_dir: Annotated[Path, typer.Option(help="Hugging Face directory with the model's tokenizer.")],
+) -> None:
+    from orchestrator.runtime import process
+
+    raise typer.Exit(
+        process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
+    )
