@@ -211,6 +211,10 @@ class StopRequested(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class RunResumed(Struct, frozen=True, kw_only=True, tag=True):
+    """The run was started again (``--resume``): an earlier StopRequested no longer holds."""
+
+
 class Tick(Struct, frozen=True, kw_only=True, tag=True):
     """Time passed. Deadlines are looked at here and nowhere else."""
 
@@ -233,6 +237,7 @@ Event: TypeAlias = (
     | WeightsFailed
     | BrokerUsage
     | StopRequested
+    | RunResumed
     | Tick
 )
 
@@ -258,18 +263,26 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
 
 
 class DispatchGroups(Struct, frozen=True, kw_only=True, tag=True):
-    """Put these groups on ``plans:<worker>``, longest first."""
+    """Put these groups on ``plans:<worker>``, longest first.
+
+    The core emits one command for each group, so that the id of a plan's entry is its command's id.
+    """
 
     worker_id: WorkerId
     plans: tuple[GroupPlan, ...]
 
 
 class AbortRollouts(Struct, frozen=True, kw_only=True, tag=True):
-    """Stop these groups on this worker; their partial tokens are not wanted."""
+    """Stop these groups on this worker; their partial tokens are not wanted.
+
+    attempts: [len(group_ids)] the attempt of each group that is meant: a later one was dispatched since and must go on.
+    Empty: any attempt.
+    """
 
     worker_id: WorkerId
     group_ids: tuple[GroupId, ...]
     reason: str
+    attempts: tuple[int, ...] = ()
 
 
 class LoadWeights(Struct, frozen=True, kw_only=True, tag=True):
