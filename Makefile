@@ -1,0 +1,49 @@
+# Commands of one word. Each does all of its own set-up in .venv; a second call finds it done. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PRESET ?= smollm2
+ARGS ?=
+NAME ?= run
+TESTS ?= tests
+
+BIN := .venv/bin
+export PYTHON VENV_FLAGS TORCH_INDEX
+
+.PHONY: help run test test-chaos check fmt bench setup clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  PRESET=tiny ARGS="--set trainer.lr=2e-5"   for run        TESTS=tests/unit   for test'
+	@echo '  NAME=engine ARGS="..."                     for bench      TORCH_INDEX=URL    package index to take torch from'
+
+run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch its reward rise
+	@$(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
+
+test: .venv/.ready-dev ## all tests that kill nothing
+	@$(BIN)/python -m pytest -m "not chaos" $(TESTS) $(ARGS)
+
+test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
+	@$(BIN)/python -m pytest -m chaos $(TESTS) $(ARGS)
+
+check: .venv/.ready-dev ## ruff, formatting, pyright
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+
+fmt: .venv/.ready-dev ## format, and repair what ruff can
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+bench: .venv/.ready-dev ## measure a figure: its last line is one JSON object
+	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+setup: .venv/.ready-dev ## only the set-up, with the development tools
+
+.venv/.ready-%: pyproject.toml .ci/setup
+	@echo 'Setting up .venv'
+	@.ci/setup $*
+
+clean: ## remove the environment and caches; runs/ stays
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build *.egg-info
