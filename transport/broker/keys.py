@@ -30,6 +30,7 @@ STREAMS = "streams"
 """Set: short names of all streams, so that listing them scans nothing."""
 WORKERS = "workers"
 """Set: workers that ever beat and whose lease has not been seen to end."""
+LEASE_PREFIX = "lease:"
 STATE = "state"
 """Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
 STATE_RUNNING = b"running"
@@ -67,7 +68,7 @@ def group(run: RunName, group_id: GroupId) -> str:
 
 
 def lease(run: RunName, worker: WorkerId) -> str:
-    return full(run, f"lease:{worker}")
+    return full(run, f"{LEASE_PREFIX}{worker}")
 
 
 def meta(run: RunName, name: str) -> str:

@@ -1,0 +1,87 @@
+"""Entries as both brokers check and store them.
+
+Owns: what an entry, a commit and an explicit id must look like. Never: I/O. The in-memory twin and the Redis broker
+call the same checks, so that a call refused by one is refused by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transport.broker.base import Append, Commit, DeadLetter, Entry, parse_entry_id
+from transport.errors import MessageError
+from transport.messages import MAX_MESSAGE_BYTES
+from transport.types import TaskSpec
+
+PAYLOAD = "payload"
+DEAD_PREFIX = "dead_"
+
+
+def check_entry(entry: Entry) -> None:
+    """Raises MessageError for an oversized payload, ValueError for a field that shadows it."""
+    if len(entry.payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"payload of {len(entry.payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
+            "bulk bytes travel beside the streams"
+        )
+    if PAYLOAD in entry.fields:
+        raise ValueError(f"the field name {PAYLOAD!r} is taken by the binary payload")
+
+
+def check_ids(ids: Iterable[str]) -> None:
+    """Raises ValueError unless explicit ids ascend from above 0-0."""
+    last = (0, 0)
+    for entry_id in ids:
+        current = parse_entry_id(entry_id)
+        if current <= last:
+            raise ValueError(f"entry id {entry_id} is not above {last[0]}-{last[1]}")
+        last = current
+
+
+def check_commit(commit: Commit) -> None:
+    """Raises ValueError for a row without columns or a group without samples; checks every entry."""
+    for group in commit.groups:
+        if group.size < 1:
+            raise ValueError(f"group {group.group_id} has size {group.size}")
+    for row in commit.rows:
+        if not row.columns:
+            raise ValueError(f"row {row.row_id} is written without a column")
+        _check_appends(row.on_insert)
+    _check_appends(commit.appends)
+
+
+def _check_appends(appends: Sequence[Append]) -> None:
+    for append in appends:
+        check_entry(append.entry)
+
+
+def check_tasks(tasks: Sequence[TaskSpec]) -> None:
+    """Raises ValueError for a task that reads nothing (it would be ready before any row) or a name used twice."""
+    for task in tasks:
+        if not task.reads:
+            raise ValueError(f"task {task.name} reads no column")
+    if len({task.name for task in tasks}) != len(tasks):
+        raise ValueError("two tasks have one name")
+
+
+def entry_from_fields(flat: Sequence[bytes]) -> Entry:
+    """Name, value, name, value, ... as a server gives them. Foreign bytes are shown escaped, never refused."""
+    pairs = {_text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    payload = pairs.pop(PAYLOAD, b"")
+    return Entry(fields={name: _text(value) for name, value in pairs.items()}, payload=payload)
+
+
+def dead_letter(buried: Entry) -> DeadLetter:
+    """What ``bury`` in prelude.lua wrote, taken apart again."""
+    said = {name: value for name, value in buried.fields.items() if name.startswith(DEAD_PREFIX)}
+    fields = {name: value for name, value in buried.fields.items() if name not in said}
+    return DeadLetter(
+        entry_id=said.get("dead_id", ""),
+        queue=said.get("dead_queue", ""),
+        reason=said.get("dead_reason", ""),
+        entry=Entry(fields=fields, payload=buried.payload),
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "backslashreplace")

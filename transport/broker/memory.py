@@ -1,0 +1,344 @@
+"""The broker's contract in this process: for tests, the simulator and single-process runs.
+
+Owns: the same behaviour as redis_streams.py (one contract suite runs over both), and knobs to make it fail. Never: I/O,
+other clocks than the one it is given. Invariant: every step is synchronous between two awaits, hence atomic.
+Leases and idle times follow the injected clock; ``wait_s`` follows the event loop, because someone really waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+from transport.broker import keys
+from transport.broker.base import (
+    ZERO_ID,
+    Ack,
+    Append,
+    Commit,
+    CommitResult,
+    DeadLetter,
+    Delivery,
+    Entry,
+    Fence,
+    GroupWrite,
+    LogEntry,
+    Pending,
+    RowWrite,
+    ServerInfo,
+    parse_entry_id,
+)
+from transport.broker.entries import check_commit, check_entry, check_ids, check_tasks, dead_letter
+from transport.broker.memory_server import Group, MemoryServer, RunState
+from transport.errors import FencedError
+from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
+
+__all__ = ["MemoryBroker", "MemoryServer"]
+
+
+class MemoryBroker:
+    """One run on a ``MemoryServer``; brokers that share the server share the run. See base.py for the contract."""
+
+    def __init__(self, server: MemoryServer, run: RunName) -> None:
+        self._server = server
+        self._run = run
+
+    @property
+    def run(self) -> RunName:
+        return self._run
+
+    @contextmanager
+    def _step(self, *, appends: bool = False) -> Generator[RunState]:
+        """One call: fails before or after its effect when the server was told to. appends: wakes those who wait."""
+        self._server.fail_before()
+        yield self._server.run_state(self._run)
+        if appends:
+            self._server.wake()
+        self._server.fail_after()
+
+    # -- who answers, who may write
+    async def info(self) -> ServerInfo:
+        with self._step():
+            return ServerInfo(version="memory", boot_id=self._server.boot_id, address="memory")
+
+    async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
+        with self._step() as state:
+            state.epochs[role] = max(state.epochs.get(role, 0), at_least) + 1
+            return state.epochs[role]
+
+    async def next_incarnation(self, name: str) -> int:
+        with self._step() as state:
+            state.incarnations[name] = state.incarnations.get(name, 0) + 1
+            return state.incarnations[name]
+
+    # -- logs
+    async def append(
+        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        return await self._append(log, entry, entry_id, fence, queue=False)
+
+    async def _append(
+        self, name: str, entry: Entry, entry_id: str | None, fence: Fence | None, *, queue: bool
+    ) -> str | None:
+        check_entry(entry)
+        check_ids([entry_id] if entry_id else [])
+        await asyncio.sleep(0)
+        with self._step(appends=True) as state:
+            _check_fence(state, fence)
+            stream = state.stream(name)
+            stream.is_queue = stream.is_queue or queue
+            return stream.add(entry, entry_id, self._server.now_ms())
+
+    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
+        check_ids(entry_id for entry_id, _ in entries)
+        for _, entry in entries:
+            check_entry(entry)
+        await asyncio.sleep(0)
+        with self._step(appends=True) as state:
+            _check_fence(state, fence)
+            if not entries:
+                return 0
+            stream = state.stream(log)
+            added = [stream.add(entry, entry_id, self._server.now_ms()) for entry_id, entry in entries]
+            return sum(entry_id is not None for entry_id in added)
+
+    async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        while True:
+            await asyncio.sleep(0)
+            with self._step() as state:
+                stream = state.streams.get(log)
+                found = stream.after(after, count) if stream else []
+            if found or not await self._server.changed_before(deadline_s):
+                return found
+
+    async def tail(self, log: str, *, count: int) -> list[LogEntry]:
+        with self._step() as state:
+            stream = state.streams.get(log)
+            return stream.entries[-count:] if stream else []
+
+    async def last_id(self, stream: str) -> str:
+        with self._step() as state:
+            found = state.streams.get(stream)
+            return found.last_id if found else ZERO_ID
+
+    async def length(self, stream: str) -> int:
+        with self._step() as state:
+            found = state.streams.get(stream)
+            return len(found.entries) if found else 0
+
+    async def trim(self, stream: str, upto: str) -> int:
+        with self._step() as state:
+            found = state.streams.get(stream)
+            return found.trim(parse_entry_id(upto)) if found else 0
+
+    async def delete_stream(self, stream: str) -> None:
+        with self._step() as state:
+            state.streams.pop(stream, None)
+
+    # -- work queues
+    async def enqueue(
+        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        return await self._append(queue, entry, entry_id, fence, queue=True)
+
+    async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        while True:
+            await asyncio.sleep(0)
+            with self._step() as state:
+                stream = state.stream(queue)
+                stream.is_queue = True
+                taken = stream.claim(consumer, count, self._server.clock.now_s())
+            if taken or not await self._server.changed_before(deadline_s):
+                return [_delivery(queue, entry, 1) for entry in taken]
+
+    async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        await asyncio.sleep(0)
+        with self._step() as state:
+            stream = state.streams.get(queue)
+            held = [entry_id for entry_id in entry_ids if stream and stream.held_by(entry_id) == consumer]
+            for entry_id in held:
+                state.stream(queue).pending[entry_id].since_s = self._server.clock.now_s()
+            return held
+
+    async def reclaim(
+        self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
+    ) -> tuple[list[Delivery], list[DeadLetter]]:
+        await asyncio.sleep(0)
+        taken: list[Delivery] = []
+        dead: list[DeadLetter] = []
+        with self._step(appends=True) as state:
+            now_s = self._server.clock.now_s()
+            stream = state.streams.get(queue)
+            for entry_id in stream.expired(now_s - idle_s, count) if stream else []:
+                hold = state.stream(queue).pending[entry_id]
+                if hold.deliveries >= max_deliveries:
+                    reason = f"delivered {hold.deliveries} times and never finished"
+                    dead.append(state.bury(queue, entry_id, reason, self._server.now_ms()))
+                else:
+                    entry = state.stream(queue).hand_over(entry_id, consumer, now_s)
+                    taken.append(_delivery(queue, entry, hold.deliveries + 1))
+        return taken, dead
+
+    async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
+        for append in appends:
+            check_entry(append.entry)
+        await asyncio.sleep(0)
+        with self._step(appends=True) as state:
+            stream = state.streams.get(delivery.queue)
+            if stream and delivery.entry_id in stream.pending:
+                state.bury(delivery.queue, delivery.entry_id, reason, self._server.now_ms())
+                self._append_all(state, appends)
+
+    async def pending(self, queue: str, *, count: int = 100) -> list[Pending]:
+        with self._step() as state:
+            stream = state.streams.get(queue)
+            now_s = self._server.clock.now_s()
+            return stream.list_pending(now_s)[:count] if stream else []
+
+    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
+        with self._step() as state:
+            stream = state.streams.get(keys.DEAD)
+            return [dead_letter(entry.entry) for entry in stream.entries[:count]] if stream else []
+
+    # -- the atomic step, rows
+    async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
+        check_tasks(tasks)
+        with self._step() as state:
+            state.tasks = tuple(tasks)
+            for task in tasks:
+                state.stream(keys.tasks(task.name)).is_queue = True
+
+    async def commit(self, commit: Commit) -> CommitResult:
+        check_commit(commit)
+        parsed = [parse_row_id(row.row_id) for row in commit.rows]
+        await asyncio.sleep(0)
+        with self._step(appends=True) as state:
+            _check_fence(state, commit.fence)
+            for group in commit.groups:
+                _insert_group(state, group)
+            inserted = [self._insert_row(state, row, *ids) for row, ids in zip(commit.rows, parsed, strict=True)]
+            self._acknowledge(state, commit.acks)
+            self._append_all(state, commit.appends)
+            return CommitResult(inserted=tuple(inserted), retained_bytes=state.retained_bytes)
+
+    def _insert_row(self, state: RunState, write: RowWrite, group_id: GroupId, sample: int) -> bool:
+        group = state.groups.get(group_id)
+        if group is None or sample >= group.size:
+            return False
+        row = group.rows.get(sample, {})
+        if any(column in row for column in write.columns):
+            return False
+        group.rows[sample] = {**row, **write.columns}
+        state.retained_bytes += _num_bytes(write.columns)
+        self._append_all(state, write.on_insert)
+        for task in state.tasks:
+            if task.reads <= group.rows[sample].keys() and sample not in group.ready.setdefault(task.name, set()):
+                group.ready[task.name].add(sample)
+                self._notify(state, task, write.row_id, group_id, group)
+        return True
+
+    def _notify(self, state: RunState, task: TaskSpec, row_id: RowId, group_id: GroupId, group: Group) -> None:
+        """Put a notice on the task's queue when the row that just became ready completes a unit."""
+        if task.unit == "group" and len(group.ready[task.name]) != group.size:
+            return
+        unit = row_id if task.unit == "sample" else group_id
+        stream = state.stream(keys.tasks(task.name))
+        stream.is_queue = True
+        entry = Entry(fields={"task": task.name, "unit": unit, "group": group_id})
+        stream.add(entry, None, self._server.now_ms())
+
+    def _append_all(self, state: RunState, appends: Sequence[Append]) -> None:
+        for append in appends:
+            state.stream(append.stream).add(append.entry, None, self._server.now_ms())
+
+    @staticmethod
+    def _acknowledge(state: RunState, acks: Sequence[Ack]) -> None:
+        for ack in acks:
+            stream = state.streams.get(ack.queue)
+            if stream and ack.entry_id in stream.pending:
+                stream.free(ack.entry_id)
+
+    async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        parsed = [parse_row_id(row_id) for row_id in row_ids]
+        with self._step() as state:
+            groups = [(state.groups.get(group_id), sample) for group_id, sample in parsed]
+            rows = [group.rows.get(sample, {}) if group else {} for group, sample in groups]
+            return [_select(row, columns) for row in rows]
+
+    async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        with self._step() as state:
+            groups = [state.groups.get(group_id) for group_id in group_ids]
+            return [_select(group.columns if group else {}, columns) for group in groups]
+
+    async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
+        with self._step() as state:
+            dropped = [state.groups.pop(group_id, None) for group_id in group_ids]
+            freed = sum(group.num_bytes() for group in dropped if group)
+            state.retained_bytes -= freed
+            return freed
+
+    async def retained_bytes(self) -> int:
+        with self._step() as state:
+            return state.retained_bytes
+
+    # -- leases of workers, settings
+    async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None:
+        with self._step() as state:
+            state.leases[worker_id] = (status, self._server.clock.now_s() + ttl_s)
+
+    async def leases(self) -> dict[WorkerId, bytes]:
+        with self._step() as state:
+            now_s = self._server.clock.now_s()
+            state.leases = {worker: lease for worker, lease in state.leases.items() if lease[1] > now_s}
+            return {worker: status for worker, (status, _) in state.leases.items()}
+
+    async def end_lease(self, worker_id: WorkerId) -> None:
+        with self._step() as state:
+            state.leases.pop(worker_id, None)
+
+    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
+        with self._step() as state:
+            ends_s = float("inf") if ttl_s is None else self._server.clock.now_s() + ttl_s
+            state.meta[name] = (value, ends_s)
+
+    async def get_meta(self, name: str) -> bytes | None:
+        with self._step() as state:
+            value, ends_s = state.meta.get(name, (None, 0.0))
+            return value if self._server.clock.now_s() < ends_s else None
+
+    async def streams(self) -> dict[str, int]:
+        with self._step() as state:
+            return {name: len(stream.entries) for name, stream in state.streams.items()}
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _check_fence(state: RunState, fence: Fence | None) -> None:
+    if fence is None:
+        return
+    current = state.epochs.get(fence.role, 0)
+    if fence.epoch < current:
+        raise FencedError(fence.role, fence.epoch, current)
+    state.epochs[fence.role] = fence.epoch
+
+
+def _insert_group(state: RunState, write: GroupWrite) -> None:
+    if write.group_id not in state.groups:
+        state.groups[write.group_id] = Group(size=write.size, columns=dict(write.columns))
+        state.retained_bytes += _num_bytes(write.columns)
+
+
+def _num_bytes(columns: Mapping[Column, bytes]) -> int:
+    return sum(len(value) for value in columns.values())
+
+
+def _select(stored: dict[Column, bytes], columns: Sequence[Column]) -> dict[Column, bytes]:
+    return {column: stored[column] for column in columns if column in stored}
+
+
+def _delivery(queue: str, entry: LogEntry, deliveries: int) -> Delivery:
+    return Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry, deliveries=deliveries)

@@ -1,0 +1,207 @@
+"""Connections to one server: commands in, replies out, every error translated. The only importer of redis-py.
+
+Owns: the connection pool, retries, and what each of redis-py's errors means to a caller. Never: knows a key.
+Invariant: a connection whose reply was not read to its end is closed, never used again.
+
+redis-py's own retries are off: it sends a command again without knowing whether it ran (measured: an XADD whose reply
+was cut off was appended twice). Here everything may be sent again, because the caller promises that it may: reads,
+plain overwrites, and scripts that recognise their own request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+from redis import exceptions
+from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from transport.broker.lua import Request, script
+from transport.errors import BrokerRejectedError, BrokerUnavailableError
+
+Argument: TypeAlias = bytes | str | int
+Command: TypeAlias = Sequence[Argument]
+Reply: TypeAlias = "bytes | int | list[Reply] | None"
+
+FIRST_PAUSE_S = 0.02
+MAX_PAUSE_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 128
+"""A process holds one for every call in progress: 32 session slots, and a few blocking reads."""
+
+_AUTHENTICATION = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
+_CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+_SERVER_BUSY = (exceptions.ReadOnlyError, exceptions.TryAgainError, exceptions.ClusterDownError)
+_BUSY_CODES = ("OOM ", "MISCONF ", "MASTERDOWN ", "LOADING ", "BUSY ")
+"""Errors of a server that may be well again in a while: full (rows are being dropped), disk full, failing over."""
+
+
+class ReplyError(BrokerRejectedError):
+    """The server refused one command. code: the first word of its answer."""
+
+    def __init__(self, address: str, message: str) -> None:
+        super().__init__(f"broker {address} refused a command: {message}")
+        self.message = message
+        self.code = message.partition(" ")[0]
+
+
+class _Connection(Protocol):
+    """What is used of redis-py's connection, which is only partly typed."""
+
+    def pack_commands(self, commands: Iterable[Command]) -> list[bytes]: ...
+    async def send_packed_command(self, command: list[bytes], check_health: bool = True) -> None: ...
+    async def read_response(self) -> Reply: ...
+    async def disconnect(self, nowait: bool = False) -> None: ...
+
+
+class RedisLink:
+    """A client of one server.
+
+    outage_s: how long one call keeps trying when the server does not answer.  timeout_s: for one reply; a blocking
+    command must block for less (``max_block_s``).
+    """
+
+    def __init__(
+        self, url: str, *, password: str = "", tls_ca: str = "", outage_s: float = 60.0, timeout_s: float = 10.0
+    ) -> None:
+        self._pool = ConnectionPool(**_pool_arguments(url, password, tls_ca, timeout_s))
+        self._outage_s = outage_s
+        self.max_block_s = timeout_s / 2
+        self.address = address_of(url)
+
+    async def command(self, *arguments: Argument) -> Reply:
+        """One idempotent command."""
+        return (await self.pipeline([arguments]))[0]
+
+    async def script(self, name: str, key: str, prefix: str, number: int, request: Request) -> Reply:
+        """One script of scripts/, loaded when the server does not know it (it forgets them when it restarts)."""
+        found = script(name)
+        arguments: Command = (1, key, prefix, number, *request.arguments())
+        try:
+            return await self.command("EVALSHA", found.sha, *arguments)
+        except ReplyError as error:
+            if error.code != "NOSCRIPT":
+                raise
+        return await self.command("EVAL", found.text, *arguments)
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        """Idempotent commands in one round trip, sent again until the server answers.
+
+        Raises: BrokerUnavailableError after ``outage_s``; BrokerRejectedError at once when waiting will not help.
+        """
+        deadline_s, pause_s = 0.0, FIRST_PAUSE_S
+        now_s = asyncio.get_running_loop().time
+        while True:
+            try:
+                return await self._exchange(commands)
+            except BrokerUnavailableError:
+                deadline_s = deadline_s or now_s() + self._outage_s
+                if now_s() + pause_s > deadline_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    async def _exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send once, read once. Raises BrokerUnavailableError when it may be tried again."""
+        try:
+            replies = await self._send_and_read(commands)
+        except _AUTHENTICATION as error:
+            raise BrokerRejectedError(
+                f"broker {self.address} refuses the password ({error}): set broker.password, put it into broker.url, "
+                "or set STREAMRL_BROKER_PASSWORD"
+            ) from error
+        except _CONNECTION as error:
+            self._check_tls(error)
+            raise BrokerUnavailableError(self.address, str(error) or type(error).__name__) from error
+        except exceptions.RedisError as error:  # while connecting: the handshake itself was refused
+            raise ReplyError(self.address, str(error)) from error
+        for reply in replies:
+            if isinstance(reply, exceptions.RedisError):
+                raise self._translate(reply) from reply
+        return cast("list[Reply]", replies)
+
+    async def _send_and_read(self, commands: Sequence[Command]) -> list[Reply | exceptions.ResponseError]:
+        connection = cast("_Connection", await self._pool.get_connection())
+        try:
+            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+            return [await _read(connection) for _ in commands]
+        except BaseException:  # a cancellation too: the reply that is still to come belongs to nobody (redis-py #2665)
+            await connection.disconnect(nowait=True)
+            raise
+        finally:
+            await self._pool.release(cast("Any", connection))
+
+    def _translate(self, error: exceptions.RedisError) -> BrokerUnavailableError | BrokerRejectedError:
+        message = str(error)
+        if isinstance(error, _SERVER_BUSY) or message.startswith(_BUSY_CODES):
+            return BrokerUnavailableError(self.address, message)
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return BrokerUnavailableError(
+                self.address, "out of memory: raise its maxmemory or lower broker.max_retained_bytes"
+            )
+        if isinstance(error, exceptions.NoScriptError):
+            return ReplyError(self.address, f"NOSCRIPT {message}")
+        if isinstance(error, exceptions.NoPermissionError):
+            return BrokerRejectedError(f"broker {self.address} denies its user a command: {message}")
+        return ReplyError(self.address, message)
+
+    def _check_tls(self, error: BaseException) -> None:
+        """Raise BrokerRejectedError when the connection failed because the two sides do not agree on TLS."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise BrokerRejectedError(
+                    f"broker {self.address} has a certificate that is not trusted ({cause.verify_message}): "
+                    "set broker.tls_ca to the CA file that signed it, and use the host name it was made for"
+                ) from error
+            if isinstance(cause, ssl.SSLError):
+                raise BrokerRejectedError(
+                    f"broker {self.address} does not speak TLS as asked ({cause.reason}): "
+                    "use redis:// for a server without TLS"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+
+
+async def _read(connection: _Connection) -> Reply | exceptions.ResponseError:
+    try:
+        return await connection.read_response()
+    except exceptions.ResponseError as error:
+        return error
+
+
+def address_of(url: str) -> str:
+    """Host and port (or the socket's path), never the password."""
+    parsed = cast("dict[str, Any]", parse_url(url))
+    return parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+
+
+def _pool_arguments(url: str, password: str, tls_ca: str, timeout_s: float) -> dict[str, Any]:
+    """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0)."""
+    try:
+        arguments = cast("dict[str, Any]", parse_url(url))
+    except ValueError as error:
+        raise BrokerRejectedError(f"broker.url is not a redis://, rediss:// or unix:// URL: {error}") from error
+    if password:
+        arguments.setdefault("password", password)
+    if arguments.get("connection_class") is SSLConnection and tls_ca:
+        arguments["ssl_ca_certs"] = tls_ca
+    arguments.update(
+        protocol=2,
+        decode_responses=False,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        max_connections=MAX_CONNECTIONS,
+        health_check_interval=0,
+        driver_info=None,
+    )
+    if "path" not in arguments:
+        arguments["socket_keepalive"] = True
+    return arguments

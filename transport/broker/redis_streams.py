@@ -1,0 +1,330 @@
+"""The broker on Redis >= 7.0 or Valkey >= 7.2: streams, hashes, and one Lua script for each atomic step.
+
+Owns: the run's keys. Never: sees a redis-py object (redis_link.py does), decides when to send again.
+Invariant: whatever is sent through the link may be sent twice: it reads, overwrites, or goes through ``_once``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
+from typing import TypeVar, cast
+
+import msgspec
+
+from transport.broker import keys
+from transport.broker.base import (
+    Append,
+    Commit,
+    CommitResult,
+    DeadLetter,
+    Delivery,
+    Entry,
+    Fence,
+    LogEntry,
+    Pending,
+    RowWrite,
+    ServerInfo,
+    parse_entry_id,
+)
+from transport.broker.entries import (
+    PAYLOAD,
+    check_commit,
+    check_entry,
+    check_ids,
+    check_tasks,
+    dead_letter,
+    entry_from_fields,
+)
+from transport.broker.lua import Request
+from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
+from transport.broker.session import Session
+from transport.errors import FencedError
+from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
+
+ROWS_PER_ROUND_TRIP = 256
+"""HMGETs in one pipeline: enough to hide the round trip, few enough to bound what the server buffers."""
+_GROUP = "workers"  # the consumer group, as in prelude.lua
+_NO_GROUP = ("NOGROUP", "UNBLOCKED")
+"""The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
+
+_Fields = list[bytes]
+_T = TypeVar("_T")
+
+
+class RedisBroker:
+    """One run on one server. See base.py for the contract; ``connect.connect`` makes one that was checked."""
+
+    def __init__(self, link: RedisLink, run: RunName) -> None:
+        self._link = link
+        self._run = run
+        self._prefix = keys.full(run, "")
+        self._session = Session()
+
+    @property
+    def run(self) -> RunName:
+        return self._run
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    # -- how requests are sent
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    async def _once(self, script: str, request: Request, fence: Fence | None = None) -> Reply:
+        """Run a script whose effect happens once, however often the link has to send it."""
+        if fence is not None:
+            request.body["fence"] = [fence.role, fence.epoch]
+        async with self._session.request() as slot:
+            key = keys.session(self._run, self._session.client, slot.index)
+            try:
+                return await self._link.script(script, key, self._prefix, slot.number, request)
+            except ReplyError as error:
+                if fence is not None and error.code == "FENCED":
+                    raise FencedError(fence.role, fence.epoch, int(error.message.split()[-1])) from None
+                raise
+
+    async def _again(self, script: str, body: dict[str, object]) -> Reply:
+        """Run a script that may run any number of times."""
+        return await self._link.script(script, self._prefix, self._prefix, 0, Request(body))
+
+    async def _blocking(self, command: Callable[[Command], Command], wait_s: float) -> Reply:
+        """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out."""
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + wait_s
+        while True:
+            left_s = deadline_s - now_s()
+            block_ms = ceil(1000 * min(left_s, self._link.max_block_s))  # BLOCK 0 would never end
+            reply = await self._link.command(*command(("BLOCK", block_ms) if block_ms > 0 else ()))
+            if reply or now_s() >= deadline_s:
+                return reply
+
+    # -- who answers, who may write
+    async def server_facts(self) -> dict[str, str]:
+        """What the server says of itself (INFO server and memory)."""
+        replies = await self._link.pipeline([("INFO", "server"), ("INFO", "memory")])
+        lines = [line for reply in replies for line in cast("bytes", reply).decode().splitlines()]
+        return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+    async def info(self) -> ServerInfo:
+        facts = await self.server_facts()
+        name = facts.get("server_name", "redis")
+        version = facts.get("valkey_version") or facts["redis_version"]
+        return ServerInfo(version=f"{name} {version}", boot_id=facts["run_id"], address=self._link.address)
+
+    async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
+        return cast("int", await self._once("acquire_epoch", Request({"role": role, "at_least": at_least})))
+
+    async def next_incarnation(self, name: str) -> int:
+        return cast("int", await self._once("next_incarnation", Request({"name": name})))
+
+    # -- logs
+    async def append(
+        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        return (await self._append(log, [(entry_id, entry)], fence, queue=False))[0]
+
+    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
+        ids = await self._append(log, entries, fence, queue=False)
+        return sum(entry_id is not None for entry_id in ids)
+
+    async def _append(
+        self, stream: str, entries: Sequence[tuple[str | None, Entry]], fence: Fence | None, *, queue: bool
+    ) -> list[str | None]:
+        check_ids(entry_id for entry_id, _ in entries if entry_id is not None)
+        request = Request({"stream": stream, "queue": int(queue)})
+        request.body["entries"] = [[entry_id or "*", _fields(request, entry)] for entry_id, entry in entries]
+        reply = await self._once("append", request, fence)
+        return [entry_id.decode() or None for entry_id in cast("list[bytes]", reply)]
+
+    async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
+        def command(block: Command) -> Command:
+            return ("XREAD", "COUNT", count, *block, "STREAMS", self._key(log), after)
+
+        reply = cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]] | None", await self._blocking(command, wait_s))
+        return _log_entries(reply[0][1]) if reply else []
+
+    async def tail(self, log: str, *, count: int) -> list[LogEntry]:
+        reply = await self._link.command("XREVRANGE", self._key(log), "+", "-", "COUNT", count)
+        return _log_entries(cast("list[tuple[bytes, _Fields]]", reply))[::-1]
+
+    async def last_id(self, stream: str) -> str:
+        return cast("bytes", await self._again("last_id", {"stream": stream})).decode()
+
+    async def length(self, stream: str) -> int:
+        return cast("int", await self._link.command("XLEN", self._key(stream)))
+
+    async def trim(self, stream: str, upto: str) -> int:
+        parse_entry_id(upto)
+        return cast("int", await self._once("trim", Request({"stream": stream, "upto": upto})))
+
+    async def delete_stream(self, stream: str) -> None:
+        await self._link.pipeline([("DEL", self._key(stream)), ("SREM", self._key(keys.STREAMS), stream)])
+
+    # -- work queues
+    async def enqueue(
+        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
+    ) -> str | None:
+        return (await self._append(queue, [(entry_id, entry)], fence, queue=True))[0]
+
+    async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
+        def command(block: Command) -> Command:
+            group = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
+            return (*group, *block, "STREAMS", self._key(queue), ">")
+
+        try:
+            reply = await self._blocking(command, wait_s)
+        except ReplyError as error:
+            if error.code not in _NO_GROUP:
+                raise
+            await self._again("open_queue", {"queue": queue})
+            reply = await self._blocking(command, wait_s)
+        found = cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]] | None", reply)
+        entries = _log_entries(found[0][1]) if found else []
+        return [Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry) for entry in entries]
+
+    async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
+        body: dict[str, object] = {"queue": queue, "consumer": consumer, "ids": list(entry_ids)}
+        return [entry_id.decode() for entry_id in cast("list[bytes]", await self._again("renew", body))]
+
+    async def reclaim(
+        self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
+    ) -> tuple[list[Delivery], list[DeadLetter]]:
+        request = Request({"queue": queue, "consumer": consumer, "idle_ms": ceil(1000 * idle_s)})
+        request.body.update(max_deliveries=max_deliveries, count=count)
+        reply = await self._once("reclaim", request)
+        taken, dead = cast("tuple[list[tuple[bytes, int, _Fields]], list[_Fields]]", reply)
+        deliveries = [
+            Delivery(queue=queue, entry_id=raw_id.decode(), entry=entry_from_fields(flat), deliveries=number)
+            for raw_id, number, flat in taken
+        ]
+        return deliveries, [dead_letter(entry_from_fields(flat)) for flat in dead]
+
+    async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
+        request = Request({"queue": delivery.queue, "id": delivery.entry_id, "reason": reason})
+        request.body["appends"] = _appends(request, appends)
+        await self._once("reject", request)
+
+    async def pending(self, queue: str, *, count: int = 100) -> list[Pending]:
+        try:
+            reply = await self._link.command("XPENDING", self._key(queue), _GROUP, "-", "+", count)
+        except ReplyError as error:
+            if error.code not in _NO_GROUP:
+                raise
+            return []
+        return [
+            Pending(entry_id=raw_id.decode(), consumer=consumer.decode(), idle_s=idle_ms / 1000, deliveries=number)
+            for raw_id, consumer, idle_ms, number in cast("list[tuple[bytes, bytes, int, int]]", reply)
+        ]
+
+    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
+        reply = await self._link.command("XRANGE", self._key(keys.DEAD), "-", "+", "COUNT", count)
+        return [dead_letter(entry.entry) for entry in _log_entries(cast("list[tuple[bytes, _Fields]]", reply))]
+
+    # -- the atomic step, rows
+    async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
+        check_tasks(tasks)
+        specs = [[task.name, msgspec.json.encode(task, order="sorted").decode()] for task in tasks]
+        await self._again("declare_tasks", {"tasks": specs})
+
+    async def commit(self, commit: Commit) -> CommitResult:
+        check_commit(commit)
+        request = Request()
+        request.body["groups"] = [
+            [keys.group(self._run, group.group_id), group.size, _columns(request, group.columns)]
+            for group in commit.groups
+        ]
+        request.body["rows"] = [self._row(request, row) for row in commit.rows]
+        request.body["acks"] = [[ack.queue, ack.entry_id] for ack in commit.acks]
+        request.body["appends"] = _appends(request, commit.appends)
+        reply = cast("tuple[int, list[int]]", await self._once("commit", request, commit.fence))
+        return CommitResult(inserted=tuple(won == 1 for won in reply[1]), retained_bytes=reply[0])
+
+    def _row(self, request: Request, row: RowWrite) -> list[object]:
+        group_id, sample = parse_row_id(row.row_id)
+        row_key, group_key = keys.row(self._run, row.row_id), keys.group(self._run, group_id)
+        columns, on_insert = _columns(request, row.columns), _appends(request, row.on_insert)
+        return [row_key, group_key, row.row_id, group_id, sample, columns, on_insert]
+
+    async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        for row_id in row_ids:
+            parse_row_id(row_id)
+        return await self._read_hashes([keys.row(self._run, row_id) for row_id in row_ids], columns)
+
+    async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        return await self._read_hashes([keys.group(self._run, group_id) for group_id in group_ids], columns)
+
+    async def _read_hashes(self, hashes: Sequence[str], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        if not columns:
+            return [{} for _ in hashes]
+        found: list[dict[Column, bytes]] = []
+        for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
+            replies = await self._link.pipeline([("HMGET", key, *columns) for key in part])
+            for reply in cast("list[list[bytes | None]]", replies):
+                pairs = zip(columns, reply, strict=True)
+                found.append({column: value for column, value in pairs if value is not None})
+        return found
+
+    async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
+        groups = [
+            [keys.group(self._run, group_id), keys.row(self._run, RowId(f"{group_id}/"))] for group_id in group_ids
+        ]
+        return cast("int", await self._once("drop_groups", Request({"groups": groups})))
+
+    async def retained_bytes(self) -> int:
+        return int(cast("bytes | None", await self._link.command("GET", self._key(keys.RETAINED_BYTES))) or 0)
+
+    # -- leases of workers, settings
+    async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None:
+        lease: Command = ("SET", keys.lease(self._run, worker_id), status, "PX", ceil(1000 * ttl_s))
+        await self._link.pipeline([lease, ("SADD", self._key(keys.WORKERS), worker_id)])
+
+    async def leases(self) -> dict[WorkerId, bytes]:
+        flat = cast("list[bytes]", await self._again("leases", {}))
+        return {WorkerId(name.decode()): status for name, status in zip(flat[::2], flat[1::2], strict=True)}
+
+    async def end_lease(self, worker_id: WorkerId) -> None:
+        lease: Command = ("DEL", keys.lease(self._run, worker_id))
+        await self._link.pipeline([lease, ("SREM", self._key(keys.WORKERS), worker_id)])
+
+    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
+        ends: Command = () if ttl_s is None else ("PX", ceil(1000 * ttl_s))
+        await self._link.command("SET", keys.meta(self._run, name), value, *ends)
+
+    async def get_meta(self, name: str) -> bytes | None:
+        return cast("bytes | None", await self._link.command("GET", keys.meta(self._run, name)))
+
+    async def streams(self) -> dict[str, int]:
+        raw = cast("list[bytes]", await self._link.command("SMEMBERS", self._key(keys.STREAMS)))
+        names = sorted(name.decode() for name in raw)
+        if not names:
+            return {}
+        lengths = await self._link.pipeline([("XLEN", self._key(name)) for name in names])
+        return dict(zip(names, cast("list[int]", lengths), strict=True))
+
+
+def _fields(request: Request, entry: Entry) -> list[object]:
+    """Name, value, name, value, ... with the payload by reference. An entry has at least one field."""
+    check_entry(entry)
+    flat: list[object] = [part for pair in entry.fields.items() for part in pair]
+    if entry.payload or not flat:
+        flat += [PAYLOAD, request.blob(entry.payload)]
+    return flat
+
+
+def _appends(request: Request, appends: Iterable[Append]) -> list[object]:
+    return [[append.stream, _fields(request, append.entry)] for append in appends]
+
+
+def _columns(request: Request, columns: Mapping[Column, bytes]) -> list[object]:
+    return [part for column, value in columns.items() for part in (column, request.blob(value))]
+
+
+def _log_entries(raw: Iterable[tuple[bytes, _Fields]]) -> list[LogEntry]:
+    return [LogEntry(entry_id=raw_id.decode(), entry=entry_from_fields(flat)) for raw_id, flat in raw]
+
+
+def _parts(items: Sequence[_T], size: int) -> Iterable[Sequence[_T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

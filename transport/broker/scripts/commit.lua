@@ -1,0 +1,110 @@
+-- The one atomic step: groups, rows with what they append and complete, acks, appends.
+-- Request: fence?, groups {key, size, columns}, rows {key, group_key, row_id, group_id, sample, columns, on_insert},
+--          acks {queue, id}, appends {stream, fields}.  Reply: {retained bytes, {1 or 0 per row}}.
+
+local written_bytes = 0
+
+-- Write columns {name, value, ...} into a hash; count their bytes in the group's hash and in the run's total.
+local function write_columns(hash, group_key, columns)
+  local bytes = 0
+  resolve(columns)
+  for i = 2, #columns, 2 do
+    bytes = bytes + #columns[i]
+  end
+  if #columns > 0 then
+    redis.call('HSET', hash, unpack(columns))
+  end
+  redis.call('HINCRBY', group_key, 'bytes', bytes)
+  written_bytes = written_bytes + bytes
+end
+
+local function insert_group(group)
+  local group_key, size, columns = unpack(group)
+  if redis.call('HSETNX', group_key, 'size', size) == 1 then
+    write_columns(group_key, group_key, columns)
+  end
+end
+
+local function may_insert(row_key, group_key, sample, columns)
+  local size = redis.call('HGET', group_key, 'size')
+  if not size or sample >= tonumber(size) then
+    return false
+  end
+  for i = 1, #columns, 2 do
+    if redis.call('HEXISTS', row_key, columns[i]) == 1 then
+      return false
+    end
+  end
+  return true
+end
+
+local function has_all(hash, columns)
+  for _, column in ipairs(columns) do
+    if redis.call('HEXISTS', hash, column) == 0 then
+      return false
+    end
+  end
+  return true
+end
+
+local function notify(task, unit, group_id)
+  local queue = KEY.tasks .. task
+  ensure_group(queue)
+  add(queue, '*', { 'task', task, 'unit', unit, 'group', group_id })
+end
+
+-- Mark the row for every task whose columns are now all there, once, and notice the units that this completes.
+local function complete_units(specs, row_key, group_key, row_id, group_id)
+  for task, spec in pairs(specs) do
+    if has_all(row_key, spec.reads) and redis.call('HSETNX', row_key, 'ready:' .. task, '1') == 1 then
+      if spec.unit == 'sample' then
+        notify(task, row_id, group_id)
+      else
+        local ready = redis.call('HINCRBY', group_key, 'ready:' .. task, 1)
+        if ready == tonumber(redis.call('HGET', group_key, 'size')) then
+          notify(task, group_id, group_id)
+        end
+      end
+    end
+  end
+end
+
+local function task_specs()
+  local specs = {}
+  local stored = redis.call('HGETALL', key(KEY.task_specs))
+  for i = 1, #stored, 2 do
+    specs[stored[i]] = cjson.decode(stored[i + 1])
+  end
+  return specs
+end
+
+local function insert_row(row, specs)
+  local row_key, group_key, row_id, group_id, sample, columns, on_insert = unpack(row)
+  if not may_insert(row_key, group_key, sample, columns) then
+    return 0
+  end
+  write_columns(row_key, group_key, columns)
+  add_all(on_insert)
+  complete_units(specs, row_key, group_key, row_id, group_id)
+  return 1
+end
+
+return once(function(request)
+  local refused = refuse_fence(request.fence)
+  if refused then
+    return refused
+  end
+  for _, group in ipairs(request.groups) do
+    insert_group(group)
+  end
+  local specs = #request.rows > 0 and task_specs() or {}
+  local inserted = {}
+  for i, row in ipairs(request.rows) do
+    inserted[i] = insert_row(row, specs)
+  end
+  for _, ack in ipairs(request.acks) do
+    acknowledge(ack[1], ack[2])
+  end
+  add_all(request.appends)
+  return { redis.call('INCRBY', key(KEY.retained_bytes), written_bytes), inserted }
+end)

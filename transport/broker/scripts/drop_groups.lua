@@ -1,0 +1,21 @@
+-- Free groups and their rows.  Request: groups {group_key, what its row keys start with}.  Reply: bytes freed.
+-- Deleting comes first: a server that is out of memory lets a script write once it has freed something.
+
+return once(function(request)
+  local freed = 0
+  for _, group in ipairs(request.groups) do
+    local group_key, row_prefix = unpack(group)
+    local size, bytes = unpack(redis.call('HMGET', group_key, 'size', 'bytes'))
+    if size then
+      redis.call('UNLINK', group_key)
+      for sample = 0, tonumber(size) - 1 do
+        redis.call('UNLINK', row_prefix .. sample)
+      end
+      freed = freed + tonumber(bytes)
+    end
+  end
+  if freed > 0 then
+    redis.call('DECRBY', key(KEY.retained_bytes), freed)
+  end
+  return freed
+end)
