@@ -17,6 +17,7 @@ from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.journal import Journal, Recovered
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.watchdog import Watchdog
+from transport import faults
 from transport.clock import Clock
 from transport.messages import DropRows, JournalRecord, SlotOutcome, TrimRounds
 
@@ -95,7 +96,9 @@ class Decider:
             record = JournalRecord(seq=self._seq, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor)
             records.append(record)
             issued += self._decide(record)
+        faults.point("orchestrator.applied")
         self._journal.append(records)
+        faults.point("orchestrator.journaled")
         self._since_snapshot += len(records)
         self._executor.submit(issued)
 

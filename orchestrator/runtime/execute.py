@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, assert_never
 
 import structlog
-from transport.rows import encode_array
 
 from orchestrator.core.state import CommandId, entry_id
 from orchestrator.runtime.prompts import Prompt
+from transport import faults
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite
 from transport.messages import (
@@ -35,6 +35,7 @@ from transport.messages import (
     TrimRounds,
     encode,
 )
+from transport.rows import encode_array
 from transport.types import Column, PromptId
 
 log = structlog.get_logger(__name__)
@@ -84,6 +85,7 @@ class Executor:
             self._work.clear()
             batch, self._waiting = self._waiting, []
             await self._carry_out(batch)
+            faults.point("orchestrator.executed")
             if not self._waiting:
                 self._idle.set()
 

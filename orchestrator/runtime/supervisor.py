@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from transport.broker.connect import connect
-from transport.broker.embedded import EmbeddedServer
 
-from orchestrator.config import Resolved, render
+from orchestrator.config import PASSWORD_VARIABLE, Resolved, render
 from orchestrator.errors import ChildFailedError, Interrupted, RunFailedError
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.metrics import read_metrics
@@ -35,6 +33,8 @@ from orchestrator.runtime.provision import Children, ChildSpec, python_module
 from orchestrator.runtime.rundir import RunDir
 from transport.broker import keys
 from transport.broker.base import Append, Broker, Commit, Entry
+from transport.broker.connect import connect
+from transport.broker.embedded import EmbeddedServer
 from transport.errors import FatalError, RunExistsError, TransientError
 from transport.messages import WorkerLost, encode, worker_status_decoder
 from transport.settings import Settings
@@ -93,9 +93,11 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)
             model_dir = await self._until_stopped(self._prepare_model())
-            url, env = await self._open_broker(stack)
-            broker = await connect(self._settings.broker, RunName(self._settings.run.name), url=url)
+            url, password = await self._open_broker(stack)
+            name = RunName(self._settings.run.name)
+            broker = await connect(self._settings.broker, name, url=url, password=password)
             stack.push_async_callback(broker.close)
+            env = {PASSWORD_VARIABLE: password} if password else {}
             await self._until_stopped(self._supervise(broker, model_dir, url, env))
         self._view.note(self._summary(time.monotonic() - started_s))
 
@@ -136,18 +138,20 @@ class Supervisor:
             raise ChildFailedError("prepare", code, self._children.last_words("prepare"))
         return Path(output.decode().strip().splitlines()[-1])
 
-    async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, dict[str, str]]:
-        """Start the embedded broker unless there is a URL. Returns the URL and the environment that carries secrets."""
+    async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
+        """Start the embedded broker unless there is a URL. Returns the URL and the password."""
         if self._settings.broker.url:
-            password = self._settings.broker.password
-            return self._settings.broker.url, {"STREAMRL_BROKER_PASSWORD": password} if password else {}
+            return self._settings.broker.url, self._settings.broker.password
         server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
         await server.start()
         stack.push_async_callback(server.stop)
         watcher = asyncio.create_task(self._keep_broker(server), name="broker")
         stack.callback(watcher.cancel)
-        self._view.note(f"broker {server.address}  (redis-cli: see {self._rundir.broker})")
-        return server.url, {"STREAMRL_BROKER_PASSWORD": server.password}
+        self._view.note(
+            f"broker {server.address}  look with: REDISCLI_AUTH=$(cat {self._rundir.broker}/broker.password) "
+            f"redis-cli -p {server.address.rpartition(':')[2]}"
+        )
+        return server.url, server.password
 
     async def _keep_broker(self, server: EmbeddedServer) -> None:
         """Start the embedded broker again on its own data whenever it dies."""
