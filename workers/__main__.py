@@ -51,9 +51,9 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn a model path into a local Hugging Face directory and print it."""
-    from workers.models import prepare_model
+    from workers.models import model_cache, prepare_model
 
-    print(prepare_model(model, trust_remote_code=trust_remote_code))
+    print(prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code))
 
 
 @app.command()
