@@ -1,7 +1,7 @@
 """Named points at which a test may have a process killed; without a test they cost one dictionary look-up.
 
-Owns: the names. Never: anything but SIGKILL of its own process, which is what a crash, an OOM kill or a pulled plug look
-like to everyone else. Armed only by a ``__main__`` from STREAMRL_FAULTS, never by a message or a setting.
+Owns: the names. Never: anything but SIGKILL of its own process, which is what a crash, an OOM kill or a pulled plug
+look like to everyone else. Armed only by a ``__main__`` from STREAMRL_FAULTS, never by a message or a setting.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import structlog
 import typer
 import uvloop
 
+from transport import faults
 from transport.errors import FatalError, StreamError
 from transport.logs import configure_logs
 from transport.settings import BrokerSettings
@@ -116,7 +117,6 @@ def evaluate(
 
 def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:
     from transport.broker.connect import connect
-
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
 
@@ -129,6 +129,7 @@ def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactor
             await broker.close()
 
     configure_logs(process=f"{kind.value}-{index}")
+    faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
     uvloop.run(serve())
 
 

@@ -14,6 +14,7 @@ import uvloop
 from orchestrator.config import resolve
 from orchestrator.runtime.app import serve
 from orchestrator.runtime.rundir import RunDir
+from transport import faults
 from transport.broker.connect import connect
 from transport.errors import StreamError
 from transport.logs import configure_logs
@@ -24,6 +25,7 @@ from transport.types import RunName
 def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: Mapping[str, str]) -> int:
     """Serve ``run`` until it is over. Raises StreamError, or ConfigError for a damaged config.toml in ``run_dir``."""
     configure_logs(process="orchestrator")
+    faults.arm(environ.get("STREAMRL_FAULTS", ""))
     settings = resolve(None, [RunDir(run_dir).config], [f"broker.url={broker_url}"], environ).settings
     try:
         uvloop.run(_serve(settings, RunName(run), run_dir, model_dir))
