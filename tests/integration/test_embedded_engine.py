@@ -1,0 +1,241 @@
+"""The embedded engine as its worker sees it: a thread, a real model directory, asyncio around it."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
+from transport.clock import MonotonicClock
+from transport.types import FinishReason, GroupId, SamplingParams, WeightIdentity
+from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
+from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.generation.slots import SlotDecoder
+from workers.models import check_model_dir
+from workers.random_model import build_qwen3_tiny
+
+V1 = WeightIdentity(epoch=1, version=1)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    build_qwen3_tiny(tmp_path)  # for its tokenizer; the weights are replaced by ones a test can tell apart
+    tiny_model().save_pretrained(tmp_path)
+    check_model_dir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+async def engine(directory):
+    engine = EmbeddedEngine(
+        EmbeddedSettings(directory=directory, slots=4, dtype=torch.float32, max_context=256), MonotonicClock()
+    )
+    yield engine
+    await engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine") and thread.is_alive()]
+
+
+def request(slot, *, samples=(0, 1, 2), new_tokens=12, prompt_tokens=9):
+    rng = np.random.default_rng(slot)
+    return GenerationRequest(
+        group_id=GroupId(f"0/{slot}"),
+        prompt_ids=rng.integers(2, VOCAB, prompt_tokens).astype(np.int32),
+        samples=samples,
+        sampling=SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, seed=slot),
+    )
+
+
+async def collect(engine, count):
+    results = []
+    async with asyncio.timeout(30):
+        while len(results) < count:
+            results += await engine.results()
+    return results
+
+
+async def test_groups_come_out_sample_by_sample_with_their_logprobs(engine):
+    info = await engine.start()
+    assert (info.capacity, info.max_context, info.vocab_size) == (4, 256, VOCAB)
+    requests = {each.group_id: each for each in (request(slot, new_tokens=5 + 5 * slot) for slot in range(4))}
+    for each in requests.values():
+        engine.submit(each)
+    assert engine.load().running + engine.load().waiting == 12
+    results = await collect(engine, 12)
+    model = tiny_model()
+    for result in results:
+        assert result.queued_s >= 0
+        assert result.engine_s > 0
+        expected = full_logprobs(model, requests[result.group_id].prompt_ids, result.response_ids)
+        assert np.abs(expected - result.logprobs).max() < 1e-4
+    load = engine.load()
+    assert (load.running, load.waiting, load.tokens) == (0, 0, 3 * (5 + 10 + 15 + 20))
+    assert load.busy_s > 0
+
+
+async def test_new_weights_reach_running_samples_and_mark_their_spans(engine):
+    await engine.start()
+    asked = request(0, samples=(0,), new_tokens=240)
+    engine.submit(asked)
+    new = {name: tensor.detach() for name, tensor in tiny_model(seed=1).named_parameters()}
+    await engine.load_weights(V1, new)
+    engine.submit(request(1, samples=(0,), new_tokens=4))
+    first, second = sorted(await collect(engine, 2), key=lambda result: result.group_id)
+    assert first.spans[-1].weights == V1
+    assert [span.weights for span in second.spans] == [V1]
+    expected = full_logprobs(tiny_model(seed=1), request(1).prompt_ids, second.response_ids)
+    assert np.abs(expected - second.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "missing: model.norm.weight"),
+        (lambda tensors: tensors.update({"extra.weight": torch.zeros(3)}), "unknown: extra.weight"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight \(3,\) instead of"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_named_and_change_nothing(engine, change, said):
+    await engine.start()
+    tensors = {name: tensor.detach().clone() for name, tensor in tiny_model(seed=1).named_parameters()}
+    change(tensors)
+    with pytest.raises(WeightsMismatchError, match=said):
+        await engine.load_weights(V1, tensors)
+    engine.submit(request(0))
+    for result in await collect(engine, 3):
+        assert [span.weights.version for span in result.spans] == [0]
+        expected = full_logprobs(tiny_model(), request(0).prompt_ids, result.response_ids)
+        assert np.abs(expected - result.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("names", [("lm_head.weight",), ("model.embed_tokens.weight",), None])
+async def test_a_tied_head_may_come_under_either_name_or_both(engine, names):
+    await engine.start()
+    new = tiny_model(seed=1)
+    tied = {"lm_head.weight", "model.embed_tokens.weight"}
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in new.named_parameters(remove_duplicate=False)
+        if names is None or name not in tied or name in names
+    }
+    await engine.load_weights(V1, tensors)
+    engine.submit(request(0, samples=(0,)))
+    (result,) = await collect(engine, 1)
+    assert np.abs(full_logprobs(new, request(0).prompt_ids, result.response_ids) - result.logprobs).max() < 1e-4
+
+
+async def test_an_abort_returns_partial_tokens(engine):
+    await engine.start()
+    engine.submit(request(0, new_tokens=240))
+    engine.submit(request(1, samples=(0,), new_tokens=1))
+    await collect(engine, 1)  # it was admitted after the long ones, so they have drawn a token too
+    await engine.abort([GroupId("0/0")])
+    results = await collect(engine, 3)
+    assert sorted(result.sample for result in results) == [0, 1, 2]
+    for result in results:
+        assert result.finish_reason is FinishReason.ABORT
+        assert 0 < len(result.response_ids) < 240
+        expected = full_logprobs(tiny_model(), request(0).prompt_ids, result.response_ids)
+        assert np.abs(expected - result.logprobs).max() < 1e-4
+    assert (engine.load().running, engine.load().waiting) == (0, 0)
+
+
+async def test_an_impossible_request_comes_out_as_a_failure_and_the_rest_goes_on(engine):
+    await engine.start()
+    engine.submit(request(0, prompt_tokens=250))
+    engine.submit(request(1, samples=(0,)))
+    failure, completion = await collect(engine, 2)
+    assert isinstance(failure, EngineFailure)
+    assert not failure.retryable
+    assert completion.group_id == "0/1"
+
+
+async def test_a_crash_of_the_thread_surfaces_from_every_wait(engine, monkeypatch):
+    await engine.start()
+
+    def explode(self):
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(SlotDecoder, "step", explode)
+    engine.submit(request(0))
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineCrashedError, match="the device is on fire"):
+            await engine.results()
+        with pytest.raises(EngineCrashedError):
+            await engine.abort([GroupId("0/0")])
+        with pytest.raises(EngineCrashedError):
+            await engine.load_weights(V1, {})
+
+
+async def test_close_ends_the_thread_in_the_middle_of_work(engine):
+    await engine.start()
+    engine.submit(request(0, new_tokens=200))
+    await engine.close()
+    with pytest.raises(EngineCrashedError, match="was closed"):
+        await engine.results()
+
+
+def _remove(name):
+    return lambda directory: (directory / name).unlink()
+
+
+def _cut_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _drop_a_tensor(directory):
+    model = tiny_model()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(directory, state_dict=tensors)
+
+
+def _edit_config(**changes):
+    def edit(directory):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_remove("config.json"), "config.json is missing"),
+        (_remove("model.safetensors"), "model.safetensors is missing"),
+        (_cut_weights, "model.safetensors is broken"),
+        (_drop_a_tensor, "lacks weights of its model: model.norm.weight"),
+        (_edit_config(model_type="no-such-model"), "no-such-model"),
+        (_edit_config(vocab_size=50), "cannot be loaded"),
+        (
+            _edit_config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2),
+            "full attention",
+        ),
+    ],
+)
+async def test_a_broken_model_directory_is_named(engine, directory, damage, said):
+    damage(directory)
+    with pytest.raises(ModelError, match=said) as raised:
+        await engine.start()
+    assert str(directory) in str(raised.value) or "full attention" in said
+
+
+async def test_a_missing_model_directory_is_named(tmp_path):
+    engine = EmbeddedEngine(EmbeddedSettings(directory=tmp_path / "nowhere"), MonotonicClock())
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        await engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"device": "cuda:7"}, "device"), ({"device": "toaster"}, "not a device"), ({"max_context": 999}, "allows 256")],
+)
+async def test_impossible_engine_settings_are_named(directory, change, said):
+    engine = EmbeddedEngine(EmbeddedSettings(directory=directory, slots=2, **change), MonotonicClock())
+    with pytest.raises(ModelError, match=said):
+        await engine.start()
+    await engine.close()

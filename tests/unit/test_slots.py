@@ -1,0 +1,305 @@
+"""The slot decoder against full forwards of the Hugging Face model, in float32."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
+from transport.clock import ManualClock
+from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.forward import FusedForward, can_fuse
+from workers.generation.hf_forward import ModuleForward
+from workers.generation.kv import FIRST_CAPACITY, KVShape, SlotKV
+from workers.generation.slots import SlotDecoder
+
+V0, V1 = WeightIdentity(epoch=1, version=0), WeightIdentity(epoch=1, version=1)
+
+
+def decoder_of(model, *, slots=4, fused=True, max_context=256):
+    own = copy.deepcopy(model)
+    forward = FusedForward(own, max_context=max_context) if fused else ModuleForward(own)
+    parameters = dict(own.named_parameters(remove_duplicate=False))
+    return SlotDecoder(
+        forward, parameters, slots=slots, max_context=max_context, vocab_size=VOCAB, weights=V0, clock=ManualClock()
+    )
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng([seed, length]).integers(2, VOCAB, length).astype(np.int32)
+
+
+def request(slot, *, prompt=None, samples=(0, 1, 2), new_tokens=12, priority=0.0, **sampling):
+    sampling = {"ignore_eos": True, "seed": slot} | sampling
+    return GenerationRequest(
+        group_id=GroupId(f"0/{slot}"),
+        prompt_ids=prompt_of(7 + slot, slot) if prompt is None else prompt,
+        samples=samples,
+        sampling=SamplingParams(max_new_tokens=new_tokens, **sampling),
+        priority=priority,
+    )
+
+
+def run_all(decoder, requests=(), max_steps=1000):
+    results = [result for each in requests for result in decoder.submit(each)]
+    for _ in range(max_steps):
+        if not decoder.has_work:
+            return results
+        results += decoder.step()
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def by_sample(results):
+    return {(result.group_id, result.sample): result for result in results}
+
+
+def check_logprobs(model, requests, results, tolerance=1e-4):
+    prompts = {each.group_id: each for each in requests}
+    errors = []
+    for result in results:
+        asked = prompts[result.group_id]
+        expected = full_logprobs(model, asked.prompt_ids, result.response_ids, asked.sampling.temperature or 1.0)
+        errors.append(np.abs(expected - result.logprobs).max())
+    assert max(errors) < tolerance
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_equal_a_full_forward(family, tied):
+    model = tiny_model(family, tied=tied)
+    assert can_fuse(model)
+    requests = [request(slot, new_tokens=5 + 9 * slot, temperature=0.8) for slot in range(5)]
+    results = run_all(decoder_of(model, slots=5), requests)
+    assert len(results) == 15
+    assert {len(r.response_ids) for r in results} == {5, 14, 23, 32, 41}
+    check_logprobs(model, requests, results)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_a_model_that_is_not_fused_runs_on_its_own_forward(family):
+    model = tiny_model(family)
+    requests = [request(slot, new_tokens=5 + 9 * slot) for slot in range(4)]
+    results = run_all(decoder_of(model, slots=5, fused=False), requests)
+    check_logprobs(model, requests, results)
+    assert family in ("qwen3",) or not can_fuse(model)
+
+
+def test_both_ways_to_run_a_step_draw_the_same_tokens():
+    model = tiny_model()
+    requests = [request(slot) for slot in range(4)]
+    fused, module = (run_all(decoder_of(model, fused=fused), requests) for fused in (True, False))
+    assert {key: r.response_ids.tolist() for key, r in by_sample(fused).items()} == {
+        key: r.response_ids.tolist() for key, r in by_sample(module).items()
+    }
+
+
+def test_greedy_decoding_equals_generate():
+    model = tiny_model()
+    asked = request(0, samples=(0,), new_tokens=30, temperature=0.0)
+    (result,) = run_all(decoder_of(model), [asked])
+    ids = torch.from_numpy(asked.prompt_ids).long()[None]
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, attention_mask=ids > -1)
+    assert result.response_ids.tolist() == expected[0, len(asked.prompt_ids) :].tolist()
+
+
+def test_a_group_prompt_is_computed_once_even_when_its_samples_enter_one_by_one():
+    model = tiny_model()
+    asked = request(0, samples=range(8), new_tokens=6)
+    decoder = decoder_of(model, slots=3)
+    results = run_all(decoder, [asked])
+    assert decoder.counters.prefill_tokens == len(asked.prompt_ids)
+    assert sorted(r.sample for r in results) == list(range(8))
+    check_logprobs(model, [asked], results)
+
+
+def test_each_sample_is_handed_out_by_the_step_that_ends_it():
+    decoder = decoder_of(tiny_model(), slots=6)
+    for slot, new_tokens in enumerate((1, 3, 5)):
+        assert decoder.submit(request(slot, samples=(0, 1), new_tokens=new_tokens)) == []
+    ended = [[str(r.group_id) for r in decoder.step()] for _ in range(5)]
+    assert ended == [["0/0"] * 2, [], ["0/1"] * 2, [], ["0/2"] * 2]
+    assert not decoder.has_work
+
+
+def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it():
+    model = tiny_model()
+    asked = [request(slot, samples=range(4), new_tokens=10 + 7 * slot) for slot in range(6)]
+    crowd = by_sample(run_all(decoder_of(model, slots=7), asked))
+    for one in asked:
+        alone = by_sample(run_all(decoder_of(model, slots=1), [one]))
+        assert {key: r.response_ids.tolist() for key, r in alone.items()} == {
+            key: crowd[key].response_ids.tolist() for key in alone
+        }
+    other_seed = run_all(decoder_of(model), [request(0, seed=99)])
+    assert any(r.response_ids.tolist() != crowd[r.group_id, r.sample].response_ids.tolist() for r in other_seed)
+    assert len({tuple(crowd[GroupId("0/5"), sample].response_ids) for sample in range(4)}) == 4
+
+
+def test_a_reused_slot_keeps_nothing_of_its_previous_occupant():
+    """Long samples first, then shorter ones into the same slots: each equals its solo run."""
+    model = tiny_model()
+    asked = [request(slot, samples=(0, 1), new_tokens=60 - 9 * slot, priority=-slot) for slot in range(6)]
+    shared = run_all(decoder_of(model, slots=2), asked)
+    check_logprobs(model, asked, shared, tolerance=1e-5)
+
+
+def test_logits_that_are_not_finite_fail_their_samples_and_poison_no_slot():
+    model = tiny_model()
+    decoder = decoder_of(model, slots=3)
+    good = {name: tensor.clone() for name, tensor in decoder.parameters.items()}
+    decoder.submit(request(0))
+    decoder.step()
+    decoder.load_weights(V1, {name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
+    failures = decoder.step()
+    assert sorted(sample for f in failures for sample in f.samples) == [0, 1, 2]
+    assert all(isinstance(f, EngineFailure) and f.retryable and "e1v1" in f.reason for f in failures)
+    decoder.load_weights(V0, good)
+    again = request(1)
+    check_logprobs(model, [again], run_all(decoder, [again]))
+
+
+def test_running_samples_go_on_from_their_kv_when_the_weights_change():
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    decoder = decoder_of(old, slots=4)
+    asked = request(0, samples=range(4), new_tokens=20)
+    decoder.submit(asked)
+    for _ in range(8):
+        assert decoder.step() == []
+    decoder.load_weights(V1, dict(new.named_parameters()))
+    results = run_all(decoder)
+    for result in results:
+        assert result.spans == (
+            VersionSpan(start=0, end=8, weights=V0),
+            VersionSpan(start=8, end=20, weights=V1),
+        )
+        expected = two_phase_logprobs(old, new, asked.prompt_ids, result.response_ids, 8)
+        assert np.abs(expected - result.logprobs).max() < 1e-4
+        assert np.abs(full_logprobs(new, asked.prompt_ids, result.response_ids) - result.logprobs).max() > 1e-2
+
+
+def test_a_kept_prompt_is_computed_again_after_the_weights_changed():
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    decoder = decoder_of(old, slots=2)
+    asked = request(0, samples=range(4), new_tokens=6)
+    decoder.submit(asked)
+    decoder.step()
+    decoder.load_weights(V1, dict(new.named_parameters()))
+    results = by_sample(run_all(decoder))
+    assert decoder.counters.prefill_tokens == 2 * len(asked.prompt_ids)
+    for sample in (2, 3):
+        late = results[asked.group_id, sample]
+        assert late.spans == (VersionSpan(start=0, end=6, weights=V1),)
+        assert np.abs(full_logprobs(new, asked.prompt_ids, late.response_ids) - late.logprobs).max() < 1e-4
+
+
+def test_loading_copies_so_the_source_may_be_overwritten():
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    decoder = decoder_of(old)
+    tensors = {name: tensor.detach().clone() for name, tensor in new.named_parameters()}
+    decoder.load_weights(V1, tensors)
+    for tensor in tensors.values():
+        tensor.fill_(torch.nan)
+    asked = request(0)
+    check_logprobs(new, [asked], run_all(decoder, [asked]))
+
+
+def test_an_abort_keeps_the_partial_tokens_and_names_what_never_started():
+    model = tiny_model()
+    decoder = decoder_of(model, slots=4)
+    stopped, kept, waiting = request(0, samples=range(3)), request(1, samples=range(2)), request(2, samples=range(2))
+    for each in (stopped, kept, waiting):
+        decoder.submit(each)
+    for _ in range(5):
+        decoder.step()
+    results = decoder.abort({stopped.group_id, waiting.group_id})
+    completions = [r for r in results if isinstance(r, Completion)]
+    assert sorted(r.sample for r in completions) == [0, 1, 2]
+    assert {r.finish_reason for r in completions} == {FinishReason.ABORT}
+    assert {len(r.response_ids) for r in completions} == {5}
+    check_logprobs(model, [stopped], completions)
+    (failure,) = [r for r in results if isinstance(r, EngineFailure)]
+    assert (failure.group_id, failure.samples, failure.retryable) == (waiting.group_id, (0, 1), True)
+    rest = run_all(decoder)
+    assert sorted(r.sample for r in rest) == [0, 1]
+    check_logprobs(model, [kept], rest)
+
+
+def test_a_higher_priority_is_admitted_first_then_the_earlier():
+    decoder = decoder_of(tiny_model(), slots=1)
+    order = [(0, 1.0), (1, 5.0), (2, 5.0), (3, 9.0)]
+    requests = [request(slot, samples=(0,), new_tokens=1, priority=priority) for slot, priority in order]
+    assert [str(r.group_id) for r in run_all(decoder, requests)] == ["0/3", "0/1", "0/2", "0/0"]
+
+
+def test_a_started_group_is_finished_before_a_higher_priority_starts():
+    decoder = decoder_of(tiny_model(), slots=2)
+    decoder.submit(request(0, samples=range(3), new_tokens=1))
+    first = decoder.step()
+    decoder.submit(request(1, samples=range(2), new_tokens=1, priority=9.0))
+    second = decoder.step()
+    assert sorted(str(r.group_id) for r in first + second) == ["0/0", "0/0", "0/0", "0/1"]
+
+
+def test_a_stop_token_ends_a_sample_and_is_its_last_token():
+    model = tiny_model()
+    asked = request(0, samples=range(6), new_tokens=200, ignore_eos=False, stop_token_ids=(3, 4, 5, 6))
+    results = run_all(decoder_of(model, slots=6), [asked])
+    assert {r.finish_reason for r in results} == {FinishReason.STOP}
+    for result in results:
+        assert result.response_ids[-1] in (3, 4, 5, 6)
+        assert not np.isin(result.response_ids[:-1], (3, 4, 5, 6)).any()
+    ignoring = run_all(decoder_of(model), [request(0, new_tokens=40, stop_token_ids=(3, 4, 5, 6))])
+    assert {(r.finish_reason, len(r.response_ids)) for r in ignoring} == {(FinishReason.LENGTH, 40)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": prompt_of(250), "new_tokens": 7}, "max_context of 256"),
+        ({"prompt": np.array([], np.int32)}, "at least one prompt token"),
+        ({"samples": ()}, "one sample"),
+        ({"prompt": np.array([VOCAB], np.int32)}, f"[0, {VOCAB})"),
+        ({"prompt": np.array([-1], np.int32)}, f"[0, {VOCAB})"),
+        ({"new_tokens": 0}, "out of range"),
+        ({"top_p": 0.0}, "out of range"),
+        ({"temperature": -1.0}, "out of range"),
+    ],
+)
+def test_a_request_that_can_never_run_fails_at_once(change, said):
+    decoder = decoder_of(tiny_model())
+    (failure,) = decoder.submit(request(0, **change))
+    assert isinstance(failure, EngineFailure)
+    assert not failure.retryable
+    assert said in failure.reason
+    assert not decoder.has_work
+
+
+def test_a_sample_may_fill_the_context_exactly():
+    model = tiny_model()
+    asked = request(0, prompt=prompt_of(200), samples=(0,), new_tokens=56)
+    check_logprobs(model, [asked], run_all(decoder_of(model), [asked]))
+
+
+def test_kv_memory_grows_with_the_longest_sample_and_is_bounded():
+    shape = KVShape(layers=2, heads=2, head_dim=8)
+    kv = SlotKV(shape, slots=3, max_tokens=300, dtype=torch.float32, device=torch.device("cpu"))
+    assert kv.capacity == FIRST_CAPACITY
+    keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    kv.append(1, torch.tensor([5, 5, 5]), keys, values)
+    kv.reserve(FIRST_CAPACITY + 1, 3)
+    live_keys, live_values = kv.live(1, 3, 6)
+    assert torch.equal(live_keys[..., 5], keys)
+    assert torch.equal(live_values[:, :, 5], values)
+    kv.reserve(300, 3)
+    held = sum(t.nbytes for t in kv.keys + kv.values)
+    assert held == shape.num_bytes(3, 300, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        kv.reserve(301, 3)
+
+
+def test_samples_longer_than_the_first_capacity_equal_a_full_forward():
+    model = tiny_model()
+    requests = [request(0, samples=(0,), new_tokens=180), request(1, samples=(0, 1), new_tokens=100)]
+    check_logprobs(model, requests, run_all(decoder_of(model, slots=3), requests))
