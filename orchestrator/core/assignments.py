@@ -1,0 +1,149 @@
+"""Which worker holds which group: the queue of groups that wait, dispatch, and taking a group back.
+
+Owns: the links between groups and workers. Never: whether a slot ends (``slots.py``). Invariant: a group is running if
+and only if exactly one worker lists it, and then all of its missing samples are expected from that worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from orchestrator.core.batches import NOBODY, Group, Stage
+from orchestrator.core.dispatch import Order, Placement, has_room, plan_priority
+from orchestrator.core.fleet import Worker
+from orchestrator.core.outbox import CommandId
+from orchestrator.core.pipeline import Deadline, PendingEntry, Pipeline
+from orchestrator.core.staleness import may_dispatch
+from transport.messages import AbortRollouts, DispatchGroups, GroupPlan
+from transport.types import GroupId, WorkerId
+
+
+def plan_key(group_id: GroupId) -> str:
+    """Key of a group's dispatch in the outbox."""
+    return f"plan {group_id}"
+
+
+def abort_key(worker_id: WorkerId, group_id: GroupId) -> str:
+    """Key of an abort in the outbox."""
+    return f"abort {worker_id} {group_id}"
+
+
+class Assignments:
+    """Works on the pipeline it is given; holds no state of its own."""
+
+    def __init__(self, pipeline: Pipeline, order: Order, place: Placement) -> None:
+        self._p = pipeline
+        self._order = order
+        self._place = place
+
+    def enqueue(self, group: Group) -> None:
+        """The group waits for a worker: earlier batch first, then the policy's order, then who came first."""
+        p = self._p
+        group.stage = Stage.PENDING
+        entry = PendingEntry(
+            group.batch, self._order(group.predicted_tokens), p.num_enqueued, group.group_id, group.attempt
+        )
+        p.num_enqueued += 1
+        heapq.heappush(p.pending, entry)
+
+    def head(self) -> Group | None:
+        """The group that is next, or None when none waits. Drops obsolete entries."""
+        pending = self._p.pending
+        while pending:
+            entry = pending[0]
+            group = self._p.groups.get(entry.group_id)
+            if group is not None and group.stage is Stage.PENDING and group.attempt == entry.attempt:
+                return group
+            heapq.heappop(pending)
+        return None
+
+    def dispatch(self) -> None:
+        """Hand out groups while some worker may take the next one.
+
+        The next group is of the earliest batch, and every rule is at least as strict for later batches: when nobody may
+        take it, nobody may take any other.
+        """
+        p = self._p
+        while (group := self.head()) is not None and not p.frozen(group.batch):
+            takers = [worker for worker in p.fleet.workers.values() if self.may_take(worker, group)]
+            if not takers:
+                return
+            heapq.heappop(p.pending)
+            self._assign(group, p.fleet.workers[self._place(takers, group.avoid)])
+
+    def may_take(self, worker: Worker, group: Group) -> bool:
+        """The gate: fresh enough, of this epoch, fit, with room, and not on its way to newer weights."""
+        p = self._p
+        settings = p.settings
+        return (
+            has_room(worker, group.num_missing, settings.group_size)
+            and may_dispatch(group.batch, worker.loaded, p.lineage.epoch, settings.max_staleness)
+            and worker.fit
+            and not p.fleet.holds_back(worker, group.batch, settings.update)
+        )
+
+    def take_back(self, group: Group, reason: str = "") -> None:
+        """Nothing more is expected of the worker that runs ``group``; with a reason it is told to stop."""
+        p = self._p
+        worker = p.fleet.workers[group.worker_id]
+        worker.release(group)
+        p.outbox.confirm(plan_key(group.group_id))
+        if reason:
+            self._abort(worker, group, reason)
+        group.worker_id = NOBODY
+
+    def requeue(self, group: Group, reason: str = "") -> None:
+        """Another dispatch for what is missing of ``group``."""
+        if group.stage is Stage.RUNNING:
+            self.take_back(group, reason)
+        if group.stage is not Stage.PENDING:
+            group.attempt += 1
+        self.enqueue(group)
+
+    def forget_aborts(self, worker: Worker, held: frozenset[GroupId]) -> None:
+        """The worker has told what it still holds: aborts of anything else are done."""
+        for group_id in [group_id for group_id in worker.aborting if group_id not in held]:
+            self._forget_abort(worker, group_id)
+
+    def remove_worker(self, worker: Worker) -> None:
+        """The worker is gone, with what was addressed to it. Its groups were taken back before."""
+        for group_id in list(worker.aborting):
+            self._forget_abort(worker, group_id)
+        del self._p.fleet.workers[worker.worker_id]
+
+    def _forget_abort(self, worker: Worker, group_id: GroupId) -> None:
+        del worker.aborting[group_id]
+        self._p.outbox.confirm(abort_key(worker.worker_id, group_id))
+
+    def _abort(self, worker: Worker, group: Group, reason: str) -> None:
+        """Named with its attempt: a later dispatch of the same group to this worker must survive the abort."""
+        abort = AbortRollouts(
+            worker_id=worker.worker_id, group_ids=(group.group_id,), reason=reason, attempts=(group.attempt,)
+        )
+        self._p.outbox.emit_until(abort_key(worker.worker_id, group.group_id), abort)
+        worker.aborting[group.group_id] = None
+
+    def _assign(self, group: Group, worker: Worker) -> None:
+        p = self._p
+        if group.group_id in worker.aborting:
+            self._forget_abort(worker, group.group_id)
+        worker.take(group)
+        group.stage, group.worker_id = Stage.RUNNING, worker.worker_id
+        group.dispatched = self._emit_plan(group)
+        deadline = Deadline(p.now_s + p.settings.rollout_timeout_s, group.group_id, group.attempt)
+        heapq.heappush(p.deadlines, deadline)
+
+    def _emit_plan(self, group: Group) -> CommandId:
+        """One command for each group, so that each is confirmed, and executed again, by itself."""
+        plan = GroupPlan(
+            group_id=group.group_id,
+            batch=group.batch,
+            prompt_id=group.prompt_id,
+            samples=group.missing_samples(),
+            group_size=len(group.tokens),
+            predicted_tokens=group.predicted_tokens,
+            priority=plan_priority(group.batch, group.predicted_tokens),
+            attempt=group.attempt,
+        )
+        command = DispatchGroups(worker_id=group.worker_id, plans=(plan,))
+        return self._p.outbox.emit_until(plan_key(group.group_id), command)

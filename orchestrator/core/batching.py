@@ -1,0 +1,80 @@
+"""How a batch is cut for the trainer: phases, mini-batches, and rounds balanced over data-parallel ranks.
+
+Owns: the arithmetic. Never: which groups are ready (``rounds.py``). Invariant: pure functions; a group stays whole on
+one rank, so that its prompt is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.core.lpt import longest_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One walk of the trainer over (a part of) a batch.
+
+    part: the mini-batch it covers, None for the whole batch.  Phases of a batch follow one another on the rounds log.
+    """
+
+    kind: Literal["train", "logprobs"]
+    pass_index: int = 0
+    part: int | None = None
+
+
+def plan_phases(mini_batches: int, epochs: int, record_logprobs: bool) -> tuple[Phase, ...]:
+    """Phases of every batch: old logprobs if they are recorded, then each mini-batch of each pass.
+
+    The first phase streams (its groups arrive while it runs); the others find the batch whole.
+    """
+    recording = (Phase(kind="logprobs"),) if record_logprobs else ()
+    passes = [
+        Phase(kind="train", pass_index=pass_index, part=part)
+        for pass_index in range(epochs)
+        for part in range(mini_batches)
+    ]
+    return (*recording, *passes)
+
+
+def part_of_slot(slot: int, num_slots: int, mini_batches: int) -> int:
+    """Mini-batch of a slot: slots in admission order, cut into equal parts.
+
+    Admission order, not order of arrival, or the early mini-batches would hold only short samples.
+    """
+    return slot * mini_batches // num_slots
+
+
+def pack_round(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Choose groups for one round and spread them over the ranks, balanced by tokens.
+
+    Args:    group_tokens: tokens of each ready group (prompt once + responses), in the order they became ready.
+             num_ranks: R >= 1.  max_tokens: cap of one rank; a group above it goes alone.
+    Returns: [R] lists of indices into group_tokens. No rank is empty when there are at least R groups. Which groups are
+             considered follows arrival (none is passed over for ever); inside that window the longest is placed first.
+    Source:  ours; longest-first packing as in ``lpt.assign_lpt``, with a cap.
+    """
+    window = _window(group_tokens, num_ranks, max_tokens)
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index)):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(ranks[rank])))
+        if ranks[rank] and loads[rank] + window[index] > max_tokens:
+            continue  # waits for the next round
+        ranks[rank].append(index)
+        loads[rank] += window[index]
+    return ranks
+
+
+def _window(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> list[int]:
+    """The first groups that fill all ranks together, at least one for each rank."""
+    window: list[int] = []
+    total = 0
+    for tokens in group_tokens:
+        if len(window) >= num_ranks and total + tokens > num_ranks * max_tokens:
+            break
+        window.append(tokens)
+        total += tokens
+    return window

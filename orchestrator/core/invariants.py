@@ -1,0 +1,117 @@
+"""What must hold after every event, whatever came in which order.
+
+Owns: the checks. Never: repairs. Invariant: they read the state and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from orchestrator.core.assignments import plan_key
+from orchestrator.core.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.pipeline import Pipeline
+from transport.messages import TrainRound
+
+
+class BrokenInvariantError(Exception):
+    """The state contradicts itself: a bug of the core. Caught by nobody."""
+
+
+def check(pipeline: Pipeline) -> None:
+    """Raise BrokenInvariantError naming the first contradiction found."""
+    for problem in _problems(pipeline):
+        raise BrokenInvariantError(problem)
+
+
+def _problems(p: Pipeline) -> Iterator[str]:
+    yield from _order_of_batches(p)
+    yield from _links(p)
+    yield from _queue(p)
+    for group in p.groups.values():
+        yield from _group(p, group)
+    for batch in p.batches.values():
+        yield from _batch(p, batch)
+    yield from _rounds(p)
+
+
+def _order_of_batches(p: Pipeline) -> Iterator[str]:
+    training = p.training
+    if not training.trained_version <= training.batch <= p.next_batch:
+        yield f"trained {training.trained_version} <= closed {training.batch} <= admitted {p.next_batch} does not hold"
+    if sorted(p.batches) != list(range(p.next_batch - len(p.batches), p.next_batch)):
+        yield f"batches {sorted(p.batches)} are not the ones before {p.next_batch}"
+    if training.batch < p.next_batch and training.batch not in p.batches:
+        yield f"batch {training.batch} is to be trained and unknown"
+
+
+def _links(p: Pipeline) -> Iterator[str]:
+    """A group is running if and only if exactly one worker lists it."""
+    listed = Counter(group_id for worker in p.fleet.workers.values() for group_id in worker.groups)
+    running = {group.group_id for group in p.groups.values() if group.stage is Stage.RUNNING}
+    if set(listed) != running or any(count > 1 for count in listed.values()):
+        yield f"workers list {dict(listed)}, running are {sorted(running)}"
+    for worker in p.fleet.workers.values():
+        expected = sum(p.groups[group_id].num_missing for group_id in worker.groups)
+        if worker.in_flight != expected:
+            yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, its groups miss {expected}"
+
+
+def _queue(p: Pipeline) -> Iterator[str]:
+    """Every pending group waits in the heap."""
+    waiting = {(entry.group_id, entry.attempt) for entry in p.pending}
+    for group in p.groups.values():
+        if group.stage is Stage.PENDING and (group.group_id, group.attempt) not in waiting:
+            yield f"{group.group_id} is pending and not queued: it is lost"
+
+
+def _group(p: Pipeline, group: Group) -> Iterator[str]:
+    name = group.group_id
+    if group.num_missing != sum(tokens == MISSING for tokens in group.tokens):
+        yield f"{name} counts {group.num_missing} missing samples of {group.tokens}"
+    if group.stage is Stage.RUNNING and name not in p.fleet.workers[group.worker_id].groups:
+        yield f"{name} runs on {group.worker_id}, which does not list it"
+    if group.stage is not Stage.RUNNING and group.worker_id:
+        yield f"{name} is {group.stage} and bound to {group.worker_id}"
+    if (plan_key(name) in p.outbox.open) != (group.stage is Stage.RUNNING):
+        yield f"{name} is {group.stage}, its plan is {'' if plan_key(name) in p.outbox.open else 'not '}outstanding"
+    if group.stage in (Stage.SCORING, Stage.READY) and group.num_missing:
+        yield f"{name} is {group.stage} without all of its rows"
+    if group.stage in (Stage.PENDING, Stage.RUNNING) and not group.num_missing:
+        yield f"{name} is {group.stage} with nothing missing"
+    if group.stage is Stage.ENDED and (group.sent or group.outcome in (None, "trained")):
+        yield f"{name} ended as {group.outcome}, sent: {group.sent}"
+
+
+def _batch(p: Pipeline, batch: Batch) -> Iterator[str]:
+    groups = [p.groups[group_id] for group_id in batch.group_ids]
+    members = {group.group_id for group in groups if group.sent or group.stage is Stage.READY}
+    if set(batch.members) != members:
+        yield f"batch {batch.index} has members {sorted(batch.members)}, ready or sent are {sorted(members)}"
+    if not set(batch.queue) <= members:
+        yield f"batch {batch.index} queues groups that are not its members: {sorted(batch.queue)}"
+    open_parts = Counter(batch.owed)
+    open_parts.update(
+        group.part for group in groups if not group.sent and group.stage not in (Stage.READY, Stage.ENDED)
+    )
+    if [open_parts[part] for part in range(len(batch.unsettled))] != batch.unsettled:
+        yield f"batch {batch.index} counts {batch.unsettled} unsettled slots, there are {dict(open_parts)}"
+    if batch.index < p.training.batch and any(batch.unsettled):
+        yield f"batch {batch.index} is closed with unsettled slots"
+
+
+def _rounds(p: Pipeline) -> Iterator[str]:
+    """No row is in two rounds of one kind and pass; no round holds a slot that ended untrained."""
+    seen: set[tuple[str, str, int]] = set()
+    for issued in p.outbox.rounds:
+        if not isinstance(issued.command, TrainRound):
+            continue
+        command = issued.command
+        for rows in (rows for rank in command.ranks for rows in rank):
+            place = (rows.group_id, command.kind, command.pass_index)
+            if place in seen:
+                yield f"{rows.group_id} is in two rounds of {command.kind} pass {command.pass_index}"
+            seen.add(place)
+            group = p.groups.get(rows.group_id)
+            if group is not None and group.stage is Stage.ENDED:
+                yield f"{rows.group_id} is in a round and ended as {group.outcome}"

@@ -1,0 +1,104 @@
+"""The one mutable truth of a run: every fact that a decision rests on.
+
+Owns: the fields, and the questions that need nothing else. Never: decisions, functions, clocks. Invariant: it encodes
+to MessagePack whole, so a snapshot is the state and nothing is remembered elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from orchestrator.core.batches import Batch, Group, Stage
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.outbox import CommandId, Outbox
+from orchestrator.core.prompts import PromptQueue
+from orchestrator.core.retention import Retention
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.staleness import Lineage
+from transport.types import GroupId
+
+
+class PendingEntry(NamedTuple):
+    """A group in the heap of those that wait for a worker. Obsolete once the group has another attempt or stage."""
+
+    batch: int
+    order_key: float
+    ordinal: int
+    group_id: GroupId
+    attempt: int
+
+
+class Deadline(NamedTuple):
+    """A dispatched group must be whole by then. Obsolete once the group has another attempt or stage."""
+
+    at_s: float
+    group_id: GroupId
+    attempt: int
+
+
+class Training(msgspec.Struct, kw_only=True):
+    """What the trainer has been sent.
+
+    dp_size: ranks that want a part of every round, 0 before a trainer was ready.  batch: oldest batch not closed.
+    trained_version: batches trained in the current lineage.  rounds: id -> batch of rounds it has not confirmed.
+    progress_s: when it last confirmed one (or got one while idle).  source_*: furthest prompt of any closed batch.
+    finish_id: where FinishTraining stands on the rounds log.
+    """
+
+    dp_size: int = 0
+    batch: int = 0
+    trained_version: int = 0
+    rounds: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    progress_s: float = 0.0
+    source_ordinal: int = -1
+    source_position: str = ""
+    finish_id: CommandId | None = None
+
+
+class Pipeline(msgspec.Struct, kw_only=True):
+    """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet."""
+
+    settings: CoreSettings
+    now_s: float = 0.0
+    outbox: Outbox = msgspec.field(default_factory=Outbox)
+    prompts: PromptQueue = msgspec.field(default_factory=PromptQueue)
+    batches: dict[int, Batch] = msgspec.field(default_factory=dict[int, Batch])
+    groups: dict[GroupId, Group] = msgspec.field(default_factory=dict[GroupId, Group])
+    pending: list[PendingEntry] = msgspec.field(default_factory=list[PendingEntry])
+    num_enqueued: int = 0
+    deadlines: list[Deadline] = msgspec.field(default_factory=list[Deadline])
+    next_batch: int = 0
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
+    lineage: Lineage = msgspec.field(default_factory=Lineage)
+    training: Training = msgspec.field(default_factory=Training)
+    retention: Retention = msgspec.field(default_factory=Retention)
+    stop_reason: str = ""
+    finish_reason: str = ""
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self.stop_reason)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
+
+    def frozen(self, batch: int) -> bool:
+        """Whether nothing more happens for ``batch`` in this life of the run: it was stopped before it started.
+
+        Its groups keep what they have, so that a resumed run goes on with them.
+        """
+        if not self.stopping or batch < self.training.batch:
+            return False
+        return batch > self.training.batch or not self.batches[batch].started
+
+    def live(self, group_id: GroupId) -> Group | None:
+        """The group, unless it is unknown, freed or ended: late and repeated events find nothing."""
+        group = self.groups.get(group_id)
+        return None if group is None or group.stage is Stage.ENDED else group
+
+    def last_batch_admitted(self) -> bool:
+        """Whether no batch will be admitted after those that were."""
+        return self.next_batch >= self.settings.num_batches or self.prompts.ended

@@ -1,0 +1,256 @@
+"""What the trainer is sent, and what it answers: the stream from scored groups to versions.
+
+Owns: rounds, closes, outcomes of trained slots, the end of the run. Never: who generated what. Invariant: the rounds
+log holds every row of a trained batch once in each phase, and a batch is sent only after the one before it is closed;
+so training starts with the first finished groups and its gradient is the whole batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from orchestrator.core.batches import Batch, Group
+from orchestrator.core.batching import Phase, pack_round
+from orchestrator.core.outbox import CommandId, parse_entry_id
+from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.retention import Checkpoint
+from orchestrator.core.slots import Slots
+from transport.messages import (
+    CheckpointSaved,
+    CloseMiniBatch,
+    DropRows,
+    FinishRun,
+    FinishTraining,
+    GroupRows,
+    RoundDone,
+    TrainRound,
+    TrimRounds,
+)
+from transport.types import GroupId
+
+MAX_ROUNDS_AHEAD = 2
+"""Rounds at the trainer: one that it works on, one that waits. More would fix small rounds too early."""
+
+FINISH_KEY = "finish run"
+
+
+class Rounds:
+    """Works on the pipeline it is given; holds no state of its own."""
+
+    def __init__(self, pipeline: Pipeline, slots: Slots, phases: tuple[Phase, ...]) -> None:
+        self._p = pipeline
+        self._slots = slots
+        self._phases = phases
+
+    # -- to the trainer
+
+    def release(self) -> None:
+        """Send what can be sent of the oldest open batch, close what is complete, go on to the next."""
+        p = self._p
+        while p.training.dp_size and not p.finished and p.training.finish_id is None:
+            batch = p.batches.get(p.training.batch)
+            if batch is None or p.frozen(batch.index) or not self._advance(batch):
+                break
+        self._finish_training()
+
+    def _advance(self, batch: Batch) -> bool:
+        """One step of the batch: a round, or the end of a phase. False when neither is due."""
+        phase = self._phases[batch.phase]
+        settled = batch.settled(phase)
+        if batch.queue:
+            if not self._round_due(batch, settled):
+                return False
+            self._send_round(batch, phase)
+            return True
+        if settled:
+            self._close(batch, phase)
+        return settled
+
+    def _round_due(self, batch: Batch, settled: bool) -> bool:
+        """The trainer has little to do, and something is ready for every rank (or nothing more will come)."""
+        training = self._p.training
+        return len(training.rounds) < MAX_ROUNDS_AHEAD and (settled or len(batch.queue) >= training.dp_size)
+
+    def _send_round(self, batch: Batch, phase: Phase) -> None:
+        p = self._p
+        queue = list(batch.queue)
+        tokens = (p.groups[group_id].num_tokens for group_id in queue)
+        packed = pack_round(tokens, p.training.dp_size, p.settings.micro_batch_tokens)
+        ranks = tuple(tuple(self._put(batch, queue[index]) for index in rank) for rank in packed)
+        round_id = f"{batch.index}.{batch.num_rounds}"
+        batch.num_rounds += 1
+        if not p.training.rounds:
+            p.training.progress_s = p.now_s
+        p.training.rounds[round_id] = batch.index
+        p.outbox.emit_round(
+            TrainRound(
+                round_id=round_id,
+                batch=batch.index,
+                ranks=ranks,
+                kind=phase.kind,
+                pass_index=phase.pass_index,
+                mini_batch=phase.part or 0,
+            )
+        )
+
+    def _put(self, batch: Batch, group_id: GroupId) -> GroupRows:
+        group = self._p.groups[group_id]
+        group.sent = True
+        del batch.queue[group_id]
+        return GroupRows(group_id=group_id, samples=tuple(range(len(group.tokens))), num_tokens=group.num_tokens)
+
+    def _close(self, batch: Batch, phase: Phase) -> None:
+        """Every group of the phase was sent: close the mini-batch, go on to the next phase or the next batch."""
+        p = self._p
+        batch.phase += 1
+        finishes = batch.phase == len(self._phases)
+        if finishes:
+            p.training.batch += 1
+            self._pass_source(batch)
+        if phase.part is not None:
+            p.outbox.emit_round(self._close_command(batch, phase, phase.part, finishes))
+        if not finishes:
+            batch.queue = {group.group_id: None for group in self._members(batch, self._phases[batch.phase].part)}
+
+    def _close_command(self, batch: Batch, phase: Phase, part: int, finishes: bool) -> CloseMiniBatch:
+        p = self._p
+        members = list(self._members(batch, part))
+        is_last = p.last_batch_admitted() and batch.index + 1 == p.next_batch
+        every = p.settings.checkpoint_every
+        return CloseMiniBatch(
+            batch=batch.index,
+            num_rows=sum(len(group.tokens) for group in members),
+            num_tokens=sum(group.loss_tokens for group in members),
+            pass_index=phase.pass_index,
+            mini_batch=part,
+            finishes_batch=finishes,
+            source_position=p.training.source_position if finishes else "",
+            checkpoint=finishes and p.retention.checkpoint_due(batch.index, every, is_last),
+            short_by=p.settings.groups_per_batch - len(batch.members) if finishes else 0,
+        )
+
+    def _members(self, batch: Batch, part: int | None) -> Iterable[Group]:
+        groups = (self._p.groups[group_id] for group_id in batch.members)
+        return (group for group in groups if part is None or group.part == part)
+
+    def _pass_source(self, batch: Batch) -> None:
+        """The furthest prompt of any closed batch: refills take prompts from behind a later batch's."""
+        training = self._p.training
+        if batch.source_ordinal > training.source_ordinal:
+            training.source_ordinal, training.source_position = batch.source_ordinal, batch.source_position
+
+    def _finish_training(self) -> None:
+        """Tell the trainer that nothing more comes: the last batch is closed, or on a stop the one in training."""
+        p = self._p
+        training = p.training
+        if training.finish_id is not None or p.finished:
+            return
+        if p.stopping:
+            in_training = training.batch in p.batches and not p.frozen(training.batch)
+            if not in_training:
+                training.finish_id = p.outbox.emit_round(FinishTraining(reason=p.stop_reason))
+        elif p.last_batch_admitted() and training.batch >= p.next_batch:
+            reason = "all batches are trained" if training.batch >= p.settings.num_batches else "the data ended"
+            training.finish_id = p.outbox.emit_round(FinishTraining(reason=reason))
+
+    # -- from the trainer
+
+    def round_done(self, event: RoundDone) -> None:
+        """The trainer works in the log's order: rounds sent before this one are done too."""
+        training = self._p.training
+        if event.round_id not in training.rounds:
+            return
+        for round_id in list(training.rounds):
+            del training.rounds[round_id]
+            if round_id == event.round_id:
+                break
+        training.progress_s = self._p.now_s
+
+    def expire_pacing(self) -> None:
+        """A confirmation was lost, or takes very long: send on. Pacing decides round sizes, never correctness."""
+        training = self._p.training
+        if training.rounds and self._p.now_s - training.progress_s > self._p.settings.rollout_timeout_s:
+            training.rounds.clear()
+
+    def batch_trained(self, batch: int) -> None:
+        """Batches up to ``batch`` are trained: the former ones too, should their report be lost."""
+        p = self._p
+        for index in range(p.training.trained_version, batch + 1):
+            self._tell_outcomes(p.batches[index])
+        p.training.trained_version = batch + 1
+        p.training.rounds = {round_id: of for round_id, of in p.training.rounds.items() if of > batch}
+        p.training.progress_s = p.now_s
+
+    def _tell_outcomes(self, batch: Batch) -> None:
+        """Once, also when a rolled-back trainer trains the batch again."""
+        if batch.outcomes_told:
+            return
+        batch.outcomes_told = True
+        for group in self._members(batch, None):
+            group.outcome = "trained"
+            self._p.outbox.emit(self._slots.outcome_of(group))
+
+    def replay_from(self, cursor: CommandId) -> None:
+        """A trainer reads the log again from its cursor: rounds after it are to be done (again)."""
+        training = self._p.training
+        ahead = [issued.command for issued in self._p.outbox.rounds if issued.id > cursor]
+        training.rounds = {command.round_id: command.batch for command in ahead if isinstance(command, TrainRound)}
+        training.progress_s = self._p.now_s
+        if training.finish_id is not None and cursor >= training.finish_id:
+            training.finish_id = None  # that end is behind it: the run was resumed
+            self._p.finish_reason = ""
+            self._p.outbox.confirm(FINISH_KEY)
+
+    def reopen(self) -> None:
+        """A resumed run goes on. If its end stands on the log, the trainer must first have read past it."""
+        if self._p.training.finish_id is None:
+            self._p.finish_reason = ""
+            self._p.outbox.confirm(FINISH_KEY)
+
+    # -- checkpoints, the end
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        """Free what the checkpoint contains; end the run when it is the one after the last command."""
+        p = self._p
+        cursor = parse_entry_id(event.cursor)
+        if p.retention.save(Checkpoint(event.weights.version, cursor), p.settings.keep_checkpoints):
+            self._free_batches(event.weights.version)
+            oldest = p.retention.checkpoints[0].cursor
+            p.outbox.trim_rounds(oldest)
+            p.outbox.emit(TrimRounds(cursor=oldest.entry))
+        if p.training.finish_id is not None and cursor >= p.training.finish_id:
+            self.finish_run(self._reason())
+
+    def trainer_left(self) -> None:
+        """A trainer that drained after its last command, with everything saved, has finished."""
+        p = self._p
+        if p.training.finish_id is not None and p.retention.durable_version >= p.training.trained_version:
+            self.finish_run(self._reason())
+
+    def finish_run(self, reason: str) -> None:
+        """The run is over."""
+        if not self._p.finished:
+            self._p.finish_reason = reason
+            self._p.outbox.emit_until(FINISH_KEY, FinishRun(reason=reason))
+
+    def _reason(self) -> str:
+        return self._p.stop_reason or "all batches are trained"
+
+    def _free_batches(self, version: int) -> None:
+        p = self._p
+        freed: list[GroupId] = []
+        for index in [index for index in p.batches if index < version]:
+            batch = p.batches.pop(index)
+            freed += batch.members
+            for group_id in batch.group_ids:
+                self._free_group(group_id)
+        if freed:
+            p.outbox.emit(DropRows(group_ids=tuple(freed)))
+
+    def _free_group(self, group_id: GroupId) -> None:
+        """Nobody asks for it any more, not even a broker that loses its tail."""
+        group = self._p.groups[group_id]
+        if group.worker_id:
+            self._slots.abandon(group)
+        self._slots.confirm_admission(group)
+        del self._p.groups[group_id]

@@ -1,0 +1,337 @@
+"""The decision core: one place where the pipeline's state changes, pure and synchronous.
+
+Owns: which rule an event goes to, and the order in which their consequences are drawn. Never: I/O, clocks, threads,
+randomness. Invariant: the same events at the same times give the same commands, live, in simulation and on replay.
+
+    event ──► its rule changes the state ──► admit ──► release rounds ──► dispatch ──► load weights ──► commands
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from orchestrator.core.assignments import Assignments
+from orchestrator.core.batching import plan_phases
+from orchestrator.core.dispatch import Order, Placement, least_loaded
+from orchestrator.core.fleet import Worker, age
+from orchestrator.core.invariants import check
+from orchestrator.core.lpt import longest_first
+from orchestrator.core.outbox import CommandId, parse_entry_id
+from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.rollouts import Rollouts
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.slots import REQUEST_KEY, Slots
+from orchestrator.core.view import PipelineView, view
+from transport.messages import (
+    BrokerUsage,
+    CheckpointSaved,
+    Command,
+    Event,
+    GroupScored,
+    LoadWeights,
+    PromptsArrived,
+    RolloutFailed,
+    RolloutFinished,
+    RoundDone,
+    RowsMissing,
+    RunResumed,
+    ScoringFailed,
+    StepDone,
+    StopRequested,
+    Tick,
+    TrainerReady,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
+from transport.types import WeightIdentity, WorkerId, WorkerKind
+
+_decoder = msgspec.msgpack.Decoder(Pipeline)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def load_key(worker_id: WorkerId) -> str:
+    """Key of a worker's load in the outbox."""
+    return f"load {worker_id}"
+
+
+class PipelineState:
+    """The state of one run. ``order`` and ``place`` are the dispatch policy; another policy is another function."""
+
+    def __init__(
+        self, settings: CoreSettings, *, order: Order = longest_first, place: Placement = least_loaded
+    ) -> None:
+        self._wire(Pipeline(settings=settings), order, place)
+
+    def _wire(self, pipeline: Pipeline, order: Order, place: Placement) -> None:
+        settings = pipeline.settings
+        phases = plan_phases(settings.mini_batches, settings.epochs, settings.record_logprobs)
+        self._p = pipeline
+        self._assignments = Assignments(pipeline, order, place)
+        self._slots = Slots(pipeline, self._assignments, phases)
+        self._rollouts = Rollouts(pipeline, self._assignments, self._slots, phases)
+        self._rounds = Rounds(pipeline, self._slots, phases)
+
+    # -- what drivers use
+
+    @property
+    def seq(self) -> int:
+        """Events applied so far: the journal position of the last one."""
+        return self._p.outbox.seq
+
+    @property
+    def now_s(self) -> float:
+        """The run's clock at the last event."""
+        return self._p.now_s
+
+    @property
+    def settings(self) -> CoreSettings:
+        return self._p.settings
+
+    @property
+    def source_position(self) -> str:
+        """The prompt source's state after the last prompt that arrived: where it goes on after a restart."""
+        return self._p.prompts.last_position
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Apply ``event`` at ``now_s`` on the run's clock and return what to do, in order.
+
+        The id of command ``i`` is ``CommandId(self.seq, i)``. A clock that went back counts as standing still.
+        """
+        p = self._p
+        p.now_s = max(p.now_s, now_s)
+        p.outbox.begin()
+        self._apply(event)
+        self._slots.admit()
+        self._rounds.release()
+        if not p.finished:
+            self._assignments.dispatch()
+            self._load_weights()
+        return p.outbox.take()
+
+    def outstanding(self) -> list[tuple[CommandId, Command]]:
+        """Commands whose effect is not certain, with their ids, oldest first: executing them again is harmless."""
+        return [(issued.id, issued.command) for issued in self._p.outbox.outstanding()]
+
+    def snapshot(self) -> bytes:
+        """The whole state, settings included."""
+        return _encoder.encode(self._p)
+
+    @classmethod
+    def restore(
+        cls,
+        snapshot: bytes,
+        *,
+        settings: CoreSettings | None = None,
+        order: Order = longest_first,
+        place: Placement = least_loaded,
+    ) -> PipelineState:
+        """The state that ``snapshot`` was made of.
+
+        settings: replace those of the snapshot (a resumed run may train more batches); snapshot the state at once then,
+        because events before and after obey different settings.
+        Raises msgspec.ValidationError or msgspec.DecodeError on other bytes.
+        """
+        pipeline = _decoder.decode(snapshot)
+        if settings is not None:
+            pipeline.settings = settings
+        state = cls.__new__(cls)
+        state._wire(pipeline, order, place)
+        return state
+
+    def view(self) -> PipelineView:
+        """A summary for status and metrics."""
+        return view(self._p)
+
+    def check_invariants(self) -> None:
+        """Raise BrokenInvariantError if the state contradicts itself. Costs time linear in the state: for tests."""
+        check(self._p)
+
+    # -- one rule for each event
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case RolloutFinished():
+                self._rollouts.finished(event)
+            case GroupScored():
+                self._rollouts.scored(event)
+            case RoundDone():
+                self._rounds.round_done(event)
+            case WorkerReported():
+                self._on_report(event)
+            case Tick():
+                self._on_tick()
+            case PromptsArrived():
+                if self._p.prompts.arrive(event):
+                    self._p.outbox.confirm(REQUEST_KEY)
+            case StepDone():
+                self._on_step_done(event)
+            case WeightsLoaded():
+                self._on_weights_loaded(event)
+            case WeightsFailed():
+                self._on_weights_failed(event)
+            case RolloutFailed():
+                self._rollouts.failed(event)
+            case ScoringFailed():
+                self._rollouts.scoring_failed(event)
+            case RowsMissing():
+                self._rollouts.missing(event)
+            case WorkerJoined():
+                self._on_joined(event)
+            case WorkerLost():
+                self._on_lost(event)
+            case TrainerReady():
+                self._on_trainer_ready(event)
+            case CheckpointSaved():
+                self._on_checkpoint(event)
+            case BrokerUsage():
+                self._p.retention.use(event.retained_bytes, self._p.settings.max_retained_bytes)
+            case StopRequested():
+                self._on_stop(event)
+            case RunResumed():
+                self._p.stop_reason = ""
+                self._rounds.reopen()
+            case _:
+                assert_never(event)
+
+    # -- workers
+
+    def _on_joined(self, event: WorkerJoined) -> None:
+        fleet = self._p.fleet
+        if event.kind is not WorkerKind.GENERATE:
+            fleet.others[event.worker_id] = event.kind
+        elif event.worker_id not in fleet.workers:
+            fleet.workers[event.worker_id] = Worker(
+                worker_id=event.worker_id, capacity=max(1, event.capacity), loaded=event.weights
+            )
+
+    def _on_lost(self, event: WorkerLost) -> None:
+        fleet = self._p.fleet
+        kind = fleet.others.pop(event.worker_id, None)
+        if kind is WorkerKind.TRAIN and event.reason in ("drained", "finished"):
+            self._rounds.trainer_left()
+        worker = fleet.workers.get(event.worker_id)
+        if worker is not None:
+            self._rollouts.worker_lost(worker, event.reason)
+            self._p.outbox.confirm(load_key(worker.worker_id))
+
+    def _on_report(self, event: WorkerReported) -> None:
+        worker = self._p.fleet.workers.get(event.worker_id)
+        if worker is None:
+            return
+        if event.weights is not None:
+            self._serve(worker, event.weights)
+        self._rollouts.reconcile(worker, event)
+
+    def _on_tick(self) -> None:
+        p = self._p
+        self._rollouts.expire()
+        self._rounds.expire_pacing()
+        for worker in p.fleet.workers.values():
+            if worker.loading is not None and worker.load_deadline_s <= p.now_s:
+                self._load_failed(worker)
+
+    # -- weights
+
+    def _load_weights(self) -> None:
+        p = self._p
+        if p.fleet.newest is None:
+            return
+        for worker in p.fleet.loads_due(p.settings.update):
+            worker.loading = p.fleet.newest
+            worker.load_deadline_s = p.now_s + p.settings.rollout_timeout_s
+            command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest)
+            p.outbox.emit_until(load_key(worker.worker_id), command)
+
+    def _on_weights_loaded(self, event: WeightsLoaded) -> None:
+        worker = self._p.fleet.workers.get(event.worker_id)
+        if worker is not None:
+            self._serve(worker, event.weights)
+
+    def _serve(self, worker: Worker, weights: WeightIdentity) -> None:
+        """The worker serves ``weights``. It never goes back, so older ones are a repeated report."""
+        if worker.loaded is None or age(weights) > age(worker.loaded):
+            worker.loaded = weights
+        if worker.loading is not None and age(worker.loaded) >= age(worker.loading):
+            worker.loading = None
+            worker.load_failures = 0
+            self._p.outbox.confirm(load_key(worker.worker_id))
+
+    def _on_weights_failed(self, event: WeightsFailed) -> None:
+        worker = self._p.fleet.workers.get(event.worker_id)
+        if worker is not None and worker.loading is not None and age(worker.loading) == age(event.weights):
+            self._load_failed(worker)
+
+    def _load_failed(self, worker: Worker) -> None:
+        """Try again, a few times; the turn to load passes to another worker meanwhile."""
+        worker.loading = None
+        worker.load_failures += 1
+        self._p.outbox.confirm(load_key(worker.worker_id))
+
+    # -- the trainer
+
+    def _on_step_done(self, event: StepDone) -> None:
+        p = self._p
+        trained = p.training.trained_version
+        if event.weights.epoch != p.lineage.epoch or not trained < event.weights.version <= p.training.batch:
+            return  # repeated, or of a trainer that was replaced
+        self._train_up_to(event.weights)
+
+    def _train_up_to(self, weights: WeightIdentity) -> None:
+        self._rounds.batch_trained(weights.version - 1)
+        self._p.lineage.publish(weights.version)
+        self._p.fleet.publish(weights)
+
+    def _on_trainer_ready(self, event: TrainerReady) -> None:
+        """A trainer of a higher epoch goes on from its checkpoint; it replays the rounds log by itself.
+
+        Rounds on the log keep the ranks they were packed for; a trainer of another ``dp_size`` spreads them itself, and
+        rounds released from now on are packed for it.
+        """
+        p = self._p
+        p.fleet.others[event.worker_id] = WorkerKind.TRAIN
+        if event.weights.epoch <= p.lineage.epoch:
+            return  # repeated
+        version = event.weights.version
+        if not self._can_replay(version):
+            self._rounds.finish_run(f"failed: the trainer came back with version {version}: {self._reach()}")
+            return
+        if not p.batches:
+            p.next_batch = p.training.batch = max(p.next_batch, version)
+        p.training.dp_size = event.dp_size
+        p.training.trained_version = version
+        lost = p.lineage.restart(event.weights)
+        if lost:
+            self._rollouts.drop_lost_versions(version)
+        p.fleet.publish(event.weights)
+        self._rounds.replay_from(parse_entry_id(event.cursor))
+
+    def _can_replay(self, version: int) -> bool:
+        """Whether the batches after ``version`` are all known. A state without batches can begin anywhere."""
+        p = self._p
+        if not p.batches and not p.lineage.epoch:
+            return True
+        return max(0, p.retention.durable_version) <= version <= p.training.batch
+
+    def _reach(self) -> str:
+        durable = max(0, self._p.retention.durable_version)
+        return f"rows before {durable} are freed and batches from {self._p.training.batch} on were never sent"
+
+    def _on_checkpoint(self, event: CheckpointSaved) -> None:
+        """A checkpoint contains its batches, so it also stands for a StepDone that was lost."""
+        training, weights = self._p.training, event.weights
+        if weights.epoch != self._p.lineage.epoch or weights.version > training.batch:
+            return  # of a trainer that was replaced
+        if weights.version > training.trained_version:
+            self._train_up_to(weights)
+        self._rounds.checkpoint_saved(event)
+
+    def _on_stop(self, event: StopRequested) -> None:
+        if not self._p.stopping:
+            self._p.stop_reason = event.reason or "stopped"
+            self._rollouts.suspend()

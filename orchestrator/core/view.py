@@ -1,0 +1,145 @@
+"""What people and metrics see of the pipeline's state.
+
+Owns: the summary. Never: decisions. Invariant: a value; it shares nothing with the state it was made from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from orchestrator.core.batches import Stage
+from orchestrator.core.pipeline import Pipeline
+from transport.types import WeightIdentity, WorkerId
+
+
+class BatchView(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch that is not yet in a durable checkpoint. stages: slots by stage.  ended: ended slots by outcome."""
+
+    batch: int
+    stages: dict[str, int]
+    ended: dict[str, int]
+    sent: int
+    owed: int
+    closed: bool
+    trained: bool
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation worker. fit: whether it loads what it is told to."""
+
+    worker_id: WorkerId
+    capacity: int
+    in_flight: int
+    groups: int
+    loaded: WeightIdentity | None
+    loading: WeightIdentity | None
+    fit: bool
+
+
+class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline at one event.
+
+    waiting_prompts: read and not admitted.  pending, running, scoring, ready: groups (ready: and not in a round).
+    rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
+    blocked: what holds admission or dispatch now, "" when nothing does.
+    """
+
+    seq: int
+    now_s: float
+    trained_version: int
+    num_batches: int
+    newest: WeightIdentity | None
+    waiting_prompts: int
+    prompts_requested: int
+    exhausted: bool
+    pending: int
+    running: int
+    scoring: int
+    ready: int
+    in_flight_samples: int
+    rounds_outstanding: int
+    outstanding: int
+    over_budget: bool
+    stop_reason: str
+    finish_reason: str
+    blocked: str
+    batches: tuple[BatchView, ...]
+    workers: tuple[WorkerView, ...]
+
+
+def view(pipeline: Pipeline) -> PipelineView:
+    """Summarise ``pipeline``. Costs time linear in groups not yet checkpointed."""
+    p = pipeline
+    batches = tuple(_batch_view(p, index) for index in p.batches)
+    stages = Counter(group.stage for group in p.groups.values())
+    return PipelineView(
+        seq=p.outbox.seq,
+        now_s=p.now_s,
+        trained_version=p.training.trained_version,
+        num_batches=p.settings.num_batches,
+        newest=p.fleet.newest,
+        waiting_prompts=len(p.prompts.waiting),
+        prompts_requested=p.prompts.requested,
+        exhausted=p.prompts.exhausted,
+        pending=stages[Stage.PENDING],
+        running=stages[Stage.RUNNING],
+        scoring=stages[Stage.SCORING],
+        ready=sum(group.stage is Stage.READY and not group.sent for group in p.groups.values()),
+        in_flight_samples=sum(worker.in_flight for worker in p.fleet.workers.values()),
+        rounds_outstanding=len(p.training.rounds),
+        outstanding=len(p.outbox.open) + len(p.outbox.rounds),
+        over_budget=p.retention.over_budget,
+        stop_reason=p.stop_reason,
+        finish_reason=p.finish_reason,
+        blocked=_blocked(p, stages[Stage.PENDING]),
+        batches=batches,
+        workers=tuple(_worker_views(p)),
+    )
+
+
+def _batch_view(p: Pipeline, index: int) -> BatchView:
+    batch = p.batches[index]
+    groups = [p.groups[group_id] for group_id in batch.group_ids]
+    return BatchView(
+        batch=index,
+        stages=dict(Counter(group.stage.value for group in groups)),
+        ended=dict(Counter(group.outcome for group in groups if group.outcome)),
+        sent=sum(group.sent for group in groups),
+        owed=len(batch.owed),
+        closed=index < p.training.batch,
+        trained=index < p.training.trained_version,
+    )
+
+
+def _worker_views(p: Pipeline) -> list[WorkerView]:
+    return [
+        WorkerView(
+            worker_id=worker.worker_id,
+            capacity=worker.capacity,
+            in_flight=worker.in_flight,
+            groups=len(worker.groups),
+            loaded=worker.loaded,
+            loading=worker.loading,
+            fit=worker.fit,
+        )
+        for worker in p.fleet.workers.values()
+    ]
+
+
+def _blocked(p: Pipeline, num_pending: int) -> str:
+    """The first thing that the pipeline waits for, in the order in which it needs them."""
+    if p.finished:
+        return ""
+    if not p.training.dp_size:
+        return "no trainer is ready"
+    if not p.fleet.workers:
+        return "no generation worker has joined"
+    if p.prompts.requested and not p.prompts.waiting and p.next_batch <= p.training.trained_version:
+        return "the prompt source has not answered"
+    if num_pending and not any(worker.fit for worker in p.fleet.workers.values()):
+        return "no generation worker could load the newest weights"
+    if num_pending and not any(worker.in_flight for worker in p.fleet.workers.values()):
+        return "every generation worker has weights that are too old"
+    return "admission is closed: the broker is over its byte budget" if p.retention.over_budget else ""
