@@ -1,0 +1,179 @@
+"""What a response is worth: extraction, own verifiers, and what a user's function may return."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.settings import DataSettings, ScoringSettings, Settings
+from workers.errors import RewardError, RewardSetupError
+from workers.scoring.rewards import (
+    Reward,
+    RewardSpec,
+    Scorer,
+    as_number,
+    build_reward,
+    extract_answer,
+    read_entry,
+    read_reward,
+    reward_spec,
+)
+
+MARKER = "Answer:"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 7", "7"),
+        ("2 + 5 = 7. answer: 7.", "7"),
+        ("Answer: 3\nno, wait.\nAnswer: 7", "7"),
+        ("Answer: 7\nThat is all.", "7"),
+        ("**Answer:** 7", "7"),
+        ("**Answer: 7**", "7"),
+        ("Answer: $7$", "7"),
+        ("Answer: \\boxed{7}.", "7"),
+        ("Answer: <7>", "7"),
+        ("Answer:\n-7", "-7"),
+        ("Answer: the red fox", "the red fox"),
+        ("Answer:", None),
+        ("Answer:  \n ", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_what_follows_the_last_marker(response: str, answer: str | None) -> None:
+    assert extract_answer(response, MARKER) == answer
+
+
+@given(st.text())
+def test_no_response_breaks_the_extraction(response: str) -> None:
+    answer = extract_answer(f"Answer:{response}", MARKER)
+    assert answer is None or (answer and "\n" not in answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7", 7), ("-7.50", -7.5), ("1,000", 1000), ("$12", 12), ("12%", 12), ("+3.", 3), ("\u22125", -5), (".5", 0.5)],
+)
+def test_a_number_is_read_in_its_usual_spellings(text: str, number: float) -> None:
+    assert as_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "seven", "1 2", "nan", "inf", "1e5", "--1", "$", "7 apples"])
+def test_other_text_is_no_number(text: str) -> None:
+    assert as_number(text) is None
+
+
+def spec(source: str = "jsonl", **changes: object) -> RewardSpec:
+    fields = {"task": "chain_sum", "params": {}, "answer_marker": MARKER, "well_formed_reward": 0.1}
+    return RewardSpec(source=source, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def gym() -> Scorer:
+    return build_reward(spec("reasoning_gym", params={"min_terms": 2, "max_terms": 2}))
+
+
+@pytest.mark.timeout(60)  # importing reasoning_gym takes seconds
+@pytest.mark.parametrize(
+    ("response", "value", "well_formed", "right"),
+    [
+        ("Answer: -4", 1.0, 1.0, 1.0),
+        ("Answer: -4.0", 1.0, 1.0, 1.0),
+        ("Answer: 4", 0.1, 1.0, 0.0),
+        ("Answer: <result>", 0.0, 0.0, 0.0),
+        ("-4", 0.0, 0.0, 0.0),
+    ],
+)
+def test_a_gym_task_is_scored_by_its_own_verifier(
+    gym: Scorer, response: str, value: float, well_formed: float, right: float
+) -> None:
+    entry = {"question": "4 - 1 - 7 =", "answer": "-4", "metadata": {"num_terms": 3}}
+    reward = gym("", response, entry)
+    assert reward == Reward(value=value, components={"well_formed": well_formed, "right": right})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("answer", "response", "value"),
+    [
+        ("72", "Answer: 72.00", 1.0),
+        ("6 * 12 = <<6*12=72>>72\n#### 72", "Answer: $72", 1.0),
+        ("1,080", "Answer: 1080", 1.0),
+        ("72", "Answer: 71", 0.1),
+        ("72", "Answer: seventy-two", 0.0),
+        ("\\frac{1}{2}", "Answer: $\\frac{2}{4}$", 1.0),
+        ("Paris", "Answer: paris", 1.0),
+        ("Paris", "Answer: Rome", 0.1),
+    ],
+)
+def test_an_answer_from_a_file_is_compared_as_text_number_or_mathematics(
+    answer: str, response: str, value: float
+) -> None:
+    assert build_reward(spec())("", response, {"answer": answer}).value == value
+
+
+def test_an_entry_without_an_answer_is_an_error_and_no_zero() -> None:
+    with pytest.raises(RewardError, match="no answer"):
+        build_reward(spec())("", "Answer: 1", {})
+
+
+@pytest.mark.timeout(60)
+def test_a_task_that_the_gym_does_not_have_is_named() -> None:
+    with pytest.raises(RewardSetupError, match="no_such_task"):
+        build_reward(spec("reasoning_gym", task="no_such_task"))
+    with pytest.raises(RewardSetupError, match="min_terms"):
+        build_reward(spec("reasoning_gym", params={"min_terms": -1}))
+
+
+# --- user's functions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (1, Reward(value=1.0)),
+        (True, Reward(value=1.0)),
+        (np.float32(0.5), Reward(value=0.5)),
+        ({"reward": 0.5, "style": 1}, Reward(value=0.5, components={"style": 1.0})),
+    ],
+)
+def test_a_function_returns_a_number_or_a_dict_with_a_reward(returned: object, reward: Reward) -> None:
+    assert read_reward(returned) == reward
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [math.nan, math.inf, "1.0", None, [1.0], {"style": 1.0}, {"reward": "high"}, {"reward": 1.0, "style": math.nan}],
+)
+def test_anything_else_is_an_error_and_no_zero(returned: object) -> None:
+    with pytest.raises(RewardError):
+        read_reward(returned)
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module:f", "math:no_such_function", "math:pi", "tests.fakes.no_such_module:f"]
+)
+def test_a_function_that_cannot_be_imported_is_named(name: str) -> None:
+    with pytest.raises(RewardSetupError, match=name.replace(".", r"\.")):
+        build_reward(spec(function=name))
+
+
+@pytest.mark.parametrize(("setting", "allowed"), [("mine:reward", ""), ("", "mine:reward"), ("mine:a", "mine:b")])
+def test_a_setting_alone_never_names_code(setting: str, allowed: str) -> None:
+    with pytest.raises(RewardSetupError, match="reward"):
+        reward_spec(Settings(scoring=ScoringSettings(reward=setting)), allowed)
+
+
+def test_what_both_sides_name_is_built() -> None:
+    settings = Settings(scoring=ScoringSettings(reward="mine:reward"), data=DataSettings(source="jsonl"))
+    assert reward_spec(settings, "mine:reward").function == "mine:reward"
+
+
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"\xff", b"{"])
+def test_a_corrupt_entry_is_an_error(raw: bytes) -> None:
+    with pytest.raises(RewardError):
+        read_entry(raw)

@@ -1,0 +1,215 @@
+"""One worker's share of one task's queue: claim units, keep their leases, commit each with its ack, give up by name.
+
+    claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
+                          │ fails: tried again here, until its attempts are used up ──► dead letter + ScoringFailed
+                          └ its lease went to another worker: the work on it stops
+
+Attempts are deliveries and local tries together, so that neither a reward that raises nor one that kills its worker is
+tried for ever. Whatever the handler wants written happens in the same step as the ack.
+
+Owns: leases, attempts, dead letters. Never: what a unit means. Invariant: a unit ends as committed once or as a dead
+letter with its reason; it is never acknowledged without either, unless its group is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from transport.broker import keys
+from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, RowWrite
+from transport.clock import Clock
+from transport.errors import MessageError
+from transport.messages import ScoringFailed, encode
+from transport.rows import RowStore
+from transport.types import GroupId, WorkerId
+from workers.errors import RewardError
+
+log = structlog.get_logger(__name__)
+
+CLAIM_WAIT_S = 1.0
+"""How long one claim waits for work; also how late a reclaim may be."""
+RENEWALS_PER_LEASE = 3
+"""Two renewals may be lost before a lease is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit of the task. unit_id: a row id or a group id."""
+
+    unit_id: str
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is to be written for one unit. Empty when its group is gone: then the unit is only acknowledged."""
+
+    rows: Sequence[RowWrite] = ()
+    appends: Sequence[Append] = ()
+
+
+Handle = Callable[[Unit], Awaitable[Outcome]]
+"""Works on one unit. RewardError: try again; MessageError: what was stored is bad, no retry helps."""
+
+
+def event_append(event: msgspec.Struct, **fields: str) -> Append:
+    """An event for the orchestrator, with readable fields beside it."""
+    named = {"event": type(event).__name__, **fields}
+    return Append(stream=keys.EVENTS, entry=Entry(fields=named, payload=encode(event)))
+
+
+class BusyMeter:
+    """Seconds during which at least one unit was in work, over all tasks of a worker."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._busy_s = 0.0
+        self._since_s = 0.0
+        self.in_work = 0
+
+    def begin(self) -> None:
+        if not self.in_work:
+            self._since_s = self._clock.now_s()
+        self.in_work += 1
+
+    def end(self) -> None:
+        self.in_work -= 1
+        if not self.in_work:
+            self._busy_s += self._clock.now_s() - self._since_s
+
+    def busy_s(self) -> float:
+        return self._busy_s + (self._clock.now_s() - self._since_s if self.in_work else 0.0)
+
+
+class TaskConsumer:
+    """Consumes one task until cancelled.
+
+    lease_s: a unit that nobody renewed for so long is taken over.  max_attempts: of one unit.
+    at_once: units in work together.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        rows: RowStore,
+        task: str,
+        consumer: WorkerId,
+        handle: Handle,
+        *,
+        clock: Clock,
+        meter: BusyMeter,
+        lease_s: float,
+        max_attempts: int,
+        at_once: int,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows
+        self._task = task
+        self._queue = keys.tasks(task)
+        self._consumer = consumer
+        self._handle = handle
+        self._clock = clock
+        self._meter = meter
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._at_once = at_once
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self._reclaim_due_s = clock.now_s()
+        self.done = 0
+        self.given_up = 0
+
+    async def run(self) -> None:
+        """Forever. Raises what the broker raises when it stays away."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_leases(), name=f"{self._task} leases")
+            while True:
+                await self._wait_for_room()
+                for delivery in await self._take(self._at_once - len(self._working)):
+                    if delivery.entry_id not in self._working:
+                        work = group.create_task(self._work(delivery), name=f"{self._task} {delivery.entry_id}")
+                        self._working[delivery.entry_id] = work
+
+    async def _wait_for_room(self) -> None:
+        while len(self._working) >= self._at_once:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _take(self, count: int) -> list[Delivery]:
+        """New units, or those whose holder stopped renewing, which is looked at twice a lease."""
+        if self._clock.now_s() >= self._reclaim_due_s:
+            self._reclaim_due_s = self._clock.now_s() + self._lease_s / 2
+            # one delivery more than allowed, so that the last one is given up here, together with its event
+            taken, _ = await self._broker.reclaim(
+                self._queue,
+                self._consumer,
+                idle_s=self._lease_s,
+                max_deliveries=self._max_attempts + 1,
+                count=count,
+            )
+            if taken:
+                return taken
+        return await self._broker.claim(self._queue, self._consumer, count=count, wait_s=CLAIM_WAIT_S)
+
+    async def _keep_leases(self) -> None:
+        """Renew what is in work; stop working on what another worker has taken over."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            held = list(self._working)
+            if not held:
+                continue
+            kept = set(await self._broker.renew(self._queue, self._consumer, held))
+            for entry_id in held:
+                if entry_id not in kept and entry_id in self._working:
+                    log.warning("lease lost", task=self._task, entry=entry_id)
+                    self._working[entry_id].cancel()
+
+    async def _work(self, delivery: Delivery) -> None:
+        self._meter.begin()
+        try:
+            await self._finish(delivery)
+        finally:
+            self._meter.end()
+            del self._working[delivery.entry_id]
+            self._room.set()
+
+    async def _finish(self, delivery: Delivery) -> None:
+        """Commit the unit, or move it to the dead letters."""
+        unit = Unit(
+            unit_id=delivery.entry.fields.get("unit", ""), group_id=GroupId(delivery.entry.fields.get("group", ""))
+        )
+        try:
+            outcome = await self._attempt(unit, delivery.deliveries)
+        except (RewardError, MessageError) as error:
+            await self._give_up(delivery, unit, str(error))
+            return
+        ack = Ack(queue=self._queue, entry_id=delivery.entry_id)
+        await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=(ack,)))
+        self.done += 1
+
+    async def _attempt(self, unit: Unit, deliveries: int) -> Outcome:
+        """Try until the attempts are used up. Raises the last error."""
+        if not unit.unit_id or not unit.group_id:
+            raise MessageError("the notice names no unit or no group")
+        failure = RewardError(f"given up after {deliveries - 1} deliveries: the workers that held it died")
+        for attempt in range(deliveries, self._max_attempts + 1):
+            try:
+                return await self._handle(unit)
+            except RewardError as error:
+                log.warning("unit failed", task=self._task, unit=unit.unit_id, attempt=attempt, reason=str(error))
+                failure = error
+        raise failure
+
+    async def _give_up(self, delivery: Delivery, unit: Unit, reason: str) -> None:
+        """Dead-letter the unit and tell the orchestrator, in one step: its slot gets another group."""
+        log.error("unit given up", task=self._task, unit=unit.unit_id, reason=reason)
+        said = f"{self._task} of {unit.unit_id or '(nothing)'}: {reason}"
+        failed = ScoringFailed(group_id=unit.group_id, reason=said)
+        appends = [event_append(failed, group=unit.group_id, worker=self._consumer)] if unit.group_id else []
+        await self._broker.reject(delivery, said, appends=appends)
+        self.given_up += 1

@@ -1,0 +1,112 @@
+"""The child process that runs rewards: reads requests from its stdin, writes answers to its stdout, both framed.
+
+    frame = length (4 bytes, big-endian) | MessagePack
+    parent: RewardSpec once, then a ScoreRequest at a time;  child: Ready once, then an answer to each
+
+Started by sandbox.py as ``python -m workers.scoring.reward_process``. What a reward prints goes to stderr. One that
+does not come back is ended by faulthandler's own thread, which needs no GIL and prints where it hangs.
+
+Owns: nothing that outlives a request. Invariant: every request is answered, or the process ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from transport.types import Struct
+from workers.errors import RewardError, RewardSetupError
+from workers.scoring.rewards import Reward, RewardSpec, Scorer, build_reward, read_entry
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """timeout_s: of one reward.  memory_bytes: address space of the child."""
+
+    spec: RewardSpec
+    timeout_s: float
+    memory_bytes: int
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """entry: the column TASK_ENTRY as it is."""
+
+    prompt: str
+    response: str
+    entry: bytes
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag=True):
+    """No reward, and why. Also the answer to a Setup that cannot be done."""
+
+    reason: str
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag=True):
+    """The reward is imported."""
+
+
+class Scored(Struct, frozen=True, kw_only=True, tag=True):
+    reward: Reward
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    raw = _encoder.encode(message)
+    return len(raw).to_bytes(4, "big") + raw
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    requests, answers = _take_over_streams()
+    setup = msgspec.msgpack.decode(_read(requests), type=Setup)
+    resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        scorer = build_reward(setup.spec)
+    except RewardSetupError as error:
+        answers.write(frame(Failed(reason=str(error))))
+        return
+    answers.write(frame(Ready()))
+    decoder = msgspec.msgpack.Decoder(ScoreRequest)
+    while raw := _read(requests):
+        answers.write(frame(_answer(scorer, decoder.decode(raw), setup.timeout_s)))
+
+
+def _answer(scorer: Scorer, request: ScoreRequest, timeout_s: float) -> Scored | Failed:
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
+    try:
+        return Scored(reward=scorer(request.prompt, request.response, read_entry(request.entry)))
+    except RewardError as error:
+        return Failed(reason=str(error))
+    except Exception as error:  # the guard of one unit: foreign code may raise anything
+        return Failed(reason=f"the reward raised {type(error).__name__}: {error}"[:500])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Keep stdin and stdout for frames; whoever reads or prints gets nothing and stderr."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """The next frame, b"" at the end."""
+    length = requests.read(4)
+    return requests.read(int.from_bytes(length, "big")) if len(length) == 4 else b""
+
+
+if __name__ == "__main__":
+    main()

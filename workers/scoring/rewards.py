@@ -1,0 +1,225 @@
+"""Rewards: what one response is worth, with named components.
+
+    own verifier     reasoning_gym's scorer of the task, or a comparison with the entry's answer (jsonl, hf)
+    user's function  ``module:function``, called ``function(prompt, response, entry)``
+
+The own verifiers pay 1 for a right answer, ``well_formed_reward`` for a wrong one in the asked form, else 0, so that a
+model that cannot do the task yet has a first step to climb.
+
+Owns: extraction, verification, the meaning of what a user's function returns. Never: processes, time limits
+(sandbox.py). Invariant: a reward is a finite number or a RewardError, never a silent zero.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, Literal
+
+import msgspec
+
+from transport.settings import ParamValue, Settings
+from transport.types import Struct
+from workers.errors import RewardError, RewardSetupError
+
+Entry = Mapping[str, Any]
+"""The task entry of a prompt: what the data source wrote into the column TASK_ENTRY; ``answer`` is the right answer."""
+
+
+class RewardSpec(Struct, frozen=True, kw_only=True):
+    """Which reward to build. function: "module:function", checked against the worker's own command line."""
+
+    source: Literal["reasoning_gym", "jsonl", "hf"]
+    task: str
+    params: dict[str, ParamValue]
+    answer_marker: str
+    well_formed_reward: float
+    function: str = ""
+
+
+class Reward(Struct, frozen=True, kw_only=True):
+    """value: what the policy is trained on.  components: its parts, for people."""
+
+    value: float
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+
+
+Scorer = Callable[[str, str, Entry], Reward]
+"""(prompt, response, entry) -> Reward. Raises RewardError."""
+
+
+def reward_spec(settings: Settings, allowed: str) -> RewardSpec:
+    """The run's reward, if this worker may compute it.
+
+    Args:   allowed: "module:function" from the worker's own command line; "" allows the own verifiers only.
+    Raises: RewardSetupError: the run's setting names another function. A setting alone never imports code.
+    """
+    wanted = settings.scoring.reward
+    if wanted != allowed:
+        raise RewardSetupError(
+            f"the run wants reward {wanted or '(own verifier)'!r}, this worker allows {allowed or '(own verifier)'!r}; "
+            f"start it with --reward {wanted}"
+            if wanted
+            else f"the run uses the data's own verifier; drop --reward {allowed}"
+        )
+    return RewardSpec(
+        source=settings.data.source,
+        task=settings.data.task,
+        params=settings.data.params,
+        answer_marker=settings.scoring.answer_marker,
+        well_formed_reward=settings.scoring.well_formed_reward,
+        function=wanted,
+    )
+
+
+def build_reward(spec: RewardSpec) -> Scorer:
+    """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
+    if spec.function:
+        return _user_reward(spec.function)
+    grade = _gym_grade(spec.task, spec.params) if spec.source == "reasoning_gym" else _answer_grade()
+    return _own_verifier(spec, grade)
+
+
+# --- the answer in a response -----------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)")
+
+
+def extract_answer(response: str, marker: str) -> str | None:
+    """What follows the last ``marker`` on its line, without the decoration models put around answers.
+
+    The marker is found in any case. Returns None where there is no marker or nothing after it; the next line counts
+    when the marker's own has nothing.
+    """
+    start = response.lower().rfind(marker.lower())
+    if start < 0:
+        return None
+    rest = response[start + len(marker) :].lstrip(" \t*:=\r\n")
+    line = rest.split("\n", 1)[0].strip()
+    for opening, closing in (("\\boxed{", "}"), ("\\(", "\\)"), ("<", ">"), ("**", "**"), ("$", "$"), ("`", "`")):
+        if line.startswith(opening) and line.endswith((closing, closing + ".")):
+            line = line[len(opening) : line.rindex(closing)].strip()
+    return line.strip("*` ").removesuffix(".").strip() or None
+
+
+def as_number(text: str) -> float | None:
+    """The number that ``text`` is: ``1,000``, ``-3.50``, ``$7``, ``12%`` count; None for anything else."""
+    bare = text.strip().lstrip("$€£").rstrip("%").strip().replace("\u2212", "-")
+    if not _NUMBER.fullmatch(bare):
+        return None
+    return float(bare.replace(",", ""))
+
+
+def has_asked_form(answer: str | None, entry: Entry) -> bool:
+    """There is an answer, and it is a number where a number is asked for (or "Answer: <result>" would pay)."""
+    if answer is None:
+        return False
+    return as_number(_gold(entry)) is None or as_number(answer) is not None
+
+
+def _gold(entry: Entry) -> str:
+    """The right answer; GSM8K writes its reasoning before ``####``."""
+    return str(entry.get("answer", "")).rsplit("####", 1)[-1].strip()
+
+
+# --- own verifiers ----------------------------------------------------------------------------------------------------
+
+Grade = Callable[[str, Entry], bool]
+"""(answer, entry) -> whether it is right."""
+
+
+def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
+    def score(prompt: str, response: str, entry: Entry) -> Reward:
+        if not _gold(entry):
+            raise RewardError("the task entry has no answer to compare with")
+        answer = extract_answer(response, spec.answer_marker)
+        well_formed = has_asked_form(answer, entry)
+        right = answer is not None and well_formed and grade(answer, entry)
+        value = 1.0 if right else spec.well_formed_reward if well_formed else 0.0
+        return Reward(value=value, components={"well_formed": float(well_formed), "right": float(right)})
+
+    return score
+
+
+def _gym_grade(task: str, params: Mapping[str, ParamValue]) -> Grade:
+    """reasoning_gym's own scorer of the task; full marks only count as right."""
+    import reasoning_gym
+
+    try:
+        dataset = reasoning_gym.create_dataset(task, size=1, seed=0, **params)
+    except (ValueError, TypeError, AssertionError) as error:  # it checks its configuration with assert
+        raise RewardSetupError(f"reasoning_gym cannot make task {task!r} with {dict(params)}: {error}") from error
+    return lambda answer, entry: dataset.score_answer(answer, dict(entry)) >= 1.0
+
+
+def _answer_grade() -> Grade:
+    """Equal as text or as numbers; else equal as mathematics (LaTeX, fractions, intervals)."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that we keep time ourselves
+
+    def grade(answer: str, entry: Entry) -> bool:
+        gold = _gold(entry)
+        number, gold_number = as_number(answer), as_number(gold)
+        if gold_number is not None and number is not None:
+            return math.isclose(number, gold_number, rel_tol=1e-9, abs_tol=1e-9)
+        if answer.casefold() == gold.casefold():
+            return True
+        parsed = [parse(f"${text}$", parsing_timeout=0) for text in (gold, answer)]
+        return bool(verify(parsed[0], parsed[1], timeout_seconds=0))
+
+    return grade
+
+
+# --- user's functions -------------------------------------------------------------------------------------------------
+
+
+def _user_reward(name: str) -> Scorer:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RewardSetupError(f"reward {name!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise RewardSetupError(f"reward {name!r} is not a function")
+    return lambda prompt, response, entry: read_reward(function(prompt, response, dict(entry)))
+
+
+def read_reward(result: object) -> Reward:
+    """What a user's function returned: a number, or a mapping with the key "reward" whose other items are components.
+
+    Raises: RewardError: anything else, or a number that is not finite.
+    """
+    if isinstance(result, Mapping):
+        numbers = {str(name): _finite(str(name), value) for name, value in result.items()}
+        if "reward" not in numbers:
+            raise RewardError(f'the reward function returned a dict without "reward": {sorted(numbers)}')
+        return Reward(value=numbers.pop("reward"), components=numbers)
+    return Reward(value=_finite("reward", result))
+
+
+def _finite(name: str, value: object) -> float:
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        value = value.item()  # type: ignore[union-attr]  # a scalar of numpy or torch
+    if not isinstance(value, Real):
+        raise RewardError(f"the reward function returned {name} = {value!r:.60} ({type(value).__name__}), not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"the reward function returned {name} = {number}")
+    return number
+
+
+def read_entry(raw: bytes) -> Entry:
+    """The column TASK_ENTRY. Raises RewardError for anything but a JSON object."""
+    try:
+        entry = json.loads(raw)
+    except ValueError as error:
+        raise RewardError(f"the task entry is not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise RewardError("the task entry is not a JSON object")
+    return entry

@@ -1,0 +1,127 @@
+"""The scoring worker: takes its share of every scoring task, each through a consumer of its own.
+
+    tasks:reward      sample: response ids -> text -> reward (child processes)      REWARD, REWARD_COMPONENTS
+    tasks:reference   sample: logprobs under the base model (with kl_coef > 0)      REFERENCE_LOGPROBS
+    tasks:advantages  group:  rewards -> advantages, GroupScored                    ADVANTAGE
+
+Any number of these workers share the queues. Owns: wiring. Invariant: nothing is acknowledged before it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from transport.broker.base import Broker
+from transport.clock import Clock
+from transport.errors import StreamError
+from transport.rows import BrokerRows, RowStore
+from transport.settings import Settings
+from transport.types import WorkerId
+from workers.lifecycle import Activity
+from workers.scoring.advantages import AdvantageTask
+from workers.scoring.consumer import BusyMeter, Handle, TaskConsumer
+from workers.scoring.rewards import reward_spec
+from workers.scoring.sample import Detokenize, RewardTask, load_detokenizer
+from workers.scoring.sandbox import RewardSandbox
+
+REWARD_PROCESSES = 2
+"""A reward that hangs blocks one of them; rewards are cheap beside generation, so more would idle."""
+AT_ONCE = 16
+"""Units of one task that a worker holds together: enough to hide the broker's round trips."""
+
+
+def _first(group: BaseExceptionGroup[StreamError]) -> StreamError:
+    """The first error of a TaskGroup: it cancelled the others."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StreamError)  # the group was split off by that type
+    return error
+
+
+class ScoringWorker:
+    """Scores until cancelled.
+
+    model_dir: tokenizer, and the reference model where there is one.  allowed_reward: "module:function" named on this
+    worker's own command line.  rows: where columns live; the broker's own hashes by default.
+    Raises (constructor): RewardSetupError: the run's reward is another than the allowed one.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: Settings,
+        worker_id: WorkerId,
+        *,
+        model_dir: Path,
+        clock: Clock,
+        allowed_reward: str = "",
+        rows: RowStore | None = None,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows or BrokerRows(broker)
+        self._settings = settings
+        self._worker_id = worker_id
+        self._model_dir = model_dir
+        self._clock = clock
+        self._meter = BusyMeter(clock)
+        spec = reward_spec(settings, allowed_reward)
+        self._sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=REWARD_PROCESSES)
+        self._consumers: dict[str, TaskConsumer] = {}
+
+    async def run(self) -> None:
+        """Score until cancelled. Raises RewardSetupError, ModelError; the broker's errors when it stays away."""
+        try:
+            _, detokenize = await asyncio.gather(
+                self._sandbox.start(), asyncio.to_thread(load_detokenizer, self._model_dir)
+            )
+            self._consumers = {
+                task: self._consumer(task, handle) for task, handle in (await self._tasks(detokenize)).items()
+            }
+            async with asyncio.TaskGroup() as group:
+                for task, consumer in self._consumers.items():
+                    group.create_task(consumer.run(), name=task)
+        except* StreamError as failures:
+            raise _first(failures) from None
+        finally:
+            await self._sandbox.close()
+
+    async def _tasks(self, detokenize: Detokenize) -> dict[str, Handle]:
+        settings = self._settings
+        tasks: dict[str, Handle] = {
+            "reward": RewardTask(self._rows, self._worker_id, self._sandbox, detokenize),
+            "advantages": AdvantageTask(
+                self._rows,
+                self._worker_id,
+                kind=settings.algorithm.advantage,
+                max_group_size=settings.pipeline.group_size,
+            ),
+        }
+        if settings.algorithm.kl_coef > 0:
+            from workers.scoring.reference import ReferenceModel, ReferenceTask  # torch: only where it is needed
+
+            model = await asyncio.to_thread(ReferenceModel, self._model_dir, settings)
+            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, model)
+        return tasks
+
+    def _consumer(self, task: str, handle: Handle) -> TaskConsumer:
+        return TaskConsumer(
+            self._broker,
+            self._rows,
+            task,
+            self._worker_id,
+            handle,
+            clock=self._clock,
+            meter=self._meter,
+            lease_s=self._settings.scoring.lease_s,
+            max_attempts=self._settings.scoring.max_deliveries,
+            at_once=AT_ONCE,
+        )
+
+    def activity(self) -> Activity:
+        counters = {f"{task}_done": float(consumer.done) for task, consumer in self._consumers.items()}
+        counters["given_up"] = float(sum(consumer.given_up for consumer in self._consumers.values()))
+        counters["reward_failures"] = float(self._sandbox.failures)
+        doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
+        return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)
