@@ -70,7 +70,9 @@ def run(
         typer.echo(config.render(resolved), nl=False)
         return
     from orchestrator.runtime import supervisor
+    from orchestrator.runtime.problems import load_problems
 
+    load_problems(resolved.settings)  # a mistake in the data is answered before anything starts
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 

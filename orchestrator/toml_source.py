@@ -107,7 +107,8 @@ def parse_override(argument: str) -> Setting:
     path = tuple(part.strip() for part in key.split("."))
     if not separator or len(path) < 2 or not all(path):
         raise ConfigError(f"{key!r} is not of the form section.key=value", where="--set")
-    text = text.strip()
+    if key != key.rstrip():  # "key = value"; in "data.suffix= End so" the blank is part of the string
+        text = text.strip()
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

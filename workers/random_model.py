@@ -46,7 +46,7 @@ def build_qwen3_tiny(directory: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _character_tokenizer()
+    tokenizer = character_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -67,7 +67,7 @@ def build_qwen3_tiny(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, made here so that it needs no file and works offline."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

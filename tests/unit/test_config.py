@@ -1,0 +1,386 @@
+"""Configuration: precedence, origins, and one clear error for each kind of mistake."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.config import (
+    FIELDS,
+    PASSWORD_VARIABLE,
+    Resolved,
+    check_resume,
+    preset_names,
+    read_preset,
+    render,
+    resolve,
+)
+from orchestrator.config_checks import COMBINATIONS, FORMS, RANGES
+from orchestrator.errors import ConfigError
+from orchestrator.toml_source import FIELD_WORDS, key_lines, to_toml
+from transport.settings import Settings
+
+
+def with_set(*overrides: str, preset: str | None = None) -> Resolved:
+    return resolve(preset, [], list(overrides), {})
+
+
+def error_of(*overrides: str, preset: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        with_set(*overrides, preset=preset)
+    return str(caught.value)
+
+
+def file_error(tmp_path: Path, document: str) -> ConfigError:
+    file = tmp_path / "mine.toml"
+    file.write_text(document, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, [file], [], {})
+    return caught.value
+
+
+# --- precedence and origins -------------------------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_defaults():
+    resolved = with_set()
+    assert resolved.settings == Settings()
+    assert set(resolved.origins) == set(FIELDS)
+    assert set(resolved.origins.values()) == {"default"}
+
+
+def test_later_layers_win_and_are_named(tmp_path: Path):
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("[trainer]\nlr = 2e-5\nthreads = 3\n[run]\nbatches = 7\n")
+    second.write_text("# comment\n\n[trainer]\nthreads = 4\n")
+    resolved = resolve("smollm2", [first, second], ["run.batches=9"], {PASSWORD_VARIABLE: "hush"})
+    assert resolved.settings.run.batches == 9
+    assert resolved.settings.trainer.lr == 2e-5
+    assert resolved.settings.trainer.threads == 4
+    assert resolved.settings.pipeline.group_size == 8
+    assert resolved.settings.broker.password == "hush"
+    assert resolved.origins["run.batches"] == "--set"
+    assert resolved.origins["trainer.lr"] == f"{first}:2"
+    assert resolved.origins["trainer.threads"] == f"{second}:4"
+    assert resolved.origins["sampling.temperature"].startswith("preset smollm2:")
+    assert resolved.origins["broker.password"] == f"environment {PASSWORD_VARIABLE}"
+    assert resolved.origins["trainer.epochs"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("argument", "section", "field", "expected"),
+    [
+        ("trainer.lr=1e-5", "trainer", "lr", 1e-5),
+        ("trainer.lr=1", "trainer", "lr", 1.0),
+        ("trainer.lr = 0.5", "trainer", "lr", 0.5),
+        ("run.name=first-try", "run", "name", "first-try"),
+        ('run.name="quoted"', "run", "name", "quoted"),
+        ("run.name=7", "run", "name", "7"),
+        ("run.name=2026-11-20", "run", "name", "2026-11-20"),
+        ("data.suffix= Answer: x=1", "data", "suffix", " Answer: x=1"),
+        ("data.suffix = Answer", "data", "suffix", "Answer"),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("trainer.betas=[0.9, 0.99]", "trainer", "betas", (0.9, 0.99)),
+        ("pipeline.update=barrier", "pipeline", "update", "barrier"),
+        ("broker.url=unix:///tmp/x.sock", "broker", "url", "unix:///tmp/x.sock"),
+    ],
+)
+def test_override_values(argument: str, section: str, field: str, expected: object):
+    assert getattr(getattr(with_set(argument).settings, section), field) == expected
+
+
+def test_one_task_parameter_is_set_beside_the_others():
+    params = with_set("data.params.max_digits=3", preset="smollm2").settings.data.params
+    assert params == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 3}
+
+
+def test_another_task_forgets_the_parameters_of_the_one_before():
+    resolved = with_set("data.task=gcd", preset="smollm2")
+    assert resolved.settings.data.params == {}
+    assert resolved.origins["data.params"] == "default"
+    assert with_set("data.task=chain_sum", preset="smollm2").settings.data.params["max_terms"] == 2
+
+
+def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[data]\ntask = 'gcd'\n\n[data.params]\nmax_value = 9\n\n[trainer]\n")
+    resolved = resolve("smollm2", [file], [], {})
+    assert resolved.settings.data.params == {"max_value": 9}
+    assert resolved.origins["data.params"] == f"{file}:4"
+
+
+def test_every_preset_resolves():
+    assert preset_names() == ["gsm8k", "smollm2", "smollm2-hard", "tiny"]
+    for name in preset_names():
+        data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
+        assert resolve(name, [], data, {}).settings.run.name == name
+
+
+def test_presets_say_where_each_value_stands():
+    lines = {setting.key: setting.where for setting in read_preset("tiny")}
+    assert lines["run.name"] == "preset tiny:5"
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_key_in_a_file(tmp_path: Path):
+    error = file_error(tmp_path, "[trainer]\nlr = 1e-5\nwarmup_batchs = 3\n")
+    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:3: unknown key trainer.warmup_batchs")
+    assert "did you mean trainer.warmup_batches?" in str(error)
+    assert error.key == "trainer.warmup_batchs"
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("trainer.learning_rate=1", "trainer.lr"),
+        ("trainer.learnin_rate=1", "trainer.lr"),
+        ("trainer.temperature=1", "sampling.temperature"),
+        ("pipeline.groupsize=1", "pipeline.group_size"),
+        ("trainer.batch_size=1", "pipeline.groups_per_batch"),
+        ("trainer.lr.x=1", "trainer.lr"),
+        ("trainr.lr=1", "trainer"),
+    ],
+)
+def test_nearest_key(argument: str, meant: str):
+    assert f"did you mean {meant}?" in error_of(argument)
+
+
+def test_a_key_like_no_other_lists_those_there_are():
+    assert "keys of eval: problems, seed" in error_of("eval.zzz=1")
+
+
+def test_words_of_other_trainers_name_real_settings():
+    assert set(FIELD_WORDS.values()) <= set(FIELDS)
+
+
+def test_unknown_section(tmp_path: Path):
+    error = file_error(tmp_path, "[trainr]\nlr = 1\n")
+    assert "mine.toml:2: unknown section trainr (did you mean trainer?)" in str(error)
+
+
+def test_value_where_a_section_belongs(tmp_path: Path):
+    assert "mine.toml:1: trainer is a section" in str(file_error(tmp_path, "trainer = 1\n"))
+
+
+def test_malformed_toml_names_the_line(tmp_path: Path):
+    error = file_error(tmp_path, "[trainer]\nlr = 1\nthreads = = 2\n")
+    assert "mine.toml:3: not valid TOML" in str(error)
+
+
+def test_missing_file_and_preset(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
+        resolve(None, [tmp_path / "absent.toml"], [], {})
+    with pytest.raises(ConfigError, match=r"no preset 'smolm2' \(did you mean smollm2\?\)"):
+        resolve("smolm2", [], [], {})
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("trainer.lr=fast", 'trainer.lr must be a number, not "fast"'),
+        ("pipeline.group_size=true", "pipeline.group_size must be a whole number, not true"),
+        ("run.batches=1.5", "run.batches must be a whole number, not 1.5"),
+        ("liveness.lease_s=soon", 'liveness.lease_s must be a number (seconds), not "soon"'),
+        ("broker.max_retained_bytes=2GB", 'must be a whole number (bytes), not "2GB"'),
+        ("data.shuffle=maybe", 'data.shuffle must be true or false, not "maybe"'),
+        ("pipeline.update=now", 'must be one of "barrier", "staggered", "in_flight", not "now"'),
+        ("generation.dtype=fp16", 'must be one of "bfloat16", "float32", not "fp16"'),
+        ("trainer.betas=[1]", "trainer.betas must be a list of 2 numbers, not [1]"),
+        ("data.params=3", "data.params must be a table"),
+        ("lr=1", "'lr' is not of the form section.key=value"),
+        ("trainer.lr", "'trainer.lr' is not of the form section.key=value"),
+    ],
+)
+def test_wrong_types_and_forms(argument: str, message: str):
+    error = error_of(argument)
+    assert error.startswith("--set: ")
+    assert message in error
+
+
+def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
+    error = file_error(tmp_path, '[trainer]\nbetas = [\n  0.9,\n  0.95,\n]\nlr = "x"\n')
+    assert "mine.toml:6: trainer.lr must be a number" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("sampling.top_p=0", "sampling.top_p = 0.0 must be in (0, 1]"),
+        ("sampling.top_p=nan", "must be in (0, 1]"),
+        ("sampling.top_p=1.1", "must be in (0, 1]"),
+        ("sampling.temperature=0", "must be > 0"),
+        ("pipeline.max_staleness=-1", "must be >= 0"),
+        ("pipeline.group_size=1", "must be >= 2"),
+        ("algorithm.kl_coef=-0.1", "must be >= 0"),
+        ("generation.slots=0", "must be >= 1"),
+        ("generation.threads=0", "must be >= 1"),
+        ("trainer.checkpoint_every=0", "must be >= 1"),
+        ("trainer.ranks=0", "must be >= 1"),
+        ("trainer.betas=[0.9, 1.0]", "must both be in [0, 1)"),
+        ("scoring.timeout_s=0", "must be > 0 (seconds)"),
+        ("run.seed=-1", "must be in [0, "),
+        ("run.name=../x", "must be 1 to 64 letters, digits"),
+        ("run.name=a b", "must be 1 to 64 letters, digits"),
+        ("run.name=", "must be 1 to 64 letters, digits"),
+        ("scoring.reward=my_reward", "must be module:function"),
+        ("scoring.reward=os; import x:y", "must be module:function"),
+        ("generation.device=gpu", "must be auto, cpu, cuda or cuda:<n>"),
+        ("model.path=", "must be a directory, a hub name"),
+    ],
+)
+def test_out_of_range(argument: str, message: str):
+    assert message in error_of(argument)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
+        (["trainer.ranks=16"], "trainer.ranks = 16 must be at most groups_per_batch / mini_batches"),
+        (["pipeline.min_group_size=9"], "pipeline.min_group_size = 9 must be 0 or from 2 to pipeline.group_size"),
+        (["pipeline.min_group_size=1"], "must be 0 or from 2"),
+        (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
+        (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
+        (["data.source=jsonl"], 'data.path = "" must name the data'),
+        (["data.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
+        (["eval.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
+        (["eval.seed=0"], "eval.seed = 0 must differ from run.seed"),
+        (["broker.tls_ca=ca.pem", "broker.url=redis://h"], "needs a broker.url that starts with rediss://"),
+        (["liveness.lease_s=1"], "must be at least twice liveness.heartbeat_s"),
+        (["liveness.stall_s=100"], "must be above liveness.lease_s and pipeline.rollout_timeout_s"),
+    ],
+)
+def test_impossible_combinations(overrides: list[str], message: str):
+    assert message in error_of(*overrides)
+
+
+def test_a_combination_blames_what_was_set_last_and_shows_the_rest():
+    error = error_of("trainer.mini_batches=3", preset="smollm2")
+    assert error.startswith("--set: pipeline.groups_per_batch = 8 must be divisible")
+    assert error.endswith("trainer.mini_batches = 3 (--set)")
+
+
+def test_every_rule_is_about_real_settings_and_every_number_has_one():
+    named = {*RANGES, *FORMS, *(key for keys, _, _ in COMBINATIONS for key in keys)}
+    assert named <= set(FIELDS)
+    numbers = {key for key, field in FIELDS.items() if field.type in (int, float)}
+    assert numbers <= set(RANGES)
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_password_is_never_shown():
+    url = "broker.url=redis://me:s%3Acret@host:6379/1"
+    resolved = with_set(url)
+    assert resolved.settings.broker.url == "redis://me@host:6379/1"
+    assert resolved.settings.broker.password == "s:cret"
+    assert "cret" not in render(resolved)
+    assert 'password = ""  # --set; set, not shown' in render(resolved)
+
+
+@pytest.mark.parametrize("overrides", [["broker.url=hush://me:secret@host"], ["broker.url=me:secret@host"]])
+def test_an_error_does_not_show_a_password(overrides: list[str]):
+    error = error_of(*overrides)
+    assert "broker.url must be" in error
+    assert "secret" not in error
+
+
+def test_a_password_of_another_type_is_not_shown(tmp_path: Path):
+    assert "424242" not in str(file_error(tmp_path, "[broker]\npassword = 424242\n"))
+
+
+def test_the_environment_wins_over_a_url():
+    resolved = resolve(None, [], ["broker.url=redis://:old@host"], {PASSWORD_VARIABLE: "new"})
+    assert resolved.settings.broker.password == "new"
+
+
+# --- back to TOML, resuming -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "tiny"])
+def test_what_is_printed_reads_back_the_same(tmp_path: Path, preset: str):
+    resolved = with_set('data.suffix="a \\"b\\"\\n\\u007f # c"', "data.params.odd key=[1, 2]", preset=preset)
+    file = tmp_path / "config.toml"
+    file.write_text(render(resolved), encoding="utf-8")
+    again = resolve(None, [file], [], {})
+    assert again.settings == resolved.settings
+    assert again.origins["run.name"] == f"{file}:2"
+
+
+def test_printing_names_every_key_with_its_origin():
+    lines = render(with_set("trainer.lr=0.5", preset="tiny")).splitlines()
+    assert "lr = 0.5  # --set" in lines
+    assert "batches = 6  # preset tiny:6" in lines
+    assert "epochs = 1  # default" in lines
+    assert sum(" = " in line for line in lines) == len(FIELDS)
+
+
+def test_a_value_that_is_no_setting_is_a_bug():
+    with pytest.raises(TypeError):
+        to_toml(None)
+
+
+@pytest.mark.parametrize(
+    "change", ["model.path=other", "data.task=gcd", "pipeline.group_size=4", "data.suffix=x", "run.seed=5"]
+)
+def test_a_resumed_run_stays_the_same_run(change: str):
+    stored = with_set(preset="smollm2").settings
+    with pytest.raises(ConfigError, match=rf"--set: {change.partition('=')[0]} was .* cannot become"):
+        check_resume(stored, with_set(change, preset="smollm2"))
+
+
+def test_a_resumed_run_may_go_on_longer():
+    stored = with_set(preset="smollm2").settings
+    check_resume(stored, with_set("run.batches=100", "trainer.lr=1e-6", "generation.workers=2", preset="smollm2"))
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+AWKWARD = '''# a comment with lr = 1
+run.seed = 1
+[trainer]   # [not.this]
+lr = 1e-5
+betas = [
+    0.9,  # ] = "x"
+    0.95,
+]
+[data]
+suffix = """
+[eval]
+seed = 3
+"""
+params.x = 1
+'params'.y = [2]
+system = "line\u2028break"
+[eval]
+'''
+
+
+def test_lines_of_awkward_toml():
+    assert key_lines(AWKWARD) == {
+        ("run",): 2,
+        ("run", "seed"): 2,
+        ("trainer",): 3,
+        ("trainer", "lr"): 4,
+        ("trainer", "betas"): 5,
+        ("data",): 9,
+        ("data", "suffix"): 10,
+        ("data", "params"): 14,
+        ("data", "params", "x"): 14,
+        ("data", "params", "y"): 15,
+        ("data", "system"): 16,
+        ("eval",): 17,
+    }
+    assert set(tomllib.loads(AWKWARD)) == {path[0] for path in key_lines(AWKWARD)}
+
+
+def test_the_schema_is_what_the_fields_say():
+    assert len(FIELDS) == sum(
+        len(msgspec.structs.fields(getattr(Settings(), field.name))) for field in msgspec.structs.fields(Settings)
+    )

@@ -1,0 +1,391 @@
+"""Prompts: sources, order, exact resume, held-out problems, tokens, and one clear error for each bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from orchestrator.config import resolve
+from orchestrator.errors import DataError
+from orchestrator.runtime.problems import Problem, load_problems
+from orchestrator.runtime.prompts import PromptEncoder, PromptSource, ShuffledSource, fitting, held_out, open_source
+from transport.messages import SlotOutcome
+from transport.settings import DataSettings, Settings
+from transport.types import GroupId, PromptId
+from workers.random_model import character_tokenizer
+
+SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gsm8k_sample.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a prompt source reads of a model directory."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 512}')
+    return directory
+
+
+def settings(*overrides: str, preset: str = "tiny") -> Settings:
+    return resolve(preset, [], list(overrides), {}).settings
+
+
+def of_rows(tmp_path: Path, rows: list[dict[str, object]], *overrides: str, name: str = "rows.jsonl") -> Settings:
+    file = tmp_path / name
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return settings("data.source=jsonl", f"data.path={file}", "data.size=0", *overrides)
+
+
+def questions(count: int) -> list[dict[str, object]]:
+    return [{"prompt": f"question {index}", "answer": index} for index in range(count)]
+
+
+def names(source: PromptSource, count: int) -> list[str]:
+    return [prompt.prompt_id for prompt in source.next(count).prompts]
+
+
+# --- order and position -----------------------------------------------------------------------------------------------
+
+
+def test_every_position_resumes_exactly(model_dir: Path, tmp_path: Path):
+    configured = of_rows(tmp_path, questions(7), "eval.problems=0")
+    batch = open_source(configured, model_dir).next(20)
+    ids = [prompt.prompt_id for prompt in batch.prompts]
+    for done, position in enumerate(batch.positions, start=1):
+        resumed = open_source(configured, model_dir)
+        resumed.seek(position)
+        assert resumed.position == position
+        assert names(resumed, 20 - done) == ids[done:]
+
+
+def test_batch_size_does_not_change_the_order(model_dir: Path):
+    configured = settings("data.size=20")
+    together = names(open_source(configured, model_dir), 12)
+    source = open_source(configured, model_dir)
+    assert [name for count in (1, 4, 7) for name in names(source, count)] == together
+
+
+def test_each_pass_is_another_order_of_the_same_prompts(model_dir: Path, tmp_path: Path):
+    source = open_source(of_rows(tmp_path, questions(9), "eval.problems=0"), model_dir)
+    first, second = names(source, 9), names(source, 9)
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_another_seed_is_another_order(model_dir: Path, tmp_path: Path):
+    orders = [
+        names(open_source(of_rows(tmp_path, questions(9), "eval.problems=0", f"run.seed={seed}"), model_dir), 9)
+        for seed in (1, 2)
+    ]
+    assert orders[0] != orders[1]
+
+
+def test_unshuffled_data_comes_as_it_lies(model_dir: Path, tmp_path: Path):
+    source = open_source(of_rows(tmp_path, questions(3), "data.shuffle=false", "eval.problems=0"), model_dir)
+    assert names(source, 4) == ["rows.jsonl/1", "rows.jsonl/2", "rows.jsonl/3", "rows.jsonl/1"]
+
+
+def test_passes_end_the_data(model_dir: Path, tmp_path: Path):
+    source = open_source(of_rows(tmp_path, questions(3), "data.passes=2", "eval.problems=0"), model_dir)
+    first = source.next(5)
+    assert (len(first.prompts), first.exhausted) == (5, False)
+    last = source.next(5)
+    assert (len(last.prompts), last.exhausted) == (1, True)
+    assert source.next(5).prompts == []
+    source.seek(last.positions[-1])
+    assert source.next(1).exhausted
+    source.seek("")
+    assert len(source.next(9).prompts) == 6
+
+
+@pytest.mark.parametrize("position", ["nonsense", "0/1@000000000000", "0/99@{fingerprint}", "-1/0@{fingerprint}"])
+def test_a_foreign_position_is_refused(model_dir: Path, position: str):
+    source = open_source(settings("data.size=20"), model_dir)
+    fingerprint = source.position.partition("@")[2]
+    with pytest.raises(DataError, match=r"the data, its settings or run\.seed have changed"):
+        source.seek(position.format(fingerprint=fingerprint))
+
+
+def test_changed_data_does_not_take_the_old_position(model_dir: Path, tmp_path: Path):
+    position = open_source(of_rows(tmp_path, questions(5)), model_dir).next(2).positions[-1]
+    changed = questions(5)
+    changed[3]["answer"] = "another"
+    with pytest.raises(DataError, match="is not one in these prompts"):
+        open_source(of_rows(tmp_path, changed), model_dir).seek(position)
+
+
+def test_lookup_finds_what_was_given_and_moves_nothing(model_dir: Path):
+    source = open_source(settings("data.size=20"), model_dir)
+    given = source.next(3).prompts[1]
+    position = source.position
+    found = source.lookup(given.prompt_id)
+    assert (found.text, found.entry_json) == (given.text, given.entry_json)
+    np.testing.assert_array_equal(found.prompt_ids, given.prompt_ids)
+    assert source.position == position
+    with pytest.raises(KeyError):
+        source.lookup(PromptId("nowhere/1"))
+
+
+def test_outcomes_do_not_change_the_order(model_dir: Path):
+    configured = settings("data.size=20")
+    source = open_source(configured, model_dir)
+    source.observe(SlotOutcome(group_id=GroupId("0/0"), prompt_id=PromptId("chain_sum/0-1"), outcome="trained"))
+    assert names(source, 5) == names(open_source(configured, model_dir), 5)
+
+
+# --- held-out problems ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "smollm2-hard"])
+def test_no_held_out_question_is_trained_on(preset: str):
+    problems = load_problems(settings(preset=preset))
+    held = {problem.question for problem in problems.held_out}
+    assert len(problems.held_out) == 128
+    assert held.isdisjoint(problem.question for problem in problems.training)
+    assert len(problems.training) > 1000
+
+
+def test_a_small_task_keeps_half_of_its_questions_for_training():
+    problems = load_problems(settings(preset="smollm2"))  # 200 different sums of two digits
+    assert 90 <= len({problem.question for problem in problems.held_out}) <= 100
+    assert len({problem.question for problem in problems.training}) >= 100
+
+
+def test_held_out_problems_are_the_same_for_every_training_seed(model_dir: Path):
+    texts = [
+        [prompt.text for prompt in held_out(settings(f"run.seed={seed}"), model_dir).next(99).prompts]
+        for seed in (0, 1)
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 16
+
+
+def test_a_file_holds_out_a_tenth_at_most(tmp_path: Path):
+    problems = load_problems(of_rows(tmp_path, questions(50)))
+    assert (len(problems.held_out), len(problems.training)) == (5, 45)
+
+
+def test_a_file_of_held_out_problems(model_dir: Path, tmp_path: Path):
+    of_rows(tmp_path, [*questions(3), {"prompt": "only here", "answer": 1}], name="test.jsonl")
+    configured = of_rows(tmp_path, questions(6), f"eval.path={tmp_path / 'test.jsonl'}", "data.size=5")
+    problems = load_problems(configured)
+    assert {problem.prompt_id for problem in problems.held_out} == {f"test.jsonl/{line}" for line in (1, 2, 3, 4)}
+    assert [problem.prompt_id for problem in problems.training] == ["rows.jsonl/4", "rows.jsonl/5"]
+    assert len(held_out(configured, model_dir).next(9).prompts) == 4
+
+
+def test_no_held_out_problems(model_dir: Path):
+    source = held_out(settings("eval.problems=0"), model_dir)
+    assert source.next(4).exhausted
+    assert len(source) == 0
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_named_columns(model_dir: Path, tmp_path: Path, name: str):
+    rows: list[dict[str, object]] = [{"q": "one\u2028two", "a": "1", "level": 3, "tags": ["x"]}]
+    columns = ["data.prompt_column=q", "data.answer_column=a", "data.suffix= !"]
+    (prompt,) = open_source(of_rows(tmp_path, rows, *columns, name=name), model_dir).next(1).prompts
+    assert "one\u2028two !" in prompt.text
+    assert json.loads(prompt.entry_json) == {
+        "question": "one\u2028two",
+        "answer": "1",
+        "metadata": {"level": 3, "tags": ["x"]},
+    }
+    assert prompt.prompt_id == f"{name}/1"
+
+
+def test_the_gsm8k_example(model_dir: Path):
+    configured = settings(f"data.path={SAMPLE}", "sampling.max_new_tokens=8", preset="gsm8k")
+    batch = open_source(configured, model_dir).next(5)
+    assert all(json.loads(prompt.entry_json)["answer"].count("####") == 1 for prompt in batch.prompts)
+
+
+def test_no_answer_column_is_no_answer(tmp_path: Path):
+    problems = load_problems(of_rows(tmp_path, [{"prompt": "x"}], "data.answer_column="))
+    assert json.loads(problems.training[0].entry_json)["answer"] is None
+
+
+def test_size_limits_a_file(tmp_path: Path):
+    assert len(load_problems(of_rows(tmp_path, questions(9), "data.size=4")).training) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"rows\.jsonl is empty: it has no rows"),
+        (b"\n\n", r"is empty"),
+        (b'{"prompt": "x", "answer": 1}\n{"prompt": "y"}\n', r"row 2: no column 'answer'; it has 'prompt'"),
+        (b'{"question": "x", "answer": 1}\n', r"row 1: no column 'prompt'; it has 'question', 'answer'"),
+        (b'{"prompt": "x", "answer": 1}\n\n{"prompt": \n', r"rows\.jsonl, line 3: not a JSON object"),
+        (b'["x"]\n', r"line 1: not a JSON object"),
+        (b'{"prompt": "  ", "answer": 1}\n', r"row 1: column 'prompt' must be text"),
+        (b'{"prompt": 5, "answer": 1}\n', r"row 1: column 'prompt' must be text"),
+        (b"\xff\xfe\x00", r"is damaged"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes, message: str):
+    configured = of_rows(tmp_path, [])
+    Path(configured.data.path).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_problems(configured)
+
+
+def test_a_missing_file():
+    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read: No such file"):
+        load_problems(settings("data.source=jsonl", "data.path=nowhere.jsonl"))
+
+
+def test_a_cut_off_gz_file(tmp_path: Path):
+    configured = of_rows(tmp_path, questions(500), name="rows.jsonl.gz")
+    file = Path(configured.data.path)
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(DataError, match="is damaged"):
+        load_problems(configured)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.task=chain_sun"], r"'chain_sun' is no reasoning_gym task \(did you mean chain_sum\?\)"),
+        (["data.params.max_term=3"], r"data\.params\.max_term is no parameter of chain_sum \(did you mean max_terms"),
+        (["data.params.min_terms=5"], r"data\.params do not suit chain_sum: max_terms must be >= min_terms"),
+        (["data.params.seed=5"], r"data\.params\.seed is no parameter"),
+    ],
+)
+def test_bad_tasks(overrides: list[str], message: str):
+    with pytest.raises(DataError, match=message):
+        load_problems(settings(*overrides))
+
+
+def test_everything_held_out(tmp_path: Path):
+    of_rows(tmp_path, questions(3), name="test.jsonl")
+    with pytest.raises(DataError, match="every problem is held out"):
+        load_problems(of_rows(tmp_path, questions(3), f"eval.path={tmp_path / 'test.jsonl'}"))
+
+
+# --- data sets of the datasets library --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["dict", "split", "parquet", "json"])
+def test_data_set_on_disk(tmp_path: Path, form: str):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(questions(4))
+    path = tmp_path / form
+    match form:
+        case "dict":
+            datasets.DatasetDict({"train": rows}).save_to_disk(str(path))
+        case "split":
+            rows.save_to_disk(str(path))
+        case "parquet":
+            rows.to_parquet(str(path := tmp_path / "rows.parquet"))
+        case _:
+            rows.to_json(str(path := tmp_path / "rows.jsonl"))
+    configured = settings("data.source=hf", f"data.path={path}", "eval.problems=0", "data.size=3")
+    problems = load_problems(configured).training
+    assert [problem.question for problem in problems] == ["question 0", "question 1", "question 2"]
+    assert problems[2].prompt_id == f"{path.name}/2"
+
+
+def test_data_set_errors(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(questions(2))}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="has no split 'dev'; it has train"):
+        load_problems(settings("data.source=hf", f"data.path={tmp_path / 'saved'}", "data.split=dev"))
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_problems(settings("data.source=hf", f"data.path={tmp_path / 'absent'}"))
+
+
+# --- text and tokens --------------------------------------------------------------------------------------------------
+
+
+def test_the_chat_template_wraps_question_and_system(tokenizer: PreTrainedTokenizerFast):
+    encoder = PromptEncoder(tokenizer, DataSettings(system="be brief"))
+    text = encoder.render("1 + 1 = ?")
+    assert text == (
+        "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\n1 + 1 = ?<|im_end|><|im_start|>assistant\n"
+    )
+    ids = encoder.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+def test_without_chat_template(tokenizer: PreTrainedTokenizerFast):
+    encoder = PromptEncoder(tokenizer, DataSettings(system="be brief", chat_template=False))
+    assert encoder.render("1 + 1 = ?") == "be brief\n\n1 + 1 = ?"
+    assert tokenizer.decode(encoder.encode("1 + 1 = ?")) == "1 + 1 = ?"
+
+
+def test_a_template_that_refuses(tokenizer: PreTrainedTokenizerFast):
+    strict = character_tokenizer()
+    strict.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match="chat template refuses the prompt: no system role"):
+        PromptEncoder(strict, DataSettings()).render("x")
+
+
+def test_the_decoded_text_is_what_the_model_reads(model_dir: Path, tokenizer: PreTrainedTokenizerFast):
+    (prompt,) = open_source(settings(), model_dir).next(1).prompts
+    assert tokenizer.decode(prompt.prompt_ids) == prompt.text.lower()
+
+
+def problem(number: int, characters: int) -> Problem:
+    return Problem(prompt_id=PromptId(f"p/{number}"), question="x" * characters, entry_json="{}")
+
+
+@pytest.mark.parametrize("room", [100, 40])
+def test_prompts_exactly_at_the_limit(tokenizer: PreTrainedTokenizerFast, room: int):
+    encoder = PromptEncoder(tokenizer, DataSettings(chat_template=False))
+    configured = settings("sampling.max_new_tokens=16")
+    problems = [problem(0, 5), problem(1, room), problem(2, room + 1), problem(3, room + 2)]
+    assert fitting(problems[:2], encoder, room + 16, configured) == problems[:2]
+    with pytest.raises(DataError, match=rf"2 of 4 prompts do not fit: p/3 has {room + 2} tokens.* leaves {room} "):
+        fitting(problems, encoder, room + 16, configured)
+    skipping = msgspec.structs.replace(configured, data=msgspec.structs.replace(configured.data, overlong="skip"))
+    assert fitting(problems, encoder, room + 16, skipping) == problems[:2]
+    with pytest.raises(DataError, match="2 of 2 prompts do not fit"):
+        fitting(problems[2:], encoder, room + 16, skipping)
+
+
+def test_a_context_without_room(model_dir: Path):
+    with pytest.raises(DataError, match="a context of 512 tokens has no room"):
+        open_source(settings("sampling.max_new_tokens=512"), model_dir)
+
+
+def test_a_context_the_model_was_not_made_for(model_dir: Path):
+    with pytest.raises(DataError, match=r"generation\.max_context is 600, but random:qwen3-tiny was made for 512"):
+        open_source(settings("generation.max_context=600"), model_dir)
+
+
+def test_overlong_prompts_are_found_at_the_start(model_dir: Path, tmp_path: Path):
+    rows = [*questions(3), {"prompt": "y" * 600, "answer": 0}]
+    with pytest.raises(DataError, match=r'1 of 4 prompts do not fit: rows\.jsonl/4 .*set data\.overlong to "skip"'):
+        open_source(of_rows(tmp_path, rows), model_dir)
+    assert len(open_source(of_rows(tmp_path, rows, "data.overlong=skip"), model_dir)) == 3
+
+
+def test_a_broken_tokenizer(model_dir: Path, tmp_path: Path):
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "none"}}')
+    with pytest.raises(DataError, match=r"the tokenizer in .* cannot be read"):
+        open_source(settings(), tmp_path)
+
+
+def test_a_source_of_one_problem_never_ends(tokenizer: PreTrainedTokenizerFast):
+    source = ShuffledSource([problem(0, 3)], PromptEncoder(tokenizer, DataSettings()), seed=0, shuffle=True, passes=0)
+    assert names(source, 3) == ["p/0"] * 3
