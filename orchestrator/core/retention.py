@@ -42,6 +42,10 @@ class Retention(msgspec.Struct, kw_only=True):
         del self.checkpoints[: -max(1, keep)]
         return True
 
+    def reaches(self, entry: CommandId) -> bool:
+        """Whether the newest checkpoint contains this entry of the rounds log."""
+        return bool(self.checkpoints) and self.checkpoints[-1].cursor >= entry
+
     def use(self, retained_bytes: int, max_retained_bytes: int) -> None:
         """Bytes that the broker holds: at the limit a checkpoint will be forced, above it admission closes."""
         self.force_checkpoint = retained_bytes >= max_retained_bytes

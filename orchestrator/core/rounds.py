@@ -142,16 +142,19 @@ class Rounds:
     def _finish_training(self) -> None:
         """Tell the trainer that nothing more comes: the last batch is closed, or on a stop the one in training."""
         p = self._p
-        training = p.training
-        if training.finish_id is not None or p.finished:
-            return
+        reason = self._why_over()
+        if reason and p.training.finish_id is None and not p.finished:
+            p.training.finish_id = p.outbox.emit_round(FinishTraining(reason=reason))
+
+    def _why_over(self) -> str:
+        """Why nothing more will be sent to the trainer; "" while something will."""
+        p = self._p
         if p.stopping:
-            in_training = training.batch in p.batches and not p.frozen(training.batch)
-            if not in_training:
-                training.finish_id = p.outbox.emit_round(FinishTraining(reason=p.stop_reason))
-        elif p.last_batch_admitted() and training.batch >= p.next_batch:
-            reason = "all batches are trained" if training.batch >= p.settings.num_batches else "the data ended"
-            training.finish_id = p.outbox.emit_round(FinishTraining(reason=reason))
+            in_training = p.training.batch in p.batches and not p.frozen(p.training.batch)
+            return "" if in_training else p.stop_reason
+        if not p.last_batch_admitted() or p.training.batch < p.next_batch:
+            return ""
+        return "all batches are trained" if p.training.batch >= p.settings.num_batches else "the data ended"
 
     # -- from the trainer
 
@@ -196,16 +199,16 @@ class Rounds:
         ahead = [issued.command for issued in self._p.outbox.rounds if issued.id > cursor]
         training.rounds = {command.round_id: command.batch for command in ahead if isinstance(command, TrainRound)}
         training.progress_s = self._p.now_s
-        if training.finish_id is not None and cursor >= training.finish_id:
+        if training.finish_id is not None and cursor >= training.finish_id and not self._p.finished:
             training.finish_id = None  # that end is behind it: the run was resumed
-            self._p.finish_reason = ""
-            self._p.outbox.confirm(FINISH_KEY)
 
     def reopen(self) -> None:
         """A resumed run goes on. If its end stands on the log, the trainer must first have read past it."""
-        if self._p.training.finish_id is None:
-            self._p.finish_reason = ""
-            self._p.outbox.confirm(FINISH_KEY)
+        p = self._p
+        p.finish_reason = ""
+        p.outbox.confirm(FINISH_KEY)
+        if p.training.finish_id is not None and p.retention.reaches(p.training.finish_id):
+            p.training.finish_id = None
 
     # -- checkpoints, the end
 
@@ -219,13 +222,13 @@ class Rounds:
             p.outbox.trim_rounds(oldest)
             p.outbox.emit(TrimRounds(cursor=oldest.entry))
         if p.training.finish_id is not None and cursor >= p.training.finish_id:
-            self.finish_run(self._reason())
+            self._end_training()
 
     def trainer_left(self) -> None:
         """A trainer that drained after its last command, with everything saved, has finished."""
         p = self._p
         if p.training.finish_id is not None and p.retention.durable_version >= p.training.trained_version:
-            self.finish_run(self._reason())
+            self._end_training()
 
     def finish_run(self, reason: str) -> None:
         """The run is over."""
@@ -233,8 +236,13 @@ class Rounds:
             self._p.finish_reason = reason
             self._p.outbox.emit_until(FINISH_KEY, FinishRun(reason=reason))
 
-    def _reason(self) -> str:
-        return self._p.stop_reason or "all batches are trained"
+    def _end_training(self) -> None:
+        """The trainer has read its last command: the run is over, unless it was resumed meanwhile."""
+        reason = self._why_over()
+        if reason:
+            self.finish_run(reason)
+        else:
+            self._p.training.finish_id = None
 
     def _free_batches(self, version: int) -> None:
         p = self._p
