@@ -31,7 +31,7 @@ def prompt_of(length, seed=0):
     return np.random.default_rng([seed, length]).integers(2, VOCAB, length).astype(np.int32)
 
 
-def request(slot, *, prompt=None, samples=(0, 1, 2), new_tokens=12, priority=0.0, **sampling):
+def request(slot, *, prompt=None, samples=(0, 1, 2), new_tokens=12, priority=0.0, limits=(), **sampling):
     sampling = {"ignore_eos": True, "seed": slot} | sampling
     return GenerationRequest(
         group_id=GroupId(f"0/{slot}"),
@@ -39,6 +39,7 @@ def request(slot, *, prompt=None, samples=(0, 1, 2), new_tokens=12, priority=0.0
         samples=samples,
         sampling=SamplingParams(max_new_tokens=new_tokens, **sampling),
         priority=priority,
+        limits=limits,
     )
 
 
@@ -254,6 +255,14 @@ def test_a_stop_token_ends_a_sample_and_is_its_last_token():
     assert {(r.finish_reason, len(r.response_ids)) for r in ignoring} == {(FinishReason.LENGTH, 40)}
 
 
+def test_each_sample_may_have_its_own_limit():
+    model = tiny_model()
+    asked = request(0, samples=(4, 7, 2), limits=(3, 20, 11), new_tokens=20)
+    results = run_all(decoder_of(model, slots=2), [asked])
+    assert {r.sample: len(r.response_ids) for r in results} == {4: 3, 7: 20, 2: 11}
+    check_logprobs(model, [asked], results)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -263,6 +272,9 @@ def test_a_stop_token_ends_a_sample_and_is_its_last_token():
         ({"prompt": np.array([VOCAB], np.int32)}, f"[0, {VOCAB})"),
         ({"prompt": np.array([-1], np.int32)}, f"[0, {VOCAB})"),
         ({"new_tokens": 0}, "out of range"),
+        ({"limits": (1, 2)}, "one for each sample"),
+        ({"limits": (1, 2, 13)}, "none above max_new_tokens"),
+        ({"limits": (1, 2, 0)}, "out of range"),
         ({"top_p": 0.0}, "out of range"),
         ({"temperature": -1.0}, "out of range"),
     ],

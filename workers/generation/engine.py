@@ -26,6 +26,8 @@ class GenerationRequest:
     prompt_ids: [P] int32.  samples: which sample indices to generate; each draws from its own stream of
     (sampling.seed, sample), so that a sample does not depend on which others run beside it.
     priority: higher is admitted first.
+    limits: empty, or for each of ``samples`` its own limit of new tokens, at most sampling.max_new_tokens: with
+    ignore_eos it replays recorded lengths exactly.
     """
 
     group_id: GroupId
@@ -34,6 +36,11 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: float = 0.0
     attempt: int = 0
+    limits: Sequence[int] = ()
+
+    def limit(self, sample: int) -> int:
+        """New tokens that ``sample`` may have."""
+        return self.limits[self.samples.index(sample)] if self.limits else self.sampling.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,10 +101,11 @@ class WaitingGroups:
 
 @dataclass(slots=True, kw_only=True)
 class RunningSample:
-    """One sample in a slot. spans: (first token, weights), one more at each change of weights."""
+    """One sample in a slot. limit: new tokens.  spans: (first token, weights), one more at each change of weights."""
 
     request: GenerationRequest
     sample: int
+    limit: int
     queued_s: float
     admitted_at_s: float
     token_ids: list[int] = field(default_factory=list[int])
@@ -127,7 +128,7 @@ class RunningSample:
         sampling = self.request.sampling
         if not sampling.ignore_eos and self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_new_tokens else None
+        return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
 
     def completion(self, reason: FinishReason, now_s: float) -> Completion:
         ends = [start for start, _ in self.spans[1:]] + [len(self.token_ids)]
@@ -210,9 +211,18 @@ def impossible(request: GenerationRequest, *, max_context: int, vocab_size: int)
             f"a prompt of {len(prompt)} tokens + max_new_tokens {sampling.max_new_tokens} = {total} tokens "
             f"is over the engine's max_context of {max_context}"
         )
+    if request.limits and (
+        len(request.limits) != len(request.samples) or max(request.limits) > sampling.max_new_tokens
+    ):
+        return "limits must be one for each sample, none above max_new_tokens"
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         return f"prompt ids must lie in [0, {vocab_size})"
-    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+    if (
+        min((sampling.max_new_tokens, *request.limits)) < 1
+        or sampling.temperature < 0
+        or sampling.top_k < 0
+        or not 0 < sampling.top_p <= 1
+    ):
         return f"sampling parameters are out of range: {sampling}"
     return ""
 

@@ -169,7 +169,13 @@ class SlotDecoder:
         now_s = self._clock.now_s()
         self._table.enter(len(self._running), group.request, sample)
         self._running.append(
-            RunningSample(request=group.request, sample=sample, queued_s=now_s - group.queued_at_s, admitted_at_s=now_s)
+            RunningSample(
+                request=group.request,
+                sample=sample,
+                limit=group.request.limit(sample),
+                queued_s=now_s - group.queued_at_s,
+                admitted_at_s=now_s,
+            )
         )
 
     def _compute(self, num_decode: int, admitted: Sequence[_Admission]) -> torch.Tensor:
