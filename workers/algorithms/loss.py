@@ -1,0 +1,216 @@
+"""The policy-gradient objective as sums over tokens.
+
+A mini-batch arrives in pieces, so every term is a per-token loss times a weight, summed; the sum is divided once, when
+the mini-batch closes and its size is known. The gradient then equals that of the whole batch in one piece. A term that
+cannot be written so (one that whitens over the batch) declares ``additive=False`` and the trainer refuses to stream it.
+
+Owns: the arithmetic on log-probabilities. Never: a model, padding, I/O.
+
+Legend: N = loss tokens of one packed piece: the response tokens that the policy chose, laid end to end, no padding.
+Suffix ``_N`` = [N] float32. ``logprobs_N`` carry the gradient; all else is data. Every logprob is that of the sampled
+token under log_softmax(logits / temperature).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+OldLogprobs = Literal["rollout", "recomputed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Which objective. Field meanings and defaults: transport.settings.AlgorithmSettings."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    importance_cap: float = 2.0
+    aggregation: Aggregation = "token_mean"
+    old_logprobs: OldLogprobs = "rollout"
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that mean nothing. Raises ValueError."""
+        if self.old_logprobs == "rollout" and 0 < self.importance_cap <= 1 + self.clip_high:
+            raise ValueError(
+                f"importance_cap {self.importance_cap} must exceed 1 + clip_high ({1 + self.clip_high}) or be 0 (off)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """What the objective knows of each token.
+
+    rollout_logprobs_N: recorded by the engine that sampled the token.
+    old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
+    reference_logprobs_N: of the reference model; None without KL.
+    advantages_N: its row's advantage.  weights_N: from ``token_weight``.
+    """
+
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    old_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+
+    def slice(self, start: int, stop: int) -> TokenBatch:
+        """Tokens [start, stop): any additive term over the parts sums to the term over the whole."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{name: part if part is None else part[start:stop] for name, part in parts.items()})
+
+
+def token_weight(num_loss_tokens: int, aggregation: Aggregation) -> float:
+    """Weight of each token of a row with ``num_loss_tokens`` of them.
+
+    token_mean: 1, so that every token of the mini-batch counts alike (DAPO). sequence_mean: 1 / tokens of its row, so
+    that every row counts alike (GRPO).
+    """
+    return 1.0 if aggregation == "token_mean" else 1.0 / max(num_loss_tokens, 1)
+
+
+def normaliser(aggregation: Aggregation, *, num_rows: int, num_tokens: int) -> float:
+    """What the summed loss of a whole mini-batch is divided by: its loss tokens, or its rows."""
+    return float(max(num_tokens if aggregation == "token_mean" else num_rows, 1))
+
+
+def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, cap: float) -> Tensor:
+    """min(exp(old - rollout), cap): corrects for the engine's numbers not being the trainer's. A constant.
+
+    Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl; TRL's "token_truncate".
+    """
+    return torch.exp(old_logprobs_N - rollout_logprobs_N).clamp(max=cap).detach()
+
+
+def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch) -> Tensor:
+    """pi_now / pi_old, where old is the rollout's own logprobs or the trainer's recomputed ones."""
+    old_N = tokens.rollout_logprobs_N if tokens.old_logprobs_N is None else tokens.old_logprobs_N
+    return torch.exp(logprobs_N - old_N)
+
+
+def clipped_policy_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    """-min(ratio * A, clip(ratio) * A), with the importance correction. [N], not yet weighted.
+
+    Where ``importance_cap`` c > 0 applies:
+    - old "rollout": the ratio's denominator *is* the sampling policy, so the ratio already is the importance weight and
+      a second one would count it twice. c bounds it on the side that clipping leaves open (A < 0, ratio large):
+      ratio -> min(ratio, c), as two-sided clipping does (INTELLECT-2, arXiv 2505.07291; TRL's ``delta``).
+    - old "recomputed": the ratio is between two sets of trainer weights; what lies between them and the engine (other
+      kernels, older weights) is corrected by the constant factor ``importance_weight_N``.
+    """
+    ratio_N = policy_ratio_N(logprobs_N, tokens)
+    clipped_N = ratio_N.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    cap = objective.importance_cap
+    if tokens.old_logprobs_N is None and cap > 0:
+        ratio_N = ratio_N.clamp(max=cap)
+    loss_N = -torch.minimum(ratio_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
+    if tokens.old_logprobs_N is not None and cap > 0:
+        loss_N = loss_N * importance_weight_N(tokens.old_logprobs_N, tokens.rollout_logprobs_N, cap)
+    return loss_N
+
+
+def k3_kl_N(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = reference - policy: >= 0, low variance. Source: joschu.net/blog/kl-approx.html (k3)."""
+    difference_N = reference_logprobs_N - logprobs_N
+    return torch.exp(difference_N) - difference_N - 1
+
+
+def reference_kl_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    """kl_coef * KL(policy || reference) per token. Raises ValueError without reference logprobs."""
+    if tokens.reference_logprobs_N is None:
+        raise ValueError("kl_coef > 0 needs the reference_logprobs column")
+    return objective.kl_coef * k3_kl_N(logprobs_N, tokens.reference_logprobs_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """One term. additive: its sum over pieces of the mini-batch is its sum over the whole."""
+
+    name: str
+    additive: bool
+    per_token: Callable[[Tensor, TokenBatch, Objective], Tensor]
+
+
+POLICY = LossTerm(name="policy", additive=True, per_token=clipped_policy_N)
+REFERENCE_KL = LossTerm(name="kl", additive=True, per_token=reference_kl_N)
+
+
+def loss_terms(objective: Objective) -> tuple[LossTerm, ...]:
+    """The terms that this objective sums."""
+    return (POLICY, REFERENCE_KL) if objective.kl_coef > 0 else (POLICY,)
+
+
+def loss_sum(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective, terms: tuple[LossTerm, ...]) -> Tensor:
+    """Weighted sum over tokens of all terms: a scalar with gradient, to be divided by ``normaliser`` at the close."""
+    per_token_N = torch.stack([term.per_token(logprobs_N, tokens, objective) for term in terms]).sum(0)
+    return (per_token_N * tokens.weights_N).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMetrics:
+    """Sums over tokens (and one maximum), so that pieces and ranks add up to what the whole batch would have said.
+
+    loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
+    reference.  entropy: -rollout_logprob, an unbiased estimate of the sampling policy's entropy that costs no extra
+    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.
+    """
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    mismatch: float = 0.0
+    mismatch_max: float = 0.0
+
+    def __add__(self, other: LossMetrics) -> LossMetrics:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return LossMetrics(**sums | {"mismatch_max": max(self.mismatch_max, other.mismatch_max)})
+
+    def to_vectors(self) -> tuple[list[float], list[float]]:
+        """(what ranks add up, what they take the maximum of)."""
+        sums = [getattr(self, f.name) for f in fields(self) if f.name != "mismatch_max"]
+        return sums, [self.mismatch_max]
+
+    @staticmethod
+    def from_vectors(sums: list[float], largest: list[float]) -> LossMetrics:
+        """The inverse of ``to_vectors``."""
+        names = [f.name for f in fields(LossMetrics) if f.name != "mismatch_max"]
+        return LossMetrics(**dict(zip(names, sums, strict=True)), mismatch_max=largest[0])
+
+    def means(self) -> dict[str, float]:
+        """Per-token means under the names that metrics.jsonl uses."""
+        tokens = max(self.tokens, 1.0)
+        return {
+            "clip_fraction_low": self.clipped_low / tokens,
+            "clip_fraction_high": self.clipped_high / tokens,
+            "kl": self.kl / tokens,
+            "entropy": self.entropy / tokens,
+            "logprob_mismatch": self.mismatch / tokens,
+            "logprob_mismatch_max": self.mismatch_max,
+        }
+
+
+@torch.no_grad()
+def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> LossMetrics:
+    """What one piece adds to the metrics. logprobs_N: of the weights that computed ``loss``."""
+    ratio_N = policy_ratio_N(logprobs_N, tokens)
+    negative_N, positive_N = tokens.advantages_N < 0, tokens.advantages_N > 0
+    reference_N = tokens.reference_logprobs_N
+    mismatch_N = (logprobs_N - tokens.rollout_logprobs_N).abs()
+    return LossMetrics(
+        loss=loss.item(),
+        tokens=float(logprobs_N.numel()),
+        clipped_low=((ratio_N < 1 - objective.clip_low) & negative_N).sum().item(),
+        clipped_high=((ratio_N > 1 + objective.clip_high) & positive_N).sum().item(),
+        kl=0.0 if reference_N is None else k3_kl_N(logprobs_N, reference_N).sum().item(),
+        entropy=-tokens.rollout_logprobs_N.sum().item(),
+        mismatch=mismatch_N.sum().item(),
+        mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
+    )
