@@ -85,7 +85,8 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
 
     The run is found by the name and directory that the arguments alone give; its own config.toml comes first.
     """
-    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ).settings.run
+    of_run = [argument for argument in overrides if argument.startswith("run.")]
+    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, of_run, os.environ).settings.run
     stored = Path(asked.dir) / asked.name / "config.toml"
     if not stored.is_file():
         raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")

@@ -1,13 +1,13 @@
 """Errors of the control plane, named by how the command ends; its exit codes.
 
-    StreamError (transport.errors)
-    ├── FatalError                  1 from ``run``; a child exits with 4, so that it is not started again
-    │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
-    │   └── DataError               2: the prompts cannot be read, or are not what the settings say
-    └── RunFailedError              1: the run cannot go on
-        ├── ChildFailedError        the child's own 2 or 3, else 1
-        ├── StalledError            3: no progress for ``liveness.stall_s``
-        └── Interrupted             130: a signal asked for the end
+StreamError (transport.errors)
+├── FatalError                  1 from ``run``; a child exits with 4, so that it is not started again
+│   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
+│   └── DataError               2: the prompts cannot be read, or are not what the settings say
+└── RunFailedError              1: the run cannot go on
+    ├── ChildFailedError        the child's own 2 or 3, else 1
+    ├── StalledError            3: no progress for ``liveness.stall_s``
+    └── Interrupted             130: a signal asked for the end
 """
 
 from __future__ import annotations
