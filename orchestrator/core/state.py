@@ -18,13 +18,13 @@ from orchestrator.core.dispatch import Order, Placement, least_loaded
 from orchestrator.core.fleet import Worker, age
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
-from orchestrator.core.outbox import CommandId, parse_entry_id
+from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.slots import REQUEST_KEY, Slots
-from orchestrator.core.view import PipelineView, view
+from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
 from transport.messages import (
     BrokerUsage,
     CheckpointSaved,
@@ -49,7 +49,9 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.types import WeightIdentity, WorkerId, WorkerKind
+from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind
+
+__all__ = ["CommandId", "CoreSettings", "PipelineState", "PipelineView", "core_settings", "entry_id", "parse_entry_id"]
 
 _decoder = msgspec.msgpack.Decoder(Pipeline)
 _encoder = msgspec.msgpack.Encoder()
@@ -147,6 +149,18 @@ class PipelineState:
     def view(self) -> PipelineView:
         """A summary for status and metrics."""
         return view(self._p)
+
+    def describe_wait(self) -> str:
+        """One sentence on what the run waits for, for the watchdog."""
+        return describe_wait(self._p)
+
+    def worker_ids(self) -> list[WorkerId]:
+        """Every worker that the core counts on, of all kinds."""
+        return [*self._p.fleet.workers, *self._p.fleet.others]
+
+    def rows_told(self) -> list[RowId]:
+        """Rows that must exist: told of, and neither dropped nor in a durable checkpoint."""
+        return rows_told(self._p)
 
     def check_invariants(self) -> None:
         """Raise BrokenInvariantError if the state contradicts itself. Costs time linear in the state: for tests."""
@@ -290,14 +304,18 @@ class PipelineState:
     def _on_trainer_ready(self, event: TrainerReady) -> None:
         """A trainer of a higher epoch goes on from its checkpoint; it replays the rounds log by itself.
 
+        One of the same epoch says where it is, after a broker came back that may have lost its reports.
+
         Rounds on the log keep the ranks they were packed for; a trainer of another ``dp_size`` spreads them itself, and
         rounds released from now on are packed for it.
         """
         p = self._p
         p.fleet.others[event.worker_id] = WorkerKind.TRAIN
+        version = event.weights.version
+        if event.weights.epoch == p.lineage.epoch and p.training.trained_version < version <= p.training.batch:
+            self._train_up_to(event.weights)  # it says again where it is: a StepDone was lost
         if event.weights.epoch <= p.lineage.epoch:
             return  # repeated
-        version = event.weights.version
         if not self._can_replay(version):
             self._rounds.finish_run(f"failed: the trainer came back with version {version}: {self._reach()}")
             return

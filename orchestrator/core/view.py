@@ -9,9 +9,9 @@ from collections import Counter
 
 import msgspec
 
-from orchestrator.core.batches import Stage
+from orchestrator.core.batches import MISSING, Stage
 from orchestrator.core.pipeline import Pipeline
-from transport.types import WeightIdentity, WorkerId
+from transport.types import RowId, WeightIdentity, WorkerId, row_id
 
 
 class BatchView(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +97,31 @@ def view(pipeline: Pipeline) -> PipelineView:
         batches=batches,
         workers=tuple(_worker_views(p)),
     )
+
+
+def describe_wait(pipeline: Pipeline) -> str:
+    """What holds the run up, and where the groups of the batch in training are."""
+    p = pipeline
+    where = ""
+    if p.training.batch in p.batches:
+        one = _batch_view(p, p.training.batch)
+        where = f"batch {one.batch}: " + ", ".join(f"{count} {stage}" for stage, count in one.stages.items())
+    holders = [f"{worker.worker_id} holds {len(worker.groups)}" for worker in p.fleet.workers.values() if worker.groups]
+    rounds = f"{len(p.training.rounds)} rounds at the trainer" if p.training.rounds else ""
+    untrained = p.training.batch - p.training.trained_version
+    steps = f"{untrained} closed batches wait for the trainer's step" if untrained else ""
+    return "; ".join(part for part in (_blocked(p, len(p.pending)), where, *holders, rounds, steps) if part)
+
+
+def rows_told(pipeline: Pipeline) -> list[RowId]:
+    """Rows of groups that have not ended untrained and are in no durable checkpoint."""
+    return [
+        row_id(group.group_id, sample)
+        for group in pipeline.groups.values()
+        if group.stage is not Stage.ENDED
+        for sample, tokens in enumerate(group.tokens)
+        if tokens != MISSING
+    ]
 
 
 def _batch_view(p: Pipeline, index: int) -> BatchView:

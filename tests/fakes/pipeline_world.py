@@ -72,7 +72,7 @@ class FakeTrainer:
 
     epoch: int = 0
     version: int = 0
-    cursor: CommandId = CommandId(0, 0)
+    cursor: CommandId = field(default_factory=lambda: CommandId(0, 0))
     ledger: dict[int, set[tuple[RowId, str, int]]] = field(default_factory=dict)
 
 
@@ -96,6 +96,7 @@ class PipelineWorld:
         self.log: list[tuple[CommandId, Command]] = []
         self.trainer = FakeTrainer()
         self.saved = (0, CommandId(0, 0))
+        self.dp_size = 1
         self.finished = ""
 
     # -- telling and obeying
@@ -277,9 +278,16 @@ class PipelineWorld:
         """A trainer of the next epoch starts from the checkpoint."""
         version, cursor = self.saved
         self.trainer = FakeTrainer(self.trainer.epoch + 1, version, cursor)
-        weights = WeightIdentity(epoch=self.trainer.epoch, version=version)
-        worker_id = WorkerId(f"train-0.{self.trainer.epoch}")
-        self.tell(TrainerReady(worker_id=worker_id, weights=weights, cursor=cursor.entry, dp_size=dp_size))
+        self.dp_size = dp_size
+        self.report_trainer()
+
+    def report_trainer(self) -> None:
+        """The trainer says where it is: when it starts, and after a broker came back that may have lost its reports."""
+        trainer = self.trainer
+        weights = WeightIdentity(epoch=trainer.epoch, version=trainer.version)
+        worker_id = WorkerId(f"train-0.{trainer.epoch}")
+        cursor = self.saved[1].entry
+        self.tell(TrainerReady(worker_id=worker_id, weights=weights, cursor=cursor, dp_size=self.dp_size))
 
     def unread(self) -> list[tuple[CommandId, Command]]:
         return [(at, command) for at, command in self.log if at > self.trainer.cursor]
@@ -340,7 +348,9 @@ class PipelineWorld:
     def turn(self) -> None:
         """Everyone does all they can once."""
         self.now_s += 1.0
-        if not self.trainer.epoch:
+        if self.trainer.epoch:
+            self.report_trainer()
+        else:
             self.start_trainer()
         if not any(worker.fit for worker in self.state.view().workers):
             self.join()

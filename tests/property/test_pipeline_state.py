@@ -57,9 +57,17 @@ def holds_plans(machine: PipelineMachine) -> bool:
 class PipelineMachine(RuleBasedStateMachine):
     world: PipelineWorld
 
-    @initialize(core=core_settings(), prompts=st.sampled_from([0, 7, 1000]))
-    def begin(self, core, prompts):
+    @initialize(core=core_settings(), prompts=st.sampled_from([7, 1000]), stops=st.integers(0, 1))
+    def begin(self, core, prompts, stops):
+        self.stops_left = stops
         self.world = PipelineWorld(core, prompts)
+        self.world.start_trainer()
+        self.world.join()
+
+    @rule()
+    def nothing_goes_wrong_for_a_while(self):
+        """Gets the run far enough for the faults to meet every stage of it."""
+        self.world.turn()
 
     def draw_plan(self, data):
         workers = [worker_id for worker_id, worker in self.world.workers.items() if worker.plans]
@@ -172,8 +180,10 @@ class PipelineMachine(RuleBasedStateMachine):
     def usage(self, used):
         self.world.tell(BrokerUsage(retained_bytes=used))
 
+    @precondition(lambda self: self.world.state.view().trained_version > 0 and self.stops_left)
     @rule(resume=st.booleans())
     def stop(self, resume):
+        self.stops_left -= 1
         self.world.tell(StopRequested(reason="ctrl-c"))
         if resume:
             self.world.finished = ""
