@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_FATAL = 4
 """Starting this process again is no use; the last line of its log says why."""
+EXIT_SIGNALLED = 143
+"""As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -120,17 +122,18 @@ def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactor
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
 
-    async def serve() -> None:
+    async def serve() -> bool:
         settings = BrokerSettings(url=url, password=os.environ.get("STREAMRL_BROKER_PASSWORD", ""))
         broker = await connect(settings, RunName(run))
         try:
-            await serve_worker(broker, kind, index, build, MonotonicClock())
+            return await serve_worker(broker, kind, index, build, MonotonicClock())
         finally:
             await broker.close()
 
     configure_logs(process=f"{kind.value}-{index}")
     faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
-    uvloop.run(serve())
+    if not uvloop.run(serve()):
+        sys.exit(EXIT_SIGNALLED)
 
 
 def main() -> None:

@@ -86,9 +86,10 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         ) from error
 
 
-async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: WorkerFactory, clock: Clock) -> None:
+async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: WorkerFactory, clock: Clock) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
+    Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
     settings = await fetch_settings(broker, timeout_s=Settings().liveness.startup_s)
@@ -102,10 +103,11 @@ async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: Work
     try:
         worker = await _first_of(starting, beating, stopping)
         if worker is None:
-            return
+            return not stopping.is_set()
         lease.worker = worker
         log.info("joined", kind=kind.value)
         await _first_of(asyncio.create_task(worker.run(), name="work"), beating, stopping)
+        return not stopping.is_set()
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)

@@ -24,7 +24,7 @@ def grpo_tasks(*, with_reference: bool) -> tuple[TaskSpec, ...]:
         reads=frozenset({Column.RESPONSE_IDS}),
         writes=frozenset({Column.REFERENCE_LOGPROBS}),
     )
-    before_advantages = {Column.REWARD} | ({Column.REFERENCE_LOGPROBS} if with_reference else set())
+    before_advantages = [Column.REWARD, Column.REFERENCE_LOGPROBS] if with_reference else [Column.REWARD]
     return (
         TaskSpec(
             name=REWARD,

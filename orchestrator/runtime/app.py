@@ -24,10 +24,10 @@ import msgspec
 import structlog
 
 from orchestrator.core.dataflow import grpo_tasks
-from orchestrator.core.state import PipelineState
-from orchestrator.runtime.decide import Decider
+from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
+from orchestrator.runtime.held_out import write_held_out
 from orchestrator.runtime.intake import new_inbox, read_events, tick, watch_usage
 from orchestrator.runtime.journal import Journal
 from orchestrator.runtime.membership import Membership
@@ -57,23 +57,22 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     rundir = RunDir(run_dir)
     fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     journal, recovered = Journal.open(rundir.journal)
-    clock = MonotonicClock(origin_s=recovered.now_s)
-    state = PipelineState(settings)
-    metrics = MetricsLog(rundir.metrics)
-    ended = asyncio.Event()
+    state, restated = recover_state(settings, journal, recovered)
     source = await asyncio.to_thread(open_source, settings, model_dir)
-    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
-    executor = Executor(broker, fence, desk, on_finish=lambda _reason: ended.set())
-    watchdog = Watchdog(settings.liveness.stall_s, clock)
-    decider = Decider(state, journal, executor, metrics, watchdog, clock)
-    restated = decider.recover(recovered)
     source.seek(state.source_position)
+    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
+    clock = MonotonicClock(origin_s=recovered.now_s)
+    metrics = MetricsLog(rundir.metrics)
+    watchdog = Watchdog(settings.liveness.stall_s, clock)
+    ended = asyncio.Event()
+    executor = Executor(broker, fence, desk, on_finish=lambda _reason: ended.set())
+    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
 
     await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
     await broker.put_meta(keys.SETTINGS, msgspec.msgpack.encode(public(settings)))
     await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
     executor.submit(restated)
-    log.info("serving", run=broker.run, epoch=fence.epoch, events_replayed=len(recovered.tail))
+    log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
 
     inbox = new_inbox()
     membership = Membership(broker, settings.liveness.lease_s, clock)
@@ -89,6 +88,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(executor.run(), name="executor"),
             group.create_task(decider.run(inbox), name="decide"),
             group.create_task(keep_reconciled(broker, inbox, state.rows_told, decider.restate), name="reconcile"),
+            group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
             group.create_task(publish_status(broker, state, membership, metrics, clock), name="status"),
             group.create_task(watchdog.watch(state.describe_wait), name="watchdog"),
         ]

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from orchestrator.core.state import CommandId, PipelineState
+from orchestrator.core.outbox import CommandId
+from orchestrator.core.settings import core_settings
+from orchestrator.core.state import PipelineState
 from orchestrator.runtime.execute import Executor, Issued
 from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.journal import Journal, Recovered
@@ -20,6 +22,7 @@ from orchestrator.runtime.watchdog import Watchdog
 from transport import faults
 from transport.clock import Clock
 from transport.messages import DropRows, JournalRecord, SlotOutcome, TrimRounds
+from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +30,28 @@ MAX_BATCH = 512
 """Events applied before the loop breathes: about 10 ms of deciding."""
 SNAPSHOT_EVERY = 5000
 """Records between snapshots: replaying so many takes about 0.1 s."""
+
+
+def recover_state(settings: Settings, journal: Journal, recovered: Recovered) -> tuple[PipelineState, list[Issued]]:
+    """The state after the last journaled event, and what has to be carried out (again): harmless where it already was.
+
+    Stream entries are those that the state calls outstanding; of the tail's other commands, those that free or report.
+    The state before the first event is kept too, so that the whole history can be replayed.
+    """
+    if recovered.snapshot is None:
+        state = PipelineState(core_settings(settings))
+        journal.snapshot(state.snapshot(), seq=0)
+    else:
+        state = PipelineState.restore(recovered.snapshot)
+    again: list[Issued] = []
+    for record in recovered.tail:
+        commands = state.handle(record.event, record.now_s)
+        again += [
+            (CommandId(record.seq, index), command)
+            for index, command in enumerate(commands)
+            if isinstance(command, DropRows | TrimRounds | SlotOutcome)
+        ]
+    return state, [*state.outstanding(), *again]
 
 
 class Decider:
@@ -40,6 +65,7 @@ class Decider:
         metrics: MetricsLog,
         watchdog: Watchdog,
         clock: Clock,
+        cursor: str,
     ) -> None:
         self._state = state
         self._journal = journal
@@ -47,29 +73,8 @@ class Decider:
         self._metrics = metrics
         self._watchdog = watchdog
         self._clock = clock
-        self._seq = 0
-        self._cursor = "0-0"
+        self._cursor = cursor
         self._since_snapshot = 0
-
-    def recover(self, recovered: Recovered) -> list[Issued]:
-        """Bring the state back. Returns what has to be carried out (again): harmless where it already was.
-
-        Stream entries come from ``outstanding``; the rest of the tail's commands are those that free or report.
-        """
-        if recovered.snapshot is not None:
-            self._state.restore(recovered.snapshot)
-        again: list[Issued] = []
-        for record in recovered.tail:
-            commands = self._state.handle(record.event, record.now_s)
-            self._metrics.observe(record.event, commands, record.now_s)
-            again += [
-                (CommandId(record.seq, index), command)
-                for index, command in enumerate(commands)
-                if isinstance(command, DropRows | TrimRounds | SlotOutcome)
-            ]
-        self._seq = recovered.seq
-        self._cursor = recovered.cursor
-        return [*self._state.outstanding(), *again]
 
     def restate(self) -> None:
         """Submit again whatever was commanded and is not confirmed."""
@@ -91,9 +96,10 @@ class Decider:
         records: list[JournalRecord] = []
         issued: list[Issued] = []
         for arrival in arrivals:
-            self._seq += 1
             self._cursor = arrival.cursor or self._cursor
-            record = JournalRecord(seq=self._seq, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor)
+            record = JournalRecord(
+                seq=self._state.seq + 1, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor
+            )
             records.append(record)
             issued += self._decide(record)
         faults.point("orchestrator.applied")
@@ -106,11 +112,11 @@ class Decider:
         commands = self._state.handle(record.event, record.now_s)
         self._watchdog.observe(record.event)
         self._metrics.observe(record.event, commands, record.now_s)
-        return [(CommandId(self._seq, index), command) for index, command in enumerate(commands)]
+        return [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]
 
     async def _snapshot(self) -> None:
         """Snapshot once everything decided so far is carried out: what lies before it is never looked at again."""
-        seq, state = self._seq, self._state.snapshot()
+        seq, state = self._state.seq, self._state.snapshot()
         await self._executor.drained()
         self._journal.snapshot(state, seq)
         self._since_snapshot = 0

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, assert_never
 
 import structlog
 
-from orchestrator.core.state import CommandId, entry_id
+from orchestrator.core.outbox import CommandId, entry_id
 from orchestrator.runtime.prompts import Prompt
 from transport import faults
 from transport.broker import keys
@@ -140,7 +140,7 @@ class Executor:
 
 def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, tuple[str, Entry]]]:
     """(stream, (entry id, entry)) for each entry that ``command`` puts on a stream; [] for the other commands."""
-    identity = entry_id(command_id)
+    identity = entry_id(*command_id)
     match command:
         case TrainRound() | CloseMiniBatch() | FinishTraining():
             return [(keys.ROUNDS, (identity, Entry(fields=_round_fields(command), payload=encode(command))))]

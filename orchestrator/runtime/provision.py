@@ -18,13 +18,12 @@ from pathlib import Path
 
 import structlog
 
-from orchestrator.errors import ChildFailedError
+from orchestrator.errors import ChildFailedError, ExitCode
 
 log = structlog.get_logger(__name__)
 
-EXIT_FATAL = 4
+NO_USE = (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL)
 """A child that exits so says that starting it again is no use; its last line says why."""
-EXIT_STALLED = 3
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
 STABLE_S = 60.0
@@ -35,12 +34,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """One process to keep alive. done_ends: its clean exit is the end of its work, not a failure."""
+    """One process to keep alive; its clean exit is the end of its work."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    done_ends: bool = True
 
 
 class Children:
@@ -60,7 +58,7 @@ class Children:
     async def keep(self, spec: ChildSpec, *, on_death: Callable[[int], Awaitable[None]] | None = None) -> None:
         """Run ``spec`` until it exits cleanly, starting it again whenever it dies; ``on_death`` hears of its pid.
 
-        Raises: ChildFailedError when it exits with EXIT_FATAL, EXIT_STALLED or 2, or has died too often in a row.
+        Raises: ChildFailedError when it exits with one of NO_USE, or has died too often in a row.
         """
         in_a_row = 0
         loop = asyncio.get_running_loop()
@@ -68,9 +66,9 @@ class Children:
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S) - 1)])
             started_s = loop.time()
             pid, code = await self._run_once(spec)
-            if code == 0 and spec.done_ends:
+            if code == 0:
                 return
-            if code in (2, EXIT_FATAL, EXIT_STALLED):
+            if code in NO_USE:
                 raise ChildFailedError(spec.name, code, self.last_words(spec.name))
             in_a_row = 1 if loop.time() - started_s > STABLE_S else in_a_row + 1
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1

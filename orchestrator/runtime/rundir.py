@@ -37,6 +37,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def held_out(self) -> Path:
+        return self.path / "eval.jsonl"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 

@@ -1,0 +1,31 @@
+"""The held-out problems of a run, written once beside its metrics, so that any model can be asked them later."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from orchestrator.runtime.prompts import held_out
+from transport.settings import Settings
+
+
+def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
+    """Write ``eval.problems`` prompts to ``path`` as JSON lines, unless it is there. Raises DataError."""
+    if path.exists() or not settings.eval.problems:
+        return
+    batch = held_out(settings, model_dir).next(settings.eval.problems)
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": prompt.prompt_id,
+                "text": prompt.text,
+                "prompt_ids": prompt.prompt_ids.tolist(),
+                "entry": prompt.entry_json,
+            }
+        )
+        for prompt in batch.prompts
+    ]
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    os.replace(unfinished, path)

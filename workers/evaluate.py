@@ -1,0 +1,130 @@
+"""``streamrl-worker evaluate``: the held-out problems of a run, answered greedily by one model.
+
+Owns: nothing that lasts. Reads ``eval.jsonl`` and ``config.toml`` of the run's directory; the reward is the run's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import numpy as np
+import torch
+
+from transport.clock import MonotonicClock
+from transport.settings import Settings
+from transport.types import GroupId, SamplingParams, Struct
+from workers.errors import EvaluationError
+from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.model_loading import stop_token_ids
+from workers.models import prepare_model
+from workers.scoring.rewards import Reward, reward_spec
+from workers.scoring.sample import load_detokenizer
+from workers.scoring.sandbox import RewardSandbox
+
+
+class HeldOut(Struct, frozen=True, kw_only=True):
+    """One line of ``eval.jsonl``. entry: JSON, what the reward needs."""
+
+    prompt_id: str
+    text: str
+    prompt_ids: list[int]
+    entry: str
+
+
+def evaluate_run(run_dir: Path, model: str, *, trust_remote_code: bool = False) -> dict[str, float]:
+    """Mean reward and components over the held-out problems of ``run_dir``.
+
+    model: "base" (what the run started from), "final" (what it ended with) or a Hugging Face directory.
+    Raises: EvaluationError when the run's files are not there; ModelError; RewardError.
+    """
+    settings = _read_settings(run_dir / "config.toml")
+    problems = _read_problems(run_dir / "eval.jsonl")
+    paths = {"base": settings.model.path, "final": str(run_dir / "model")}
+    directory = prepare_model(paths.get(model, model), trust_remote_code=trust_remote_code)
+    return asyncio.run(_evaluate(settings, problems, directory))
+
+
+def _read_settings(path: Path) -> Settings:
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Settings)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EvaluationError(f"{path} is not the configuration of a run: {error}") from error
+
+
+def _read_problems(path: Path) -> list[HeldOut]:
+    try:
+        problems = msgspec.json.decode(b"[" + b",".join(path.read_bytes().splitlines()) + b"]", type=list[HeldOut])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EvaluationError(f"{path} does not hold the run's held-out problems: {error}") from error
+    if not problems:
+        raise EvaluationError(f"{path} is empty: the run holds out no problems (eval.problems)")
+    return problems
+
+
+async def _evaluate(settings: Settings, problems: Sequence[HeldOut], directory: Path) -> dict[str, float]:
+    generation = settings.generation
+    engine = EmbeddedEngine(
+        EmbeddedSettings(
+            directory=directory,
+            slots=generation.slots,
+            dtype=getattr(torch, generation.dtype),
+            device=generation.device,
+            threads=generation.threads,
+            max_context=generation.max_context,
+        ),
+        MonotonicClock(),
+    )
+    try:
+        await engine.start()
+        sampling = SamplingParams(
+            max_new_tokens=settings.sampling.max_new_tokens,
+            temperature=0.0,
+            stop_token_ids=stop_token_ids(directory),
+        )
+        completions = await _answer(engine, problems, sampling)
+    finally:
+        await engine.close()
+    rewards = await _score(settings, problems, completions, directory)
+    means = {name: fmean(reward.components[name] for reward in rewards) for name in rewards[0].components}
+    lengths = fmean(len(completion.response_ids) for completion in completions)
+    return {"reward": fmean(reward.value for reward in rewards), **means, "response_tokens": lengths}
+
+
+async def _answer(engine: EmbeddedEngine, problems: Sequence[HeldOut], sampling: SamplingParams) -> list[Completion]:
+    """[N] one completion a problem, in their order."""
+    for index, problem in enumerate(problems):
+        request = GenerationRequest(
+            group_id=GroupId(str(index)),
+            prompt_ids=np.asarray(problem.prompt_ids, dtype=np.int32),
+            samples=(0,),
+            sampling=sampling,
+        )
+        engine.submit(request)
+    answers: dict[int, Completion] = {}
+    while len(answers) < len(problems):
+        for result in await engine.results():
+            if isinstance(result, EngineFailure):
+                raise EvaluationError(f"held-out problem {problems[int(result.group_id)].prompt_id}: {result.reason}")
+            answers[int(result.group_id)] = result
+    return [answers[index] for index in range(len(problems))]
+
+
+async def _score(
+    settings: Settings, problems: Sequence[HeldOut], completions: Sequence[Completion], directory: Path
+) -> list[Reward]:
+    detokenize = load_detokenizer(directory)
+    spec = reward_spec(settings, settings.scoring.reward)  # the user who evaluates is the one who trained
+    sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=1)
+    try:
+        await sandbox.start()
+        return [
+            await sandbox.score(problem.text, detokenize(completion.response_ids.tolist()), problem.entry.encode())
+            for problem, completion in zip(problems, completions, strict=True)
+        ]
+    finally:
+        await sandbox.close()
