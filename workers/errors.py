@@ -38,3 +38,12 @@ class RewardError(StreamError):
 
 class RewardSetupError(FatalError):
     """The run's reward does not exist, or this worker's own command line does not name it."""
+
+
+def first_error(group: BaseExceptionGroup[StreamError]) -> StreamError:
+    """The first error of a TaskGroup, which cancelled the others: what a worker's caller should hear of."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StreamError)  # the group was split off by that type
+    return error

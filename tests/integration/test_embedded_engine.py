@@ -132,7 +132,7 @@ async def test_an_abort_returns_partial_tokens(engine):
     engine.submit(request(0, new_tokens=240))
     engine.submit(request(1, samples=(0,), new_tokens=1))
     await collect(engine, 1)  # it was admitted after the long ones, so they have drawn a token too
-    await engine.abort([GroupId("0/0")])
+    await engine.abort([(GroupId("0/0"), 0)])
     results = await collect(engine, 3)
     assert sorted(result.sample for result in results) == [0, 1, 2]
     for result in results:
@@ -165,7 +165,7 @@ async def test_a_crash_of_the_thread_surfaces_from_every_wait(engine, monkeypatc
         with pytest.raises(EngineCrashedError, match="the device is on fire"):
             await engine.results()
         with pytest.raises(EngineCrashedError):
-            await engine.abort([GroupId("0/0")])
+            await engine.abort([(GroupId("0/0"), 0)])
         with pytest.raises(EngineCrashedError):
             await engine.load_weights(V1, {})
 

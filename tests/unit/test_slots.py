@@ -214,7 +214,7 @@ def test_an_abort_keeps_the_partial_tokens_and_names_what_never_started():
         decoder.submit(each)
     for _ in range(5):
         decoder.step()
-    results = decoder.abort({stopped.group_id, waiting.group_id})
+    results = decoder.abort({stopped.key, waiting.key, (kept.group_id, 1)})
     completions = [r for r in results if isinstance(r, Completion)]
     assert sorted(r.sample for r in completions) == [0, 1, 2]
     assert {r.finish_reason for r in completions} == {FinishReason.ABORT}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +97,9 @@ class EmbeddedEngine:
         self._has_ready.clear()
         return ready
 
-    async def abort(self, group_ids: Sequence[GroupId]) -> None:
-        groups = frozenset(group_ids)
-        await self._call(lambda decoder: decoder.abort(groups))
+    async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
+        keys = frozenset(groups)
+        await self._call(lambda decoder: decoder.abort(keys))
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, and then the old weights are as they were."""
@@ -206,15 +206,21 @@ class EmbeddedEngine:
         """Step while there is work, sleep on the inbox while there is none; returns on close."""
         while True:
             results: list[Result] = []
-            while not decoder.has_work or not self._inbox.empty():
-                command = self._inbox.get()
-                if command is None:
+            while not self._inbox.empty() or not (decoder.has_work or results):
+                more = self._obey(decoder)
+                if more is None:
                     return
-                results += command(decoder)
-                if results and not decoder.has_work:
-                    break
+                results += more
             started_s = self._clock.now_s()
             results += decoder.step()
             self._busy_s += self._clock.now_s() - started_s
             if results:
                 loop.call_soon_threadsafe(self._deliver, results)
+
+    def _obey(self, decoder: SlotDecoder) -> list[Result] | None:
+        """Run the next command, waiting for it; None means close.
+
+        In a frame of its own: a command that outlived it would keep mapped weights alive.
+        """
+        command = self._inbox.get()
+        return command(decoder) if command else None

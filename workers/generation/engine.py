@@ -6,7 +6,7 @@ An engine owns its device, its KV memory and its thread or server; it never talk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,11 @@ class GenerationRequest:
     priority: float = 0.0
     attempt: int = 0
     limits: Sequence[int] = ()
+
+    @property
+    def key(self) -> tuple[GroupId, int]:
+        """What ``abort`` calls it: an earlier attempt at the same group may still run."""
+        return self.group_id, self.attempt
 
     def limit(self, sample: int) -> int:
         """New tokens that ``sample`` may have."""
@@ -72,6 +77,7 @@ class EngineFailure:
     samples: tuple[int, ...]
     reason: str
     retryable: bool
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +115,10 @@ class GenerationEngine(Protocol):
         """Wait for at least one result and return all that are there."""
         ...
 
-    async def abort(self, group_ids: Sequence[GroupId]) -> None:
-        """Stop these groups; running samples come out with finish_reason "abort" and their partial tokens."""
+    async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
+        """Stop these (group, attempt)s. Running samples come out with finish_reason "abort" and their partial tokens,
+        waiting ones in an EngineFailure: every submitted sample comes out exactly once.
+        """
         ...
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:

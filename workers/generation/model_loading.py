@@ -6,6 +6,7 @@ prepares the directory). Invariant: a model that loads has every one of its weig
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,16 @@ def _max_context(model: Any, device: torch.device, asked: int) -> int:
     if asked > allowed:
         raise ModelError(f"generation.max_context is {asked}, but the model allows {allowed} tokens")
     return asked or (min(allowed, CPU_MAX_CONTEXT) if device.type == "cpu" else allowed)
+
+
+def stop_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end a response, ascending: what config.json and generation_config.json name as end of sequence."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        named = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+        ids.update([named] if isinstance(named, int) else named or [])
+    return tuple(sorted(ids))
 
 
 def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

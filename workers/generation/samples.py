@@ -40,7 +40,11 @@ class WaitingGroup:
     def failure(self, reason: str, *, retryable: bool) -> EngineFailure:
         """All its waiting samples, as a failure."""
         return EngineFailure(
-            group_id=self.request.group_id, samples=tuple(self.samples), reason=reason, retryable=retryable
+            group_id=self.request.group_id,
+            samples=tuple(self.samples),
+            reason=reason,
+            retryable=retryable,
+            attempt=self.request.attempt,
         )
 
 
@@ -87,11 +91,12 @@ class WaitingGroups:
         if self._started is not None:
             self._started.kept = None
 
-    def remove(self, group_ids: Collection[GroupId]) -> list[WaitingGroup]:
-        removed = [group for group in self._all() if group.request.group_id in group_ids]
+    def remove(self, keys: Collection[tuple[GroupId, int]]) -> list[WaitingGroup]:
+        """Take these (group, attempt)s out."""
+        removed = [group for group in self._all() if group.request.key in keys]
         if self._started in removed:
             self._started = None
-        self._heap = [entry for entry in self._heap if entry[2].request.group_id not in group_ids]
+        self._heap = [entry for entry in self._heap if entry[2].request.key not in keys]
         heapq.heapify(self._heap)
         return removed
 
@@ -148,7 +153,13 @@ class RunningSample:
         )
 
     def failure(self, reason: str) -> EngineFailure:
-        return EngineFailure(group_id=self.request.group_id, samples=(self.sample,), reason=reason, retryable=True)
+        return EngineFailure(
+            group_id=self.request.group_id,
+            samples=(self.sample,),
+            reason=reason,
+            retryable=True,
+            attempt=self.request.attempt,
+        )
 
 
 class SlotTable:

@@ -113,12 +113,12 @@ class SlotDecoder:
         self._waiting.push(group)
         return []
 
-    def abort(self, group_ids: Collection[GroupId]) -> list[Result]:
-        """Stop these groups: running samples come out with what they have, waiting ones as a retryable failure."""
-        waiting = self._waiting.remove(group_ids)
+    def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
+        """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a retryable failure."""
+        waiting = self._waiting.remove(keys)
         results: list[Result] = [group.failure("aborted before it started", retryable=True) for group in waiting]
         now_s = self._clock.now_s()
-        stopped = [slot for slot, sample in enumerate(self._running) if sample.request.group_id in group_ids]
+        stopped = [slot for slot, sample in enumerate(self._running) if sample.request.key in keys]
         results += [self._leave(slot).completion(FinishReason.ABORT, now_s) for slot in reversed(stopped)]
         return results
 

@@ -1,0 +1,351 @@
+"""The generation worker: claims dispatch plans, runs them on its engine, writes each sample the moment it ends.
+
+    plans:<worker> ─► claim ─► engine ─► publish ─► row + RolloutFinished (+ the plan's ack with its last sample)
+    control:<worker> ─► follow ─► engine: new weights between two steps, aborts
+                        report ─► events: what is held, so that what was lost is found out
+                        renew  ─► leases of the plans that are held
+
+Back-pressure: a plan is claimed only while fewer samples are at work than the engine's slots plus one group, so that a
+slot that falls free is filled at once, and what another worker could do is not hoarded.
+
+Owns: these loops. Never: decides; touches a prompt's meaning. Invariant: a plan is acknowledged in the commit that
+writes the last of its samples, and ``WeightsLoaded`` is told only once the engine serves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from transport import faults
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Ack, Broker, Commit, Delivery, LogEntry
+from transport.clock import Clock
+from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
+from transport.messages import (
+    STARTING,
+    AbortRollouts,
+    Event,
+    LoadWeights,
+    WeightManifest,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerCommand,
+    WorkerReported,
+    group_plan_decoder,
+    manifest_decoder,
+    worker_command_decoder,
+)
+from transport.rows import BrokerRows, RowStore, decode_array
+from transport.settings import Settings
+from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId
+from workers.errors import WeightsMismatchError, first_error
+from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
+from workers.generation.plans import HeldPlan, HeldPlans
+from workers.generation.publish import event_entry, failure_append, publication
+from workers.lifecycle import Activity
+
+log = structlog.get_logger(__name__)
+
+WAIT_S = 1.0
+"""How long one read waits: the longest time a loop is deaf to the end of its connection."""
+REPORT_S = 2.0
+"""Between two reports: what was lost is found out within a few seconds, and the log stays readable."""
+RENEWALS_PER_LEASE = 3
+MANIFEST_WAIT_S = 30.0
+"""A load is commanded after its manifest was published; only a broker that lost its tail has none."""
+MANIFESTS_LOOKED_AT = 64
+
+LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
+"""What leaves the old weights in service and is told as WeightsFailed."""
+
+
+class Puller(Protocol):
+    """Gives the tensors of a manifest, verified, for as long as the context is open (weights.WeightPuller)."""
+
+    def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+
+
+def _command(entry: LogEntry) -> WorkerCommand | None:
+    """None for an entry that cannot be read: it is logged, and those after it still count."""
+    try:
+        return worker_command_decoder.decode(entry.entry.payload)
+    except MessageError as error:
+        log.error("unreadable command", entry=entry.entry_id, reason=str(error))
+        return None
+
+
+def _manifest_of(entries: Sequence[LogEntry], weights: WeightIdentity) -> WeightManifest | None:
+    """The newest manifest of ``weights`` among entries of the weights log."""
+    for entry in reversed(entries):
+        try:
+            manifest = manifest_decoder.decode(entry.entry.payload)
+        except MessageError as error:
+            log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
+            continue
+        if manifest.weights == weights:
+            return manifest
+    return None
+
+
+def group_seed(run_seed: int, group_id: GroupId) -> int:
+    """The seed of a group's samples: the same on whichever worker and attempt it is generated."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+class GenerationWorker:
+    """Generates until cancelled.
+
+    stop_token_ids: any of them ends a response.  rows: where columns live; the broker's own hashes by default.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        engine: GenerationEngine,
+        settings: Settings,
+        worker_id: WorkerId,
+        puller: Puller,
+        clock: Clock,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        rows: RowStore | None = None,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows or BrokerRows(broker)
+        self._engine = engine
+        self._settings = settings
+        self._worker_id = worker_id
+        self._puller = puller
+        self._clock = clock
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._queue = keys.plans(worker_id)
+        self._plans = HeldPlans()
+        self._room = asyncio.Event()
+        self._info: EngineInfo | None = None
+        self._weights: WeightIdentity | None = None
+        self._loading = False
+        self._samples = 0
+
+    async def run(self) -> None:
+        """Start the engine, then work until cancelled. Raises ModelError, EngineCrashedError, EngineHungError, and the
+        broker's errors when it stays away."""
+        try:
+            self._info = await self._engine.start()
+            async with asyncio.TaskGroup() as group:
+                for loop in (self._claim(), self._publish(), self._follow(), self._report(), self._renew()):
+                    group.create_task(loop, name=loop.__name__.strip("_"))
+        except* StreamError as failures:
+            raise first_error(failures) from None
+        finally:
+            await self._engine.close()
+
+    def activity(self) -> Activity:
+        if self._info is None:
+            return Activity(doing=STARTING)
+        load = self._engine.load()
+        at_work = "decoding" if load.running else "waiting"
+        return Activity(
+            doing="loading" if self._loading else at_work,
+            capacity=self._info.capacity,
+            busy_s=load.busy_s,
+            running=load.running,
+            waiting=load.waiting,
+            weights=self._weights,
+            counters={"samples": float(self._samples), "tokens": float(load.tokens)},
+        )
+
+    # --- claim --------------------------------------------------------------------------------------------------------
+
+    async def _claim(self) -> None:
+        """Claim as many plans as there is room for, forever."""
+        group_size = self._settings.pipeline.group_size
+        while True:
+            while (room := self._capacity() + group_size - self._plans.num_samples) <= 0:
+                self._room.clear()
+                await self._room.wait()
+            count = -(-room // group_size)
+            await self._accept(await self._broker.claim(self._queue, self._worker_id, count=count, wait_s=WAIT_S))
+
+    def _capacity(self) -> int:
+        assert self._info is not None  # the loops start after the engine
+        return self._info.capacity
+
+    async def _accept(self, deliveries: Sequence[Delivery]) -> None:
+        """Take over claimed plans: nothing is awaited before all are held, or a report could miss one."""
+        accepted: list[HeldPlan] = []
+        for delivery in deliveries:
+            try:
+                accepted.append(self._hold(delivery))
+            except MessageError as error:
+                log.error("plan rejected", entry=delivery.entry_id, reason=str(error))
+                self._plans.claimed(delivery.entry_id)
+                await self._broker.reject(delivery, str(error))
+        if accepted:
+            faults.point("generate.claimed")
+            await self._start(accepted)
+
+    def _hold(self, delivery: Delivery) -> HeldPlan:
+        return self._plans.add(delivery.entry_id, group_plan_decoder.decode(delivery.entry.payload))
+
+    async def _start(self, accepted: Sequence[HeldPlan]) -> None:
+        """Read the prompts and submit; a plan that cannot start fails or ends here."""
+        columns = await self._rows.read_groups([held.plan.group_id for held in accepted], [Column.PROMPT_IDS])
+        for held, group in zip(accepted, columns, strict=True):
+            if held.aborted:
+                await self._end(held)
+                continue
+            try:
+                self._submit(held, decode_array(Column.PROMPT_IDS, group.get(Column.PROMPT_IDS, b"")))
+            except MessageError as error:
+                await self._end(held, f"its prompt cannot be read: {error}")
+
+    def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32]) -> None:
+        if not len(prompt_ids):
+            raise MessageError("the broker does not have it")
+        plan, sampling = held.plan, self._settings.sampling
+        held.prompt_tokens = len(prompt_ids)
+        self._engine.submit(
+            GenerationRequest(
+                group_id=plan.group_id,
+                prompt_ids=prompt_ids,
+                samples=plan.samples,
+                sampling=SamplingParams(
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    stop_token_ids=self._stop_token_ids,
+                    seed=group_seed(self._settings.run.seed, plan.group_id),
+                ),
+                priority=plan.priority,
+                attempt=plan.attempt,
+            )
+        )
+
+    async def _end(self, held: HeldPlan, reason: str = "") -> None:
+        """Acknowledge a plan that never started, and say why if someone waits for it."""
+        failure = EngineFailure(group_id=held.plan.group_id, samples=held.plan.samples, reason=reason, retryable=True)
+        appends = [failure_append(failure, self._worker_id)] if reason else []
+        await self._broker.commit(Commit(appends=appends, acks=[Ack(queue=self._queue, entry_id=held.entry_id)]))
+        self._release([held])
+
+    def _release(self, finished: Sequence[HeldPlan]) -> None:
+        self._plans.remove(finished)
+        self._room.set()
+
+    # --- publish ------------------------------------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        """Write what the engine hands out, forever: while one commit is under way, the next gathers."""
+        while True:
+            ready = publication(await self._engine.results(), self._plans, self._worker_id)
+            faults.point("generate.row_ready")
+            await self._rows.commit(ready.commit)
+            faults.point("generate.row_committed")
+            self._samples += len(ready.commit.rows)
+            self._release(ready.finished)
+
+    # --- follow -------------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Obey the control log, forever. Of several loads at once only the last is worth its time."""
+        cursor = ZERO_ID
+        while True:
+            entries = await self._broker.read(keys.control(self._worker_id), cursor, count=64, wait_s=WAIT_S)
+            newest: WeightIdentity | None = None
+            for entry in entries:
+                cursor = entry.entry_id
+                match _command(entry):
+                    case AbortRollouts() as command:
+                        await self._abort(command)
+                    case LoadWeights(weights=weights):
+                        newest = weights
+                    case None:
+                        pass
+            if newest is not None:
+                await self._load(newest)
+
+    async def _abort(self, command: AbortRollouts) -> None:
+        stopped = self._plans.abort(command)
+        log.info("aborting", groups=[held.plan.group_id for held in stopped], reason=command.reason)
+        await self._engine.abort([held.key for held in stopped])
+
+    async def _load(self, weights: WeightIdentity) -> None:
+        """Take ``weights`` and say so, or say why not. What is served already is only said."""
+        started_s, self._loading = self._clock.now_s(), True
+        try:
+            if weights != self._weights:
+                await self._pull(await self._manifest(weights))
+                self._weights = weights
+                faults.point("generate.weights_loaded")
+        except LOAD_FAILURES as error:
+            log.warning("weights not loaded", weights=str(weights), reason=str(error))
+            failed = WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
+            await self._tell(failed, weights=str(weights), reason=str(error))
+            return
+        finally:
+            self._loading = False
+        seconds = self._clock.now_s() - started_s
+        loaded = WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds)
+        await self._tell(loaded, weights=str(weights), seconds=f"{seconds:.3f}")
+
+    async def _pull(self, manifest: WeightManifest) -> None:
+        with ExitStack() as stack:
+            # Only this call's frame may hold the views: the segment cannot close below a view that is alive.
+            await self._engine.load_weights(
+                manifest.weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
+            )
+
+    async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
+        """The manifest of ``weights`` from the weights log. Raises MessageError when it does not come."""
+        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
+        deadline_s = self._clock.now_s() + MANIFEST_WAIT_S
+        while True:
+            if manifest := _manifest_of(entries, weights):
+                return manifest
+            if self._clock.now_s() >= deadline_s:
+                raise MessageError(f"the weights log has no manifest of {weights}")
+            cursor = entries[-1].entry_id if entries else ZERO_ID
+            newer = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=WAIT_S)
+            entries = newer or entries
+
+    # --- report, renew ------------------------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        """Say what is held, forever. The snapshot is taken before its append, and a plan leaves it after its commit."""
+        while True:
+            report = WorkerReported(
+                worker_id=self._worker_id,
+                held=self._plans.group_ids,
+                plans_cursor=self._plans.cursor,
+                weights=self._weights,
+            )
+            await self._tell(report, held=len(report.held), cursor=report.plans_cursor, weights=str(self._weights))
+            await asyncio.sleep(REPORT_S)
+
+    async def _renew(self) -> None:
+        """Continue the leases, forever; stop working on what was given to someone else."""
+        while True:
+            await asyncio.sleep(self._settings.liveness.lease_s / RENEWALS_PER_LEASE)
+            held = self._plans.entry_ids
+            if not held:
+                continue
+            kept = set(await self._broker.renew(self._queue, self._worker_id, held))
+            at_work = set(self._plans.entry_ids)  # what was acknowledged meanwhile is not lost
+            lost = self._plans.lose(entry for entry in held if entry not in kept and entry in at_work)
+            if lost:
+                log.warning("leases lost", groups=[plan.plan.group_id for plan in lost])
+                await self._engine.abort([plan.key for plan in lost])
+                self._room.set()
+
+    async def _tell(self, event: Event, **fields: str | int) -> None:
+        await self._broker.append(keys.EVENTS, event_entry(event, worker=self._worker_id, **fields))
