@@ -1,0 +1,60 @@
+"""The ledger: a row is trained once for each pass, and the file says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transport.errors import MessageError
+from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, read_ledger
+from transport.types import RowId
+
+ROWS = [RowId(row) for row in ("3/0/0", "3/0/7", "3/12/1", "4/0/0")]
+
+
+def test_a_known_row_is_refused_in_its_pass_only() -> None:
+    ledger = Ledger()
+    assert ledger.add(0, ROWS) == ()
+    assert ledger.add(0, [ROWS[1], RowId("3/0/1")]) == (ROWS[1],)
+    assert ledger.add(1, ROWS) == ()
+    assert ledger.knows(0, RowId("3/0/1"))
+    assert not ledger.knows(0, RowId("3/1/0"))
+
+
+def test_a_row_named_twice_in_one_call_is_refused_the_second_time() -> None:
+    assert Ledger().add(0, [ROWS[0], ROWS[0]]) == (ROWS[0],)
+
+
+def test_rows_come_back_from_the_file_in_order() -> None:
+    ledger = Ledger(version=5, cursor="17-2")
+    ledger.add(0, reversed(ROWS))
+    again = Ledger.from_bytes(ledger.to_bytes())
+    assert (again.version, again.cursor) == (5, "17-2")
+    assert again.rows() == {(3, 0): ROWS[:3], (4, 0): ROWS[3:]}
+
+
+def test_a_thousand_groups_take_a_few_bytes_each() -> None:
+    ledger = Ledger()
+    ledger.add(0, [RowId(f"{batch}/{slot}/{i}") for batch in range(125) for slot in range(8) for i in range(8)])
+    assert len(ledger.to_bytes()) < 6 * 1000
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", b"\x83\xa7version"])
+def test_anything_else_is_no_ledger(raw: bytes) -> None:
+    with pytest.raises(MessageError):
+        Ledger.from_bytes(raw)
+
+
+def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) is None
+    for version in (2, 10, 9):
+        (tmp_path / f"step-{version}").mkdir()
+        (tmp_path / f"step-{version}" / FILE_NAME).write_bytes(Ledger(version=version).to_bytes())
+    (tmp_path / "step-11.partial").mkdir()
+    (tmp_path / "step-12").mkdir()  # damaged: no file
+    (tmp_path / "step-10" / FILE_NAME).write_bytes(b"\xc1")
+    assert list(checkpoint_dirs(tmp_path)) == [12, 10, 9, 2]
+    ledger = read_ledger(tmp_path)
+    assert ledger is not None
+    assert ledger.version == 9

@@ -1,0 +1,118 @@
+"""The trainer's ledger: which rows every version of the weights contains. Written by the trainer, read by the audit.
+
+Owns: its in-memory form, its file inside a checkpoint. Never: decides what to train. Invariant: a row is in it at most
+once for each pass over its batch, so whatever a replayed or damaged log says again is known and refused.
+
+The file is MessagePack: batch -> pass -> slot -> samples as a bit set (8 samples are one byte), about 4 bytes a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import MessageError
+from transport.messages import MessageDecoder, encode
+from transport.types import GroupId, RowId, Struct, group_id, parse_row_id, row_id
+
+FILE_NAME = "ledger.msgpack"
+"""Inside a checkpoint's directory."""
+CHECKPOINT_PREFIX = "step-"
+"""A checkpoint's directory is ``step-<version>``; what is being written has another name."""
+
+_Passes = dict[int, dict[int, dict[int, int]]]
+"""batch -> pass -> slot -> bit set of samples."""
+
+
+class _LedgerFile(Struct, frozen=True, kw_only=True):
+    version: int
+    cursor: str
+    passes: _Passes = msgspec.field(default_factory=dict[int, dict[int, dict[int, int]]])
+
+
+_decoder = MessageDecoder(_LedgerFile)
+
+
+class Ledger:
+    """What was trained.
+
+    version: batches in the lineage of these weights.  cursor: last entry of the rounds log that they contain.
+    """
+
+    def __init__(self, version: int = 0, cursor: str = "0-0") -> None:
+        self.version = version
+        self.cursor = cursor
+        self._passes: _Passes = {}
+
+    def add(self, pass_index: int, rows: Iterable[RowId]) -> tuple[RowId, ...]:
+        """Enter rows that are about to be trained in a pass over their batch.
+
+        Returns: those that were known already: they are refused, and must not be trained.
+        """
+        refused: list[RowId] = []
+        for row in rows:
+            batch, slot, sample = _parts(row)
+            samples = self._passes.setdefault(batch, {}).setdefault(pass_index, {})
+            if samples.get(slot, 0) >> sample & 1:
+                refused.append(row)
+            samples[slot] = samples.get(slot, 0) | 1 << sample
+        return tuple(refused)
+
+    def knows(self, pass_index: int, row: RowId) -> bool:
+        """Whether the row was trained in this pass."""
+        batch, slot, sample = _parts(row)
+        return bool(self._passes.get(batch, {}).get(pass_index, {}).get(slot, 0) >> sample & 1)
+
+    def rows(self) -> dict[tuple[int, int], list[RowId]]:
+        """(batch, pass) -> its rows, in order of slot and sample."""
+        return {
+            (batch, pass_index): [
+                row_id(group_id(batch, slot), sample)
+                for slot, samples in sorted(slots.items())
+                for sample in range(samples.bit_length())
+                if samples >> sample & 1
+            ]
+            for batch, passes in self._passes.items()
+            for pass_index, slots in passes.items()
+        }
+
+    def to_bytes(self) -> bytes:
+        """The content of its file."""
+        return encode(_LedgerFile(version=self.version, cursor=self.cursor, passes=self._passes))
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> Ledger:
+        """Raises MessageError for anything that ``to_bytes`` did not write."""
+        file = _decoder.decode(raw)
+        ledger = Ledger(file.version, file.cursor)
+        ledger._passes = file.passes
+        return ledger
+
+
+def checkpoint_dirs(checkpoints: Path) -> Mapping[int, Path]:
+    """Version -> directory of every checkpoint in place, newest first; empty where there is none."""
+    found: dict[int, Path] = {}
+    for path in checkpoints.glob(f"{CHECKPOINT_PREFIX}*"):
+        version = path.name.removeprefix(CHECKPOINT_PREFIX)
+        if version.isdigit() and path.is_dir():
+            found[int(version)] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def read_ledger(checkpoints: Path) -> Ledger | None:
+    """The ledger of the newest checkpoint whose ledger can be read; None where there is none."""
+    for path in checkpoint_dirs(checkpoints).values():
+        try:
+            return Ledger.from_bytes((path / FILE_NAME).read_bytes())
+        except (OSError, MessageError):
+            continue  # a damaged checkpoint: the trainer falls back to the one before it, and says so
+    return None
+
+
+def _parts(row: RowId) -> tuple[int, int, int]:
+    """(batch, slot, sample) of a row id."""
+    group, sample = parse_row_id(row)
+    batch, slot = GroupId(group).split("/")
+    return int(batch), int(slot), sample
