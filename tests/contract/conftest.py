@@ -1,0 +1,93 @@
+"""The brokers that one contract suite runs over: the in-memory twin, the packaged Valkey, the system's Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+
+import pytest
+
+from tests.fakes.redis_servers import ServerProcess, find_binary
+from transport.broker.base import Broker
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.broker.redis_link import RedisLink
+from transport.broker.redis_streams import RedisBroker
+from transport.clock import ManualClock
+from transport.types import RunName
+
+_run_numbers = count()
+
+
+class BrokerHarness:
+    """Makes brokers of one kind, all on one server, and lets time pass for it."""
+
+    def __init__(self, url: str | None) -> None:
+        self.url = url
+        self._clock = ManualClock(1000.0)
+        self._memory = MemoryServer(self._clock)
+        self._opened: list[Broker] = []
+        self._run = RunName(f"run-{next(_run_numbers)}")
+
+    def open(self, run: RunName | None = None) -> Broker:
+        """Another client, as another process would be one."""
+        run = run or self._run
+        made = MemoryBroker(self._memory, run) if self.url is None else RedisBroker(RedisLink(self.url), run)
+        self._opened.append(made)
+        return made
+
+    async def elapse(self, seconds: float) -> None:
+        """Let the server's clock pass ``seconds``; a real server has no other clock than the real one."""
+        if self.url is None:
+            self._clock.advance(seconds)
+        else:
+            await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        for broker in self._opened:
+            await broker.close()
+
+
+@pytest.fixture(scope="session")
+def server_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """One server of each kind there is a binary for, for all tests of the session; every test has its own run."""
+    binaries = {kind: find_binary(kind) for kind in ("valkey", "redis")}
+    servers = {
+        kind: ServerProcess(binary, tmp_path_factory.mktemp(kind)) for kind, binary in binaries.items() if binary
+    }
+    try:
+        for server in servers.values():
+            server.wait_listening()
+        yield {kind: server.url for kind, server in servers.items()}
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
+def _url(kind: str, server_urls: dict[str, str]) -> str:
+    if kind not in server_urls:
+        pytest.skip(f"no {kind}-server on this machine: apt-get install {kind}-server")
+    return server_urls[kind]
+
+
+@pytest.fixture(params=["memory", "valkey", pytest.param("redis", marks=pytest.mark.redis)])
+async def harness(request: pytest.FixtureRequest, server_urls: dict[str, str]) -> AsyncIterator[BrokerHarness]:
+    made = BrokerHarness(None if request.param == "memory" else _url(request.param, server_urls))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def broker(harness: BrokerHarness) -> Broker:
+    return harness.open()
+
+
+@pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.redis)])
+def server_url(request: pytest.FixtureRequest, server_urls: dict[str, str]) -> str:
+    """A real server, for what only a real connection can show."""
+    return _url(request.param, server_urls)
+
+
+@pytest.fixture
+def run_name() -> RunName:
+    return RunName(f"run-{next(_run_numbers)}")

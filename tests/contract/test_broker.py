@@ -1,0 +1,557 @@
+"""The broker's contract (transport/broker/base.py), clause by clause, over every broker there is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.contract.conftest import BrokerHarness
+from transport.broker import keys
+from transport.broker.base import (
+    ZERO_ID,
+    Ack,
+    Append,
+    Broker,
+    Commit,
+    Delivery,
+    Entry,
+    Fence,
+    GroupWrite,
+    RowWrite,
+    parse_entry_id,
+)
+from transport.errors import FencedError, MessageError
+from transport.messages import MAX_MESSAGE_BYTES
+from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
+
+IDS, LOGPROBS, REWARD = Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.REWARD
+LEASE_S = 0.05
+QUEUE = "plans:generate-0.1"
+
+
+def entry(name: str, payload: bytes = b"") -> Entry:
+    return Entry(fields={"name": name}, payload=payload)
+
+
+def names(entries: list) -> list[str]:
+    return [found.entry.fields["name"] for found in entries]
+
+
+def group(group_id: str, size: int = 2, columns: dict[Column, bytes] | None = None) -> GroupWrite:
+    return GroupWrite(group_id=GroupId(group_id), size=size, columns=columns or {Column.PROMPT_TEXT: b"2+2="})
+
+
+def row(row_id: str, *appends: Append, **columns: bytes) -> RowWrite:
+    named = {Column(name): value for name, value in columns.items()}
+    return RowWrite(row_id=RowId(row_id), columns=named or {IDS: b"\x00\xff"}, on_insert=appends)
+
+
+def told(name: str) -> Append:
+    return Append(stream=keys.EVENTS, entry=entry(name))
+
+
+# -- logs
+
+
+async def test_log_gives_every_reader_all_entries_in_order(broker: Broker) -> None:
+    written = [await broker.append("log", entry(str(i), bytes([i, 255 - i]))) for i in range(5)]
+    first = await broker.read("log", ZERO_ID, count=3)
+    rest = await broker.read("log", first[-1].entry_id, count=10)
+    assert [found.entry_id for found in first + rest] == written
+    assert [found.entry for found in first + rest] == [entry(str(i), bytes([i, 255 - i])) for i in range(5)]
+    assert await broker.read("log", ZERO_ID, count=10) == first + rest
+    assert await broker.length("log") == 5
+
+
+async def test_empty_log(broker: Broker) -> None:
+    assert await broker.read("log", ZERO_ID, count=1) == []
+    assert await broker.read("log", ZERO_ID, count=1, wait_s=0.01) == []
+    assert await broker.tail("log", count=3) == []
+    assert await broker.last_id("log") == ZERO_ID
+    assert await broker.length("log") == 0
+    assert await broker.trim("log", "5-0") == 0
+
+
+async def test_read_wakes_when_an_entry_comes(broker: Broker, harness: BrokerHarness) -> None:
+    reading = asyncio.create_task(broker.read("log", ZERO_ID, count=1, wait_s=20.0))
+    await harness.open().append("log", entry("late"))
+    async with asyncio.timeout(10):
+        assert names(await reading) == ["late"]
+
+
+async def test_tail_gives_the_newest_oldest_first(broker: Broker) -> None:
+    for i in range(5):
+        await broker.append("log", entry(str(i)))
+    assert names(await broker.tail("log", count=2)) == ["3", "4"]
+
+
+async def test_explicit_id_is_appended_once(broker: Broker) -> None:
+    assert await broker.append("rounds", entry("a"), entry_id="7-1") == "7-1"
+    assert await broker.append("rounds", entry("a"), entry_id="7-1") is None
+    assert await broker.append("rounds", entry("older"), entry_id="6-9") is None
+    assert await broker.append_many("rounds", [("7-1", entry("a")), ("7-2", entry("b")), ("8-0", entry("c"))]) == 2
+    assert await broker.append_many("rounds", []) == 0
+    assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["a", "b", "c"]
+    assert await broker.last_id("rounds") == "8-0"
+
+
+@pytest.mark.parametrize("ids", [["0-0"], ["5-1", "5-1"], ["5-1", "4-0"]])
+async def test_ids_that_do_not_ascend_are_a_bug(broker: Broker, ids: list[str]) -> None:
+    with pytest.raises(ValueError, match="is not above"):
+        await broker.append_many("rounds", [(entry_id, entry("x")) for entry_id in ids])
+    assert await broker.length("rounds") == 0
+
+
+async def test_trim_frees_up_to_the_cursor_and_keeps_the_last_id(broker: Broker) -> None:
+    await broker.append_many("rounds", [(f"{i}-{i}", entry(str(i))) for i in range(1, 6)])
+    assert await broker.trim("rounds", "3-3") == 3
+    assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["4", "5"]
+    assert await broker.trim("rounds", "9-0") == 2
+    assert await broker.last_id("rounds") == "5-5"
+    assert await broker.append("rounds", entry("again"), entry_id="5-5") is None
+
+
+async def test_oversized_payload_is_refused(broker: Broker) -> None:
+    with pytest.raises(MessageError, match="over the limit"):
+        await broker.append("log", entry("big", bytes(MAX_MESSAGE_BYTES + 1)))
+    big = Append(stream="log", entry=entry("big", bytes(MAX_MESSAGE_BYTES + 1)))
+    with pytest.raises(MessageError):
+        await broker.commit(Commit(groups=[group("0/0")], appends=[big]))
+    assert await broker.length("log") == 0
+    assert await broker.retained_bytes() == 0
+
+
+async def test_payload_is_no_field_name(broker: Broker) -> None:
+    with pytest.raises(ValueError, match="payload"):
+        await broker.append("log", Entry(fields={"payload": "x"}))
+
+
+async def test_entry_without_fields(broker: Broker) -> None:
+    await broker.append("log", Entry())
+    await broker.append("log", Entry(payload=b"\x81\xa0"))
+    assert [found.entry for found in await broker.read("log", ZERO_ID, count=9)] == [
+        Entry(),
+        Entry(payload=b"\x81\xa0"),
+    ]
+
+
+# -- work queues
+
+
+async def test_each_entry_goes_to_one_consumer(broker: Broker, harness: BrokerHarness) -> None:
+    for i in range(40):
+        await broker.enqueue(QUEUE, entry(str(i)))
+    others = [harness.open() for _ in range(4)]
+    claims = [other.claim(QUEUE, f"c{n}", count=3) for n, other in enumerate(others) for _ in range(5)]
+    claimed = [delivery for part in await asyncio.gather(*claims) for delivery in part]
+    assert sorted(names(claimed), key=int) == [str(i) for i in range(40)]
+    assert {delivery.deliveries for delivery in claimed} == {1}
+    assert {delivery.queue for delivery in claimed} == {QUEUE}
+    assert await broker.claim(QUEUE, "c0", count=3, wait_s=0.01) == []
+
+
+async def test_claim_waits_on_a_queue_that_is_not_there_yet(broker: Broker, harness: BrokerHarness) -> None:
+    claiming = asyncio.create_task(broker.claim(QUEUE, "c", count=1, wait_s=20.0))
+    await harness.open().enqueue(QUEUE, entry("first"), entry_id="3-0")
+    async with asyncio.timeout(10):
+        assert names(await claiming) == ["first"]
+
+
+async def test_claim_survives_the_deletion_of_its_queue(broker: Broker, harness: BrokerHarness) -> None:
+    await broker.enqueue(QUEUE, entry("gone"))
+    await broker.claim(QUEUE, "c", count=1)
+    claiming = asyncio.create_task(broker.claim(QUEUE, "c", count=1, wait_s=20.0))
+    other = harness.open()
+    await other.delete_stream(QUEUE)
+    await other.enqueue(QUEUE, entry("new"))
+    async with asyncio.timeout(10):
+        assert names(await claiming) == ["new"]
+
+
+async def test_acknowledged_entries_are_freed(broker: Broker) -> None:
+    for i in range(3):
+        await broker.enqueue(QUEUE, entry(str(i)))
+    first, second = await broker.claim(QUEUE, "c", count=2)
+    await broker.commit(Commit(acks=[Ack(queue=QUEUE, entry_id=first.entry_id)]))
+    assert [held.entry_id for held in await broker.pending(QUEUE)] == [second.entry_id]
+    assert await broker.length(QUEUE) == 2
+    last = await broker.last_id(QUEUE)
+    await broker.commit(Commit(acks=[Ack(queue=QUEUE, entry_id=second.entry_id)]))
+    assert await broker.last_id(QUEUE) == last
+    assert await broker.length(QUEUE) == 1
+
+
+async def test_acknowledging_twice_or_elsewhere_does_nothing(broker: Broker) -> None:
+    await broker.append("log", entry("kept"))
+    last = await broker.last_id("log")
+    nothing = [Ack(queue="log", entry_id=last), Ack(queue="absent", entry_id="1-1"), Ack(queue=QUEUE, entry_id="1-1")]
+    await broker.commit(Commit(acks=nothing))
+    assert await broker.length("log") == 1
+
+
+async def test_renewed_lease_is_not_taken(broker: Broker, harness: BrokerHarness) -> None:
+    await broker.enqueue(QUEUE, entry("a"))
+    await broker.enqueue(QUEUE, entry("b"))
+    held, lost = await broker.claim(QUEUE, "slow", count=2)
+    await harness.elapse(2 * LEASE_S)
+    assert await broker.renew(QUEUE, "slow", [held.entry_id]) == [held.entry_id]
+    taken, dead = await broker.reclaim(QUEUE, "thief", idle_s=LEASE_S, max_deliveries=3, count=10)
+    assert names(taken) == ["b"]
+    assert dead == []
+    assert taken[0].entry_id == lost.entry_id
+    assert taken[0].deliveries == 2
+    assert await broker.renew(QUEUE, "slow", [held.entry_id, lost.entry_id, "9-9"]) == [held.entry_id]
+    assert await broker.renew("absent", "slow", ["1-1"]) == []
+
+
+async def test_renewing_counts_no_delivery(broker: Broker) -> None:
+    await broker.enqueue(QUEUE, entry("a"))
+    (held,) = await broker.claim(QUEUE, "c", count=1)
+    for _ in range(5):
+        await broker.renew(QUEUE, "c", [held.entry_id])
+    (found,) = await broker.pending(QUEUE)
+    assert (found.consumer, found.deliveries) == ("c", 1)
+    assert 0 <= found.idle_s < 10
+
+
+async def test_poisoned_entry_goes_to_the_dead_letters(broker: Broker) -> None:
+    await broker.enqueue(QUEUE, entry("poison", b"\xc1"))
+    (claimed,) = await broker.claim(QUEUE, "c0", count=1)
+    for attempt in (2, 3):
+        taken, dead = await broker.reclaim(QUEUE, f"c{attempt}", idle_s=0, max_deliveries=3, count=10)
+        assert [delivery.deliveries for delivery in taken] == [attempt]
+        assert dead == []
+    taken, dead = await broker.reclaim(QUEUE, "c4", idle_s=0, max_deliveries=3, count=10)
+    assert taken == []
+    assert dead == await broker.dead_letters()
+    assert (dead[0].queue, dead[0].entry_id, dead[0].entry) == (QUEUE, claimed.entry_id, entry("poison", b"\xc1"))
+    assert "3 times" in dead[0].reason
+    assert await broker.length(QUEUE) == 0
+    assert await broker.pending(QUEUE) == []
+
+
+async def test_reclaim_takes_the_oldest_up_to_count(broker: Broker) -> None:
+    for i in range(5):
+        await broker.enqueue(QUEUE, entry(str(i)), entry_id=f"1-{i}")
+    await broker.claim(QUEUE, "c", count=5)
+    taken, _ = await broker.reclaim(QUEUE, "d", idle_s=0, max_deliveries=9, count=2)
+    assert names(taken) == ["0", "1"]
+    assert await broker.reclaim("absent", "d", idle_s=0, max_deliveries=9, count=2) == ([], [])
+
+
+async def test_reject_buries_acknowledges_and_tells_in_one_step(broker: Broker) -> None:
+    await broker.enqueue(QUEUE, entry("bad"))
+    (delivery,) = await broker.claim(QUEUE, "c", count=1)
+    await broker.reject(delivery, "reward raised: 1/0", appends=[told("failed")])
+    await broker.reject(delivery, "again", appends=[told("failed")])
+    (letter,) = await broker.dead_letters()
+    assert (letter.queue, letter.reason, letter.entry) == (QUEUE, "reward raised: 1/0", entry("bad"))
+    assert names(await broker.read(keys.EVENTS, ZERO_ID, count=9)) == ["failed"]
+    assert await broker.pending(QUEUE) == []
+    never_claimed = Delivery(queue="absent", entry_id="1-1", entry=entry("x"))
+    await broker.reject(never_claimed, "nobody holds it", appends=[told("failed")])
+    assert await broker.length(keys.EVENTS) == 1
+
+
+async def test_trimming_a_queue_never_removes_what_is_held_or_waiting(broker: Broker) -> None:
+    for i in range(1, 5):
+        await broker.enqueue(QUEUE, entry(str(i)), entry_id=f"{i}-0")
+    assert await broker.trim(QUEUE, "9-0") == 0
+    first, second = await broker.claim(QUEUE, "c", count=2)
+    assert await broker.trim(QUEUE, "9-0") == 0
+    await broker.commit(Commit(acks=[Ack(queue=QUEUE, entry_id=first.entry_id)]))
+    assert await broker.trim(QUEUE, "9-0") == 0
+    assert [held.entry_id for held in await broker.pending(QUEUE)] == [second.entry_id]
+    taken, _ = await broker.reclaim(QUEUE, "d", idle_s=0, max_deliveries=9, count=9)
+    assert names(taken) + names(await broker.claim(QUEUE, "d", count=9)) == ["2", "3", "4"]
+
+
+# -- the atomic step
+
+
+async def test_columns_come_back_as_written(broker: Broker) -> None:
+    columns = {Column.PROMPT_IDS: bytes(range(256)), Column.TASK_ENTRY: b'{"answer": 4}'}
+    await broker.commit(Commit(groups=[group("0/0", columns=columns)], rows=[row("0/0/1", response_ids=b"\x01")]))
+    assert await broker.read_groups([GroupId("0/0"), GroupId("0/1")], list(columns)) == [columns, {}]
+    rows = await broker.read_rows([RowId("0/0/0"), RowId("0/0/1"), RowId("9/9/9")], [IDS, REWARD])
+    assert rows == [{}, {IDS: b"\x01"}, {}]
+    assert await broker.read_rows([RowId("0/0/1")], []) == [{}]
+    assert await broker.read_rows([], [IDS]) == []
+
+
+async def test_group_is_written_once(broker: Broker) -> None:
+    await broker.commit(Commit(groups=[group("0/0", size=2, columns={Column.PROMPT_TEXT: b"first"})]))
+    result = await broker.commit(Commit(groups=[group("0/0", size=9, columns={Column.PROMPT_TEXT: b"second"})]))
+    assert result.retained_bytes == 5
+    assert await broker.read_groups([GroupId("0/0")], [Column.PROMPT_TEXT]) == [{Column.PROMPT_TEXT: b"first"}]
+
+
+async def test_first_insert_wins_under_concurrency(broker: Broker, harness: BrokerHarness) -> None:
+    await broker.commit(Commit(groups=[group("0/0")]))
+    writers = [harness.open() for _ in range(8)]
+    commits = [
+        writer.commit(Commit(rows=[row("0/0/0", told(str(n)), response_ids=bytes([n]) * 10)]))
+        for n, writer in enumerate(writers)
+    ]
+    results = await asyncio.gather(*commits)
+    winners = [str(n) for n, result in enumerate(results) if result.inserted == (True,)]
+    assert len(winners) == 1
+    assert names(await broker.read(keys.EVENTS, ZERO_ID, count=99)) == winners
+    assert await broker.read_rows([RowId("0/0/0")], [IDS]) == [{IDS: bytes([int(winners[0])]) * 10}]
+    assert await broker.retained_bytes() == 4 + 10
+
+
+async def test_row_is_refused_whole_when_one_column_is_there(broker: Broker) -> None:
+    await broker.commit(Commit(groups=[group("0/0")], rows=[row("0/0/0", response_ids=b"a")]))
+    clash = row("0/0/0", told("no"), response_ids=b"b", reward=b"1")
+    later = row("0/0/0", told("yes"), reward=b"2")
+    assert (await broker.commit(Commit(rows=[clash, later, later]))).inserted == (False, True, False)
+    assert await broker.read_rows([RowId("0/0/0")], [IDS, REWARD]) == [{IDS: b"a", REWARD: b"2"}]
+    assert names(await broker.read(keys.EVENTS, ZERO_ID, count=9)) == ["yes"]
+
+
+async def test_row_without_its_group_is_refused(broker: Broker) -> None:
+    result = await broker.commit(Commit(rows=[row("0/0/0", told("no"))], appends=[told("in any case")]))
+    assert result.inserted == (False,)
+    await broker.commit(Commit(groups=[group("0/1", size=2)]))
+    assert (await broker.commit(Commit(rows=[row("0/1/1"), row("0/1/2")]))).inserted == (True, False)
+    assert names(await broker.read(keys.EVENTS, ZERO_ID, count=9)) == ["in any case"]
+
+
+async def test_commit_does_everything_in_one_step(broker: Broker) -> None:
+    await broker.enqueue(QUEUE, entry("plan"))
+    (plan,) = await broker.claim(QUEUE, "c", count=1)
+    written = Commit(
+        groups=[group("0/0")],
+        rows=[row("0/0/0", told("finished"))],
+        acks=[Ack(queue=QUEUE, entry_id=plan.entry_id)],
+        appends=[told("reported"), Append(stream="metrics", entry=entry("m"))],
+    )
+    assert (await broker.commit(written)).inserted == (True,)
+    assert names(await broker.read(keys.EVENTS, ZERO_ID, count=9)) == ["finished", "reported"]
+    assert await broker.pending(QUEUE) == []
+    assert await broker.length("metrics") == 1
+
+
+async def test_fenced_commit_does_nothing(broker: Broker) -> None:
+    old = Fence(role="trainer", epoch=await broker.acquire_epoch("trainer"))
+    await broker.enqueue(QUEUE, entry("plan"))
+    (plan,) = await broker.claim(QUEUE, "c", count=1)
+    await broker.acquire_epoch("trainer")
+    ack = Ack(queue=QUEUE, entry_id=plan.entry_id)
+    with pytest.raises(FencedError) as caught:
+        await broker.commit(
+            Commit(fence=old, groups=[group("0/0")], rows=[row("0/0/0")], acks=[ack], appends=[told("x")])
+        )
+    assert (caught.value.role, caught.value.epoch, caught.value.current_epoch) == ("trainer", 1, 2)
+    assert await broker.retained_bytes() == 0
+    assert await broker.length(keys.EVENTS) == 0
+    assert len(await broker.pending(QUEUE)) == 1
+
+
+async def test_fences(broker: Broker, harness: BrokerHarness) -> None:
+    assert await broker.acquire_epoch("trainer", at_least=4) == 5
+    assert await harness.open().acquire_epoch("trainer", at_least=2) == 6
+    assert await broker.acquire_epoch("orchestrator") == 1
+    current, old = Fence(role="trainer", epoch=6), Fence(role="trainer", epoch=5)
+    assert await broker.append("weights", entry("v1"), entry_id="1-0", fence=current) == "1-0"
+    for write in (
+        broker.append("weights", entry("old"), fence=old),
+        broker.append_many("weights", [("2-0", entry("old"))], fence=old),
+        broker.enqueue(QUEUE, entry("old"), fence=old),
+    ):
+        with pytest.raises(FencedError):
+            await write
+    assert await broker.length("weights") == 1
+    assert await broker.length(QUEUE) == 0
+
+
+async def test_newer_epoch_than_the_broker_knows_is_restored(broker: Broker) -> None:
+    await broker.append("weights", entry("after the broker lost its tail"), fence=Fence(role="trainer", epoch=7))
+    with pytest.raises(FencedError):
+        await broker.append("weights", entry("old"), fence=Fence(role="trainer", epoch=6))
+    assert await broker.acquire_epoch("trainer") == 8
+
+
+async def test_incarnations_count_up_by_name(broker: Broker, harness: BrokerHarness) -> None:
+    assert [await broker.next_incarnation("generate-0") for _ in range(3)] == [1, 2, 3]
+    assert await harness.open().next_incarnation("generate-0") == 4
+    assert await broker.next_incarnation("generate-1") == 1
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [Commit(rows=[RowWrite(row_id=RowId("0/0/0"), columns={})]), Commit(groups=[group("0/0", size=0)])],
+    ids=["row without columns", "group without samples"],
+)
+async def test_commit_that_can_never_be_right_is_a_bug(broker: Broker, commit: Commit) -> None:
+    with pytest.raises(ValueError, match="0/0"):
+        await broker.commit(commit)
+
+
+# -- tasks
+
+REWARD_TASK = TaskSpec(name="reward", unit="sample", reads=frozenset({IDS}), writes=frozenset({REWARD}))
+REFERENCE_TASK = TaskSpec(name="reference", unit="sample", reads=frozenset({IDS, LOGPROBS}))
+ADVANTAGES_TASK = TaskSpec(name="advantages", unit="group", reads=frozenset({REWARD, LOGPROBS}))
+
+
+async def noticed(broker: Broker, task: str) -> list[dict[str, str]]:
+    found = await broker.claim(keys.tasks(task), "looker", count=99)
+    assert all(delivery.entry.payload == b"" for delivery in found)
+    return [dict(delivery.entry.fields) for delivery in found]
+
+
+async def test_sample_unit_is_noticed_once_when_its_columns_are_there(broker: Broker) -> None:
+    await broker.declare_tasks([REWARD_TASK, REFERENCE_TASK])
+    await broker.declare_tasks([REWARD_TASK, REFERENCE_TASK])
+    await broker.commit(Commit(groups=[group("3/1", size=4)]))
+    await broker.commit(Commit(rows=[row("3/1/2", response_ids=b"x")]))
+    await broker.commit(Commit(rows=[row("3/1/2", response_ids=b"y")]))
+    assert await noticed(broker, "reward") == [{"task": "reward", "unit": "3/1/2", "group": "3/1"}]
+    assert await noticed(broker, "reference") == []
+    await broker.commit(Commit(rows=[row("3/1/2", rollout_logprobs=b"l"), row("3/1/2", reward=b"r")]))
+    assert await noticed(broker, "reference") == [{"task": "reference", "unit": "3/1/2", "group": "3/1"}]
+    assert await noticed(broker, "reward") == []
+
+
+async def test_group_unit_is_noticed_once_when_every_row_is_ready(broker: Broker, harness: BrokerHarness) -> None:
+    await broker.declare_tasks([ADVANTAGES_TASK])
+    size = 6
+    await broker.commit(Commit(groups=[group("0/0", size=size), group("0/1", size=size)]))
+    writers = [harness.open() for _ in range(4)]
+    writes = [
+        writers[n % 4].commit(Commit(rows=[row(f"0/{g}/{sample}", **{column: b"v"})]))
+        for n, column in enumerate(["rollout_logprobs", "reward", "reward"])
+        for g in (0, 1)
+        for sample in range(size)
+        if not (g == 1 and sample == 5 and column == "reward")
+    ]
+    await asyncio.gather(*writes)
+    assert await noticed(broker, "advantages") == [{"task": "advantages", "unit": "0/0", "group": "0/0"}]
+    await broker.commit(Commit(rows=[row("0/1/5", reward=b"v"), row("0/1/5", advantage=b"v")]))
+    assert await noticed(broker, "advantages") == [{"task": "advantages", "unit": "0/1", "group": "0/1"}]
+    assert await noticed(broker, "advantages") == []
+
+
+async def test_former_tasks_are_replaced(broker: Broker) -> None:
+    await broker.declare_tasks([REWARD_TASK, REFERENCE_TASK])
+    await broker.declare_tasks([REFERENCE_TASK])
+    await broker.commit(Commit(groups=[group("0/0")], rows=[row("0/0/0", response_ids=b"x", rollout_logprobs=b"y")]))
+    assert await noticed(broker, "reward") == []
+    assert len(await noticed(broker, "reference")) == 1
+
+
+async def test_task_that_reads_nothing_is_a_bug(broker: Broker) -> None:
+    with pytest.raises(ValueError, match="reads no column"):
+        await broker.declare_tasks([TaskSpec(name="t", unit="group", reads=frozenset())])
+    with pytest.raises(ValueError, match="one name"):
+        await broker.declare_tasks([REWARD_TASK, REWARD_TASK])
+
+
+# -- retained bytes
+
+
+async def test_bytes_are_counted_and_freed(broker: Broker) -> None:
+    first = await broker.commit(
+        Commit(
+            groups=[group("0/0", columns={Column.PROMPT_IDS: bytes(100)})], rows=[row("0/0/0", response_ids=bytes(7))]
+        )
+    )
+    assert first.retained_bytes == 107
+    second = await broker.commit(Commit(groups=[group("0/1")], rows=[row("0/0/0", response_ids=bytes(9))]))
+    assert second.retained_bytes == await broker.retained_bytes() == 111
+    assert await broker.drop_groups([GroupId("0/0"), GroupId("5/5")]) == 107
+    assert await broker.drop_groups([GroupId("0/0")]) == 0
+    assert await broker.drop_groups([]) == 0
+    assert await broker.retained_bytes() == 4
+
+
+async def test_insert_into_a_dropped_group_is_refused(broker: Broker) -> None:
+    await broker.declare_tasks([REWARD_TASK])
+    await broker.commit(Commit(groups=[group("0/0")], rows=[row("0/0/0")]))
+    await noticed(broker, "reward")
+    await broker.drop_groups([GroupId("0/0")])
+    assert await broker.read_rows([RowId("0/0/0")], [IDS]) == [{}]
+    late = await broker.commit(Commit(rows=[row("0/0/0", told("late")), row("0/0/1", told("late"))]))
+    assert late.inserted == (False, False)
+    assert late.retained_bytes == 0
+    assert await broker.length(keys.EVENTS) == 0
+    assert await noticed(broker, "reward") == []
+
+
+# -- leases of workers, meta, streams, runs
+
+
+async def test_worker_leases_run_out(broker: Broker, harness: BrokerHarness) -> None:
+    alive, silent, ended = WorkerId("generate-0.1"), WorkerId("generate-1.1"), WorkerId("score-0.1")
+    await broker.beat(silent, b"\x80", ttl_s=LEASE_S)
+    for worker in (alive, ended):
+        await broker.beat(worker, b"old", ttl_s=60)
+        await broker.beat(worker, b"new", ttl_s=60)
+    assert (await harness.open().leases()).keys() >= {alive, ended}
+    await broker.end_lease(ended)
+    await harness.elapse(3 * LEASE_S)
+    assert await broker.leases() == {alive: b"new"}
+    await broker.beat(silent, b"back", ttl_s=60)
+    assert await broker.leases() == {alive: b"new", silent: b"back"}
+
+
+async def test_meta(broker: Broker, harness: BrokerHarness) -> None:
+    assert await broker.get_meta("settings") is None
+    await broker.put_meta("settings", b"\x80")
+    await broker.put_meta("settings", b"\x81")
+    await broker.put_meta("brief", b"x", ttl_s=LEASE_S)
+    await harness.elapse(3 * LEASE_S)
+    assert await harness.open().get_meta("settings") == b"\x81"
+    assert await broker.get_meta("brief") is None
+
+
+async def test_streams_are_listed_with_their_lengths(broker: Broker) -> None:
+    assert await broker.streams() == {}
+    await broker.append("events", entry("a"))
+    await broker.append("events", entry("b"))
+    await broker.enqueue(QUEUE, entry("c"))
+    await broker.declare_tasks([REWARD_TASK])
+    assert await broker.streams() == {"events": 2, QUEUE: 1, "tasks:reward": 0}
+    (delivery,) = await broker.claim(QUEUE, "c", count=1)
+    await broker.reject(delivery, "bad")
+    await broker.delete_stream("events")
+    assert await broker.streams() == {QUEUE: 0, "tasks:reward": 0, "dead": 1}
+
+
+async def test_two_runs_do_not_see_each_other(harness: BrokerHarness) -> None:
+    first, second = harness.open(RunName(f"{harness.open().run}-a")), harness.open(RunName(f"{harness.open().run}-b"))
+    await first.declare_tasks([REWARD_TASK])
+    await first.commit(Commit(groups=[group("0/0")], rows=[row("0/0/0", told("x"))]))
+    await first.beat(WorkerId("w"), b"", ttl_s=60)
+    await first.put_meta("m", b"1")
+    await first.acquire_epoch("trainer")
+    await first.next_incarnation("w")
+    assert await second.streams() == {}
+    assert await second.retained_bytes() == 0
+    assert await second.leases() == {}
+    assert await second.get_meta("m") is None
+    assert await second.read_rows([RowId("0/0/0")], [IDS]) == [{}]
+    assert await second.acquire_epoch("trainer") == 1
+    assert await second.next_incarnation("w") == 1
+    assert (await second.commit(Commit(rows=[row("0/0/0")]))).inserted == (False,)
+
+
+async def test_info_names_the_server(broker: Broker, harness: BrokerHarness) -> None:
+    info = await broker.info()
+    assert info == await harness.open().info()
+    assert info.version
+    assert info.boot_id
+
+
+async def test_ids_ascend_across_kinds_of_writes(broker: Broker) -> None:
+    first = await broker.append("log", entry("a"))
+    await broker.commit(Commit(appends=[Append(stream="log", entry=entry("b"))]))
+    third = await broker.append("log", entry("c"))
+    ids = [parse_entry_id(found.entry_id) for found in await broker.read("log", ZERO_ID, count=9)]
+    assert first is not None
+    assert third is not None
+    assert ids == sorted(set(ids))
+    assert (ids[0], ids[2]) == (parse_entry_id(first), parse_entry_id(third))
