@@ -114,7 +114,7 @@ class SlotDecoder:
         return []
 
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
-        """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a retryable failure."""
+        """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
         waiting = self._waiting.remove(keys)
         results: list[Result] = [group.failure("aborted before it started", retryable=True) for group in waiting]
         now_s = self._clock.now_s()

@@ -1,0 +1,457 @@
+"""What a generation worker does with plans, results and commands, over the in-memory broker and a fake engine."""
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.engine import FakeEngine
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.clock import MonotonicClock
+from transport.errors import ChecksumError, PeerUnavailableError
+from transport.messages import (
+    AbortRollouts,
+    GroupPlan,
+    LoadWeights,
+    RolloutFailed,
+    RolloutFinished,
+    WeightManifest,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerReported,
+    encode,
+    event_decoder,
+    rollout_info_decoder,
+)
+from transport.rows import decode_array, encode_array
+from transport.settings import Settings
+from transport.types import Column, FinishReason, PromptId, RowId, RunName, WeightIdentity, WorkerId, group_id
+from workers.errors import EngineCrashedError, WeightsMismatchError
+from workers.generation import worker as worker_module
+from workers.generation.worker import GenerationWorker, group_seed
+
+ME = WorkerId("generate-0.1")
+V1, V2 = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
+PROMPT = np.array([5, 6, 7], np.int32)
+SETTINGS = msgspec.convert(
+    {
+        "pipeline": {"group_size": 2},
+        "sampling": {"max_new_tokens": 9, "temperature": 0.7},
+        "liveness": {"lease_s": 0.3},
+    },
+    Settings,
+)
+
+
+class FakePuller:
+    """Gives tensors, or fails; ``open`` says whether a context is open."""
+
+    def __init__(self):
+        self.pulled, self.open, self.error = [], False, None
+
+    @contextmanager
+    def pull(self, manifest):
+        if self.error:
+            raise self.error
+        self.pulled.append(manifest.weights)
+        self.open = True
+        try:
+            yield {"w": torch.full((2,), float(manifest.weights.version))}
+        finally:
+            self.open = False
+
+
+class RenewalCounter(MemoryBroker):
+    """Remembers what was renewed."""
+
+    def __init__(self, server, run):
+        super().__init__(server, run)
+        self.renewed = asyncio.Queue()
+
+    async def renew(self, queue, consumer, entry_ids):
+        kept = await super().renew(queue, consumer, entry_ids)
+        self.renewed.put_nowait((queue, consumer, list(entry_ids), kept))
+        return kept
+
+
+class World:
+    """One worker on one in-memory broker, and what a test does to it."""
+
+    def __init__(self, capacity):
+        self.broker = RenewalCounter(MemoryServer(), RunName("test"))
+        self.engine = FakeEngine(capacity)
+        self.puller = FakePuller()
+        self.worker = GenerationWorker(
+            self.broker, self.engine, SETTINGS, ME, self.puller, MonotonicClock(), stop_token_ids=(2, 4)
+        )
+        self._cursor, self._unread = ZERO_ID, []
+        self._plans = 0
+
+    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0):
+        group = group_id(3, slot)
+        columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
+        if prompt and attempt == 0:
+            await self.broker.commit(Commit(groups=[GroupWrite(group_id=group, size=2, columns=columns)]))
+        plan = GroupPlan(
+            group_id=group,
+            batch=3,
+            prompt_id=PromptId("p"),
+            samples=samples,
+            group_size=2,
+            predicted_tokens=20,
+            priority=priority,
+            attempt=attempt,
+        )
+        self._plans += 1
+        entry_id = f"{self._plans}-0"
+        await self.broker.enqueue(keys.plans(ME), Entry(payload=encode(plan)), entry_id=entry_id)
+        return entry_id
+
+    async def command(self, command):
+        await self.broker.append(keys.control(ME), Entry(payload=encode(command)))
+
+    async def manifest(self, weights):
+        manifest = WeightManifest(weights=weights, tensors=(), total_bytes=0, sources=(), host="here")
+        await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
+
+    async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
+        """The next ``count`` events of these kinds; others before them are skipped."""
+        found = []
+        async with asyncio.timeout(3):
+            while len(found) < count:
+                if not self._unread:
+                    self._unread += await self.broker.read(keys.EVENTS, self._cursor, count=100, wait_s=1)
+                    continue
+                entry = self._unread.pop(0)
+                self._cursor = entry.entry_id
+                event = event_decoder.decode(entry.entry.payload)
+                assert entry.entry.fields["event"] == type(event).__name__
+                found += [event] if isinstance(event, of) else []
+        return found
+
+    async def unacknowledged(self):
+        return [pending.entry_id for pending in await self.broker.pending(keys.plans(ME))]
+
+    async def until_acknowledged(self):
+        """Wait for the worker to release what it held: its next report says so."""
+        while (await self.events(1, of=WorkerReported))[-1].held:
+            pass
+        assert await self.unacknowledged() == []
+
+
+@asynccontextmanager
+async def running(capacity=4):
+    world = World(capacity)
+    task = asyncio.create_task(world.worker.run())
+    try:
+        yield world
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.engine.closed
+
+
+@pytest.fixture(autouse=True)
+def frequent_reports(monkeypatch):
+    monkeypatch.setattr(worker_module, "REPORT_S", 0.01)
+
+
+async def test_a_plan_becomes_a_request():
+    async with running() as world:
+        await world.plan(0, priority=7.0)
+        (request,) = await world.engine.wait_submitted(1)
+    assert request.key == ("3/0", 0)
+    assert request.prompt_ids.tolist() == PROMPT.tolist()
+    assert (tuple(request.samples), request.priority) == ((0, 1), 7.0)
+    sampling = request.sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.stop_token_ids) == (9, 0.7, (2, 4))
+    assert sampling.seed == group_seed(0, group_id(3, 0))
+    assert not sampling.ignore_eos
+
+
+async def test_seeds_differ_by_group_and_run_and_stay_the_same_otherwise():
+    seeds = {group_seed(run, group_id(batch, slot)) for run in (0, 1) for batch in (0, 1) for slot in range(50)}
+    assert len(seeds) == 200
+    assert group_seed(5, group_id(1, 2)) == group_seed(5, group_id(1, 2))
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_each_sample_is_a_row_at_once_and_the_last_one_acknowledges_the_plan():
+    async with running() as world:
+        entry_id = await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.finish(request, 1)
+        (event,) = await world.events(1)
+        assert (event.row_id, event.response_tokens, event.worker_id) == ("3/0/1", 2, ME)
+        assert (event.oldest, event.newest) == (world.engine.weights, world.engine.weights)
+        (row,) = await world.broker.read_rows([RowId("3/0/1")], list(Column))
+        assert decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS]).tolist() == [0, 1]
+        assert decode_array(Column.ROLLOUT_LOGPROBS, row[Column.ROLLOUT_LOGPROBS]).tolist() == [0.0, -1.0]
+        info = rollout_info_decoder.decode(row[Column.ROLLOUT_INFO])
+        assert (info.prompt_tokens, info.response_tokens, info.queued_s, info.engine_s) == (3, 2, 0.5, 1.5)
+        assert event.num_bytes == sum(map(len, row.values()))
+        assert await world.unacknowledged() == [entry_id]
+        world.engine.finish(request, 0)
+        await world.events(1)
+        assert await world.unacknowledged() == []
+
+
+async def test_the_ack_never_overtakes_a_row_when_several_are_ready():
+    async with running() as world:
+        await world.plan(0)
+        await world.plan(1)
+        first, second = await world.engine.wait_submitted(2)
+        for request, sample in ((first, 0), (second, 1), (second, 0), (first, 1)):
+            world.engine.finish(request, sample)
+        events = await world.events(4)
+        assert [event.row_id for event in events] == ["3/0/0", "3/1/1", "3/1/0", "3/0/1"]
+        assert await world.unacknowledged() == []
+
+
+async def test_plans_are_claimed_only_while_there_is_room_for_another_group():
+    """4 slots and groups of 2: three groups at once, and one more for each that ends."""
+    async with running(capacity=4) as world:
+        for slot in range(5):
+            await world.plan(slot)
+        requests = await world.engine.wait_submitted(3)
+        for _ in range(5):
+            await world.events(1, of=WorkerReported)
+        assert len(requests) == 3
+        assert await world.broker.length(keys.plans(ME)) == 5
+        assert len(await world.unacknowledged()) == 3
+        for sample in (0, 1):
+            world.engine.finish(requests[1], sample)
+        await world.engine.wait_submitted(4)
+
+
+async def test_a_failure_is_told_and_acknowledged_with_the_last_sample():
+    async with running() as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.fail(request, (1,), retryable=False)
+        (failed,) = await world.events(1)
+        assert (failed.group_id, failed.samples, failed.reason, failed.retryable) == ("3/0", (1,), "out of luck", False)
+        assert len(await world.unacknowledged()) == 1
+        world.engine.finish(request, 0)
+        await world.events(1)
+        await world.until_acknowledged()
+
+
+async def test_a_plan_without_its_prompt_fails_and_may_be_tried_again():
+    async with running() as world:
+        await world.plan(0, samples=(0, 1), prompt=False)
+        (failed,) = await world.events(1)
+        assert (failed.samples, failed.retryable) == ((0, 1), True)
+        assert "prompt" in failed.reason
+        await world.until_acknowledged()
+        assert world.engine.requests == []
+
+
+async def test_a_plan_that_cannot_be_read_is_dead_lettered_and_the_next_one_runs():
+    async with running() as world:
+        await world.broker.enqueue(keys.plans(ME), Entry(payload=b"\xc1 nonsense"), entry_id="0-1")
+        await world.plan(0)
+        await world.engine.wait_submitted(1)
+        (dead,) = await world.broker.dead_letters()
+        assert dead.queue == keys.plans(ME)
+        assert "not a valid message" in dead.reason
+
+
+async def test_aborted_samples_are_not_written_and_their_plan_is_acknowledged():
+    async with running() as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.finish(request, 0)
+        await world.events(1)
+        await world.command(AbortRollouts(worker_id=ME, group_ids=(group_id(3, 0),), reason="stale", attempts=(0,)))
+        while not world.engine.aborted:
+            await world.events(1, of=WorkerReported)
+        assert world.engine.aborted == [("3/0", 0)]
+        world.engine.finish(request, 1, reason=FinishReason.ABORT)
+        await world.until_acknowledged()
+        assert await world.broker.read_rows([RowId("3/0/1")], [Column.RESPONSE_IDS]) == [{}]
+
+
+async def test_an_abort_means_its_attempt_and_spares_a_later_one():
+    async with running() as world:
+        await world.plan(0)
+        await world.plan(0, attempt=1)
+        await world.engine.wait_submitted(2)
+        await world.command(AbortRollouts(worker_id=ME, group_ids=(group_id(3, 0),), reason="late", attempts=(0,)))
+        while not world.engine.aborted:
+            await world.events(1, of=WorkerReported)
+        assert world.engine.aborted == [("3/0", 0)]
+
+
+async def test_an_abort_that_comes_before_its_plan_is_claimed_still_counts():
+    async with running() as world:
+        await world.command(AbortRollouts(worker_id=ME, group_ids=(group_id(3, 0),), reason="late", attempts=(0,)))
+        await world.command(LoadWeights(worker_id=ME, weights=V1))  # answered after the abort was read
+        await world.manifest(V1)
+        await world.events(1, of=WeightsLoaded)
+        entry_id = await world.plan(0)
+        while (await world.events(1, of=WorkerReported))[-1].plans_cursor != entry_id:
+            pass
+        await world.until_acknowledged()
+        assert world.engine.requests == []
+
+
+async def test_weights_are_pulled_loaded_and_told():
+    async with running() as world:
+        await world.manifest(V1)
+        await world.manifest(V2)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        (loaded,) = await world.events(1)
+        assert isinstance(loaded, WeightsLoaded)
+        assert loaded.weights == V1
+        ((weights, tensors),) = world.engine.loaded
+        assert (weights, tensors["w"].tolist()) == (V1, [1.0, 1.0])
+        assert not world.puller.open
+        assert world.worker.activity().weights == V1
+        await world.command(LoadWeights(worker_id=ME, weights=V1))  # what is served already is only said again
+        await world.events(1)
+        assert world.puller.pulled == [V1]
+
+
+async def test_a_load_waits_for_a_manifest_that_comes_late():
+    async with running() as world:
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        await world.events(2, of=WorkerReported)
+        await world.broker.append(keys.WEIGHTS, Entry(payload=b"\xc1 nonsense"))
+        await world.manifest(V1)
+        await world.manifest(V2)
+        (loaded,) = await world.events(1)
+        assert loaded.weights == V2
+
+
+async def test_a_manifest_that_never_comes_is_a_failure(monkeypatch):
+    monkeypatch.setattr(worker_module, "MANIFEST_WAIT_S", 0.0)
+    async with running() as world:
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        (failed,) = await world.events(1)
+        assert isinstance(failed, WeightsFailed)
+        assert "no manifest of e1v2" in failed.reason
+
+
+@pytest.mark.parametrize("where", ["puller", "engine"])
+async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
+    async with running() as world:
+        for weights in (V1, V2):
+            await world.manifest(weights)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.events(1)
+        if where == "puller":
+            world.puller.error = ChecksumError("bytes of w are wrong")
+        else:
+            world.engine.load_error = WeightsMismatchError("missing: w")
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        (failed,) = await world.events(1)
+        assert isinstance(failed, WeightsFailed)
+        assert failed.weights == V2
+        assert "w" in failed.reason
+        assert world.worker.activity().weights == V1
+        assert not world.puller.open
+
+
+async def test_of_several_loads_at_once_only_the_last_is_taken():
+    world = World(4)
+    for weights in (V1, V2):
+        await world.manifest(weights)
+        await world.command(LoadWeights(worker_id=ME, weights=weights))
+    task = asyncio.create_task(world.worker.run())
+    (loaded,) = await world.events(1)
+    assert loaded.weights == V2
+    assert world.puller.pulled == [V2]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_unreadable_command_is_skipped():
+    async with running() as world:
+        await world.broker.append(keys.control(ME), Entry(payload=b"\xc1"))
+        await world.manifest(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        assert isinstance((await world.events(1))[0], WeightsLoaded)
+
+
+async def test_reports_say_what_is_held_and_never_before_it_is_claimed():
+    async with running() as world:
+        (empty,) = await world.events(1, of=WorkerReported)
+        assert (empty.held, empty.plans_cursor, empty.weights) == ((), ZERO_ID, None)
+        await world.plan(0)
+        last = await world.plan(1)
+        first, second = await world.engine.wait_submitted(2)
+        while (report := (await world.events(1, of=WorkerReported))[0]).plans_cursor != last:
+            pass
+        assert report.held == ("3/0", "3/1")
+        for sample in (0, 1):
+            world.engine.finish(first, sample)
+        reports = []
+        while not reports or getattr(reports[-1], "held", ()) != ("3/1",):
+            reports += await world.events(1, of=(RolloutFinished, WorkerReported))
+        finished = [event for event in reports if isinstance(event, RolloutFinished)]
+        assert [event.row_id for event in finished] == ["3/0/0", "3/0/1"]  # told before the report without the group
+        assert second.key == ("3/1", 0)
+
+
+async def test_leases_are_renewed_while_the_engine_works():
+    async with running() as world:
+        entry_id = await world.plan(0)
+        await world.engine.wait_submitted(1)
+        async with asyncio.timeout(3):
+            for _ in range(2):
+                assert await world.broker.renewed.get() == (keys.plans(ME), ME, [entry_id], [entry_id])
+
+
+async def test_a_plan_whose_lease_went_to_another_is_dropped():
+    async with running() as world:
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        taken, _ = await world.broker.reclaim(keys.plans(ME), "thief", idle_s=0.0, max_deliveries=9, count=9)
+        assert len(taken) == 1
+        while not world.engine.aborted:
+            await world.events(1, of=WorkerReported)
+        world.engine.finish(request, 0, reason=FinishReason.ABORT)
+        await world.plan(1)
+        await world.engine.wait_submitted(2)
+        assert [pending.consumer for pending in await world.broker.pending(keys.plans(ME))] == ["thief", ME]
+
+
+async def test_a_crash_of_the_engine_ends_the_worker_by_its_name():
+    world = World(4)
+    task = asyncio.create_task(world.worker.run())
+    await world.events(1, of=WorkerReported)
+    world.engine.crash(EngineCrashedError("the engine's thread ended"))
+    async with asyncio.timeout(3):
+        with pytest.raises(EngineCrashedError):
+            await task
+    assert world.engine.closed
+
+
+async def test_activity_says_starting_until_the_engine_is_there():
+    world = World(4)
+    assert world.worker.activity().doing == "starting"
+    task = asyncio.create_task(world.worker.run())
+    await world.events(1, of=WorkerReported)
+    activity = world.worker.activity()
+    assert (activity.doing, activity.capacity) == ("waiting", 4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_unreachable_source_leaves_the_worker_at_work():
+    async with running() as world:
+        await world.manifest(V1)
+        world.puller.error = PeerUnavailableError("tcp://there", "gone")
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        (failed,) = await world.events(1)
+        assert "gone" in failed.reason
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.finish(request, 0)
+        assert isinstance((await world.events(1))[0], RolloutFinished)
