@@ -73,18 +73,26 @@ class Fleet(msgspec.Struct, kw_only=True):
     """All workers, the newest weights, and whose turn it is.
 
     workers: generation workers in order of joining.  others: scoring workers and the trainer.
+    all_told: nobody is left to be told to load, until something changes; it spares the look at every worker.
     """
 
     workers: dict[WorkerId, Worker] = msgspec.field(default_factory=dict[WorkerId, Worker])
     others: dict[WorkerId, WorkerKind] = msgspec.field(default_factory=dict[WorkerId, WorkerKind])
     newest: WeightIdentity | None = None
     turn: WorkerId = NOBODY
+    all_told: bool = False
 
     def publish(self, weights: WeightIdentity) -> None:
         """Newer weights exist: everyone gets a fresh chance to load."""
         self.newest = weights
+        self.all_told = False
         for worker in self.workers.values():
             worker.load_failures = 0
+
+    def join(self, worker: Worker) -> None:
+        """A worker arrived."""
+        self.workers[worker.worker_id] = worker
+        self.all_told = False
 
     def behind(self, worker: Worker) -> bool:
         """Whether the worker serves something else than the newest weights."""
@@ -98,11 +106,14 @@ class Fleet(msgspec.Struct, kw_only=True):
 
     def loads_due(self, update: UpdateMode) -> Iterator[Worker]:
         """Workers to be told now to load the newest weights, in order of joining."""
+        if self.all_told:
+            return
         if update is UpdateMode.STAGGERED:
             self._pass_turn()
         for worker in self.workers.values():
             if self._may_load(worker) and (self._must_load(worker) or self._is_ready(worker, update)):
                 yield worker
+        self.all_told = not self.turn and not any(self._may_load(worker) for worker in self.workers.values())
 
     def _may_load(self, worker: Worker) -> bool:
         """Behind, fit, and not already loading something of this epoch."""

@@ -15,7 +15,7 @@ import msgspec
 from orchestrator.core.assignments import Assignments
 from orchestrator.core.batching import plan_phases
 from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.fleet import Worker, age
+from orchestrator.core.fleet import Worker
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
@@ -25,13 +25,13 @@ from orchestrator.core.rounds import Rounds
 from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.slots import REQUEST_KEY, Slots
 from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
+from orchestrator.core.weights import Weights
 from transport.messages import (
     BrokerUsage,
     CheckpointSaved,
     Command,
     Event,
     GroupScored,
-    LoadWeights,
     PromptsArrived,
     RolloutFailed,
     RolloutFinished,
@@ -57,11 +57,6 @@ _decoder = msgspec.msgpack.Decoder(Pipeline)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def load_key(worker_id: WorkerId) -> str:
-    """Key of a worker's load in the outbox."""
-    return f"load {worker_id}"
-
-
 class PipelineState:
     """The state of one run. ``order`` and ``place`` are the dispatch policy; another policy is another function."""
 
@@ -78,6 +73,7 @@ class PipelineState:
         self._slots = Slots(pipeline, self._assignments, phases)
         self._rollouts = Rollouts(pipeline, self._assignments, self._slots, phases)
         self._rounds = Rounds(pipeline, self._slots, phases)
+        self._weights = Weights(pipeline)
 
     # -- what drivers use
 
@@ -113,7 +109,7 @@ class PipelineState:
         self._rounds.release()
         if not p.finished:
             self._assignments.dispatch()
-            self._load_weights()
+            self._weights.load()
         return p.outbox.take()
 
     def outstanding(self) -> list[tuple[CommandId, Command]]:
@@ -186,9 +182,9 @@ class PipelineState:
             case StepDone():
                 self._on_step_done(event)
             case WeightsLoaded():
-                self._on_weights_loaded(event)
+                self._weights.loaded(event)
             case WeightsFailed():
-                self._on_weights_failed(event)
+                self._weights.failed(event)
             case RolloutFailed():
                 self._rollouts.failed(event)
             case ScoringFailed():
@@ -220,9 +216,8 @@ class PipelineState:
         if event.kind is not WorkerKind.GENERATE:
             fleet.others[event.worker_id] = event.kind
         elif event.worker_id not in fleet.workers:
-            fleet.workers[event.worker_id] = Worker(
-                worker_id=event.worker_id, capacity=max(1, event.capacity), loaded=event.weights
-            )
+            capacity = max(1, event.capacity)
+            fleet.join(Worker(worker_id=event.worker_id, capacity=capacity, loaded=event.weights))
 
     def _on_lost(self, event: WorkerLost) -> None:
         fleet = self._p.fleet
@@ -232,60 +227,20 @@ class PipelineState:
         worker = fleet.workers.get(event.worker_id)
         if worker is not None:
             self._rollouts.worker_lost(worker, event.reason)
-            self._p.outbox.confirm(load_key(worker.worker_id))
+            self._weights.forget(worker)
 
     def _on_report(self, event: WorkerReported) -> None:
         worker = self._p.fleet.workers.get(event.worker_id)
         if worker is None:
             return
         if event.weights is not None:
-            self._serve(worker, event.weights)
+            self._weights.serve(worker, event.weights)
         self._rollouts.reconcile(worker, event)
 
     def _on_tick(self) -> None:
-        p = self._p
         self._rollouts.expire()
         self._rounds.expire_pacing()
-        for worker in p.fleet.workers.values():
-            if worker.loading is not None and worker.load_deadline_s <= p.now_s:
-                self._load_failed(worker)
-
-    # -- weights
-
-    def _load_weights(self) -> None:
-        p = self._p
-        if p.fleet.newest is None:
-            return
-        for worker in p.fleet.loads_due(p.settings.update):
-            worker.loading = p.fleet.newest
-            worker.load_deadline_s = p.now_s + p.settings.rollout_timeout_s
-            command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest)
-            p.outbox.emit_until(load_key(worker.worker_id), command)
-
-    def _on_weights_loaded(self, event: WeightsLoaded) -> None:
-        worker = self._p.fleet.workers.get(event.worker_id)
-        if worker is not None:
-            self._serve(worker, event.weights)
-
-    def _serve(self, worker: Worker, weights: WeightIdentity) -> None:
-        """The worker serves ``weights``. It never goes back, so older ones are a repeated report."""
-        if worker.loaded is None or age(weights) > age(worker.loaded):
-            worker.loaded = weights
-        if worker.loading is not None and age(worker.loaded) >= age(worker.loading):
-            worker.loading = None
-            worker.load_failures = 0
-            self._p.outbox.confirm(load_key(worker.worker_id))
-
-    def _on_weights_failed(self, event: WeightsFailed) -> None:
-        worker = self._p.fleet.workers.get(event.worker_id)
-        if worker is not None and worker.loading is not None and age(worker.loading) == age(event.weights):
-            self._load_failed(worker)
-
-    def _load_failed(self, worker: Worker) -> None:
-        """Try again, a few times; the turn to load passes to another worker meanwhile."""
-        worker.loading = None
-        worker.load_failures += 1
-        self._p.outbox.confirm(load_key(worker.worker_id))
+        self._weights.expire()
 
     # -- the trainer
 

@@ -1,0 +1,22 @@
+"""A whole simulated run: the state, the clock, and an actor for each process.
+
+Owns: the wiring. Never: decisions.
+"""
+
+from __future__ import annotations
+
+from orchestrator.sim.engine import Scenario, Simulation, SimulationLog
+from orchestrator.sim.generation import start_worker
+from orchestrator.sim.rows import SimulatedPrompts, SimulatedRows
+from orchestrator.sim.training import SimulatedTrainer
+
+
+def simulate(scenario: Scenario) -> SimulationLog:
+    """Run one scenario from start to end. Raises SimulationStalledError."""
+    simulation = Simulation(scenario)
+    rows = SimulatedRows(simulation)
+    SimulatedPrompts(simulation)
+    SimulatedTrainer(simulation, rows)
+    for index in range(scenario.workers):
+        start_worker(simulation, rows, index, incarnation=1)
+    return simulation.run()
