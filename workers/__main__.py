@@ -113,8 +113,9 @@ def evaluate(
 ) -> None:
     """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
     from workers.evaluate import evaluate_run
+    from workers.models import model_cache
 
-    print(json.dumps(evaluate_run(run_dir, model)))
+    print(json.dumps(evaluate_run(run_dir, model, cache_dir=model_cache(os.environ))))
 
 
 def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:

@@ -16,17 +16,17 @@ def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -
     """A generation worker with the engine that the run names."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        from workers.generation.embedded import EmbeddedEngine, embedded_settings
+        from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+        from workers.generation.stop_tokens import stop_token_ids
         from workers.generation.weights import WeightPuller
         from workers.generation.worker import GenerationWorker
 
         clock = MonotonicClock()
         engine = EmbeddedEngine(
-            embedded_settings(settings.generation, model_dir, trust_remote_code=trust_remote_code), clock
+            EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code), clock
         )
-        worker = GenerationWorker(broker, engine, settings, worker_id, WeightPuller(), clock, model_dir=model_dir)
-        await worker.start()
-        return worker
+        stops = stop_token_ids(model_dir)
+        return GenerationWorker(broker, engine, settings, worker_id, WeightPuller(), clock, stop_token_ids=stops)
 
     return build
 
@@ -53,6 +53,15 @@ def trainer_worker(run_dir: Path, model_dir: Path, rank: int, trust_remote_code:
 
         await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
         publisher = WeightPublisher(settings.run.name, run_dir)
-        return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, publisher, MonotonicClock(), rank=rank)
+        return TrainerWorker(
+            broker,
+            settings,
+            worker_id,
+            model_dir,
+            run_dir,
+            publisher,
+            MonotonicClock(),
+            trust_remote_code=trust_remote_code,
+        )
 
     return build

@@ -2,9 +2,15 @@
 
 FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
-├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached; start again
-├── EngineHungError       the generation engine's thread did not answer within its deadline; start again
-└── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
+├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
+├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
+├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
+├── EvaluationError       held-out problems cannot be read or answered
+└── RoundsError           the rounds log says what no trainer can do, or rows that it names never came
+
+TransientError (transport.errors): this process ends, and starting it again is worth a try
+├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
+└── EngineHungError       the generation engine's thread did not answer within its deadline
 
 StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
@@ -13,18 +19,20 @@ StreamError (transport.errors)
 
 from __future__ import annotations
 
-from transport.errors import FatalError, StreamError
+from pathlib import Path
+
+from transport.errors import FatalError, StreamError, TransientError
 
 
 class ModelError(FatalError):
     """A model cannot be found, read or converted."""
 
 
-class EngineCrashedError(FatalError):
+class EngineCrashedError(TransientError):
     """The generation engine's thread ended with the error that is this one's cause."""
 
 
-class EngineHungError(FatalError):
+class EngineHungError(TransientError):
     """The generation engine's thread did not answer within its deadline."""
 
 
@@ -38,6 +46,28 @@ class RewardError(StreamError):
 
 class RewardSetupError(FatalError):
     """The run's reward does not exist, or this worker's own command line does not name it."""
+
+
+class CheckpointError(FatalError):
+    """The checkpoint at ``path`` cannot be written or used. nbytes: what it takes; 0 when that is not the matter."""
+
+    def __init__(self, path: Path, nbytes: int, reason: str) -> None:
+        size = f" ({nbytes} bytes needed)" if nbytes else ""
+        super().__init__(f"checkpoint {path}{size}: {reason}")
+        self.path = path
+        self.nbytes = nbytes
+
+
+class EvaluationError(FatalError):
+    """Held-out problems cannot be read or answered."""
+
+
+class ResumeMismatchError(FatalError):
+    """The run's checkpoint rests on other settings; the message names them."""
+
+
+class RoundsError(FatalError):
+    """The trainer cannot go on with the rounds log; the message names the entry, the round or the rows."""
 
 
 def first_error(group: BaseExceptionGroup[StreamError]) -> StreamError:

@@ -12,7 +12,6 @@ from statistics import fmean
 
 import msgspec
 import numpy as np
-import torch
 
 from transport.clock import MonotonicClock
 from transport.settings import Settings
@@ -20,7 +19,7 @@ from transport.types import GroupId, SamplingParams, Struct
 from workers.errors import EvaluationError
 from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
-from workers.generation.model_loading import stop_token_ids
+from workers.generation.stop_tokens import stop_token_ids
 from workers.models import prepare_model
 from workers.scoring.rewards import Reward, reward_spec
 from workers.scoring.sample import load_detokenizer
@@ -36,7 +35,7 @@ class HeldOut(Struct, frozen=True, kw_only=True):
     entry: str
 
 
-def evaluate_run(run_dir: Path, model: str, *, trust_remote_code: bool = False) -> dict[str, float]:
+def evaluate_run(run_dir: Path, model: str, *, cache_dir: Path, trust_remote_code: bool = False) -> dict[str, float]:
     """Mean reward and components over the held-out problems of ``run_dir``.
 
     model: "base" (what the run started from), "final" (what it ended with) or a Hugging Face directory.
@@ -45,7 +44,7 @@ def evaluate_run(run_dir: Path, model: str, *, trust_remote_code: bool = False) 
     settings = _read_settings(run_dir / "config.toml")
     problems = _read_problems(run_dir / "eval.jsonl")
     paths = {"base": settings.model.path, "final": str(run_dir / "model")}
-    directory = prepare_model(paths.get(model, model), trust_remote_code=trust_remote_code)
+    directory = prepare_model(paths.get(model, model), cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     return asyncio.run(_evaluate(settings, problems, directory))
 
 
@@ -67,18 +66,7 @@ def _read_problems(path: Path) -> list[HeldOut]:
 
 
 async def _evaluate(settings: Settings, problems: Sequence[HeldOut], directory: Path) -> dict[str, float]:
-    generation = settings.generation
-    engine = EmbeddedEngine(
-        EmbeddedSettings(
-            directory=directory,
-            slots=generation.slots,
-            dtype=getattr(torch, generation.dtype),
-            device=generation.device,
-            threads=generation.threads,
-            max_context=generation.max_context,
-        ),
-        MonotonicClock(),
-    )
+    engine = EmbeddedEngine(EmbeddedSettings.of(settings.generation, directory), MonotonicClock())
     try:
         await engine.start()
         sampling = SamplingParams(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from transport.clock import Clock
+from transport.settings import GenerationSettings
 from transport.types import GroupId, WeightIdentity
 from workers.errors import EngineCrashedError, EngineHungError, StreamError
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
@@ -54,6 +55,21 @@ class EmbeddedSettings:
     max_context: int = 0
     trust_remote_code: bool = False
     weights: WeightIdentity = BASE_WEIGHTS
+
+    @classmethod
+    def of(
+        cls, generation: GenerationSettings, directory: Path, *, trust_remote_code: bool = False
+    ) -> EmbeddedSettings:
+        """What a run's settings ask for."""
+        return cls(
+            directory=directory,
+            slots=generation.slots,
+            dtype=getattr(torch, generation.dtype),  # "bfloat16" or "float32": the settings were checked
+            device=generation.device,
+            threads=generation.threads,
+            max_context=generation.max_context,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 class EmbeddedEngine:
