@@ -1,0 +1,240 @@
+"""The architecture, as imports: who may know whom, what the decision core may use, and what nobody uses."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("orchestrator", "workers", "transport", "ranker")
+
+MAY_IMPORT = {
+    "orchestrator/core": ("orchestrator.core", "transport.types", "transport.messages", "transport.settings"),
+    "orchestrator": ("orchestrator", "transport", "ranker"),
+    "workers": ("workers", "transport"),
+    "transport": ("transport",),
+    "ranker": ("ranker", "transport"),
+}
+"""Which of our modules a package may import; the longest folder that matches a file rules it."""
+
+CORE_LIBRARIES = {
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "copy",
+    "dataclasses",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "msgspec",
+    "operator",
+    "random",
+    "statistics",
+    "typing",
+    "types",
+}
+"""What is free of I/O, clocks and hidden state. ``random`` is: as ``random.Random(seed)``, which is looked at below."""
+CORE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "hash", "id"}
+"""Not for the core: I/O, code from strings, and numbers that differ from process to process."""
+
+ONLY_IN = {
+    "redis": {"transport/broker/redis_link.py"},
+    "ucxx": {"transport/tensors/ucx.py"},
+}
+"""Libraries with one importer, so that only it sees their types and errors."""
+
+UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+CATCH_ALL = {
+    "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
+}
+"""The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def modules_of(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports; ``from a import b`` counts as ``a.b``, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def is_within(module: str, packages: Sequence[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def wrong_direction(name: str, tree: ast.AST) -> list[str]:
+    """Imports of our own modules that the file's folder may not make."""
+    folder = max((folder for folder in MAY_IMPORT if name.startswith(f"{folder}/")), key=len)
+    return [m for m in modules_of(tree) if top(m) in OURS and not is_within(m, MAY_IMPORT[folder])]
+
+
+def impurities(tree: ast.AST) -> list[str]:
+    """What makes a module of the core depend on more than its arguments."""
+    found = [m for m in modules_of(tree) if top(m) not in {*CORE_LIBRARIES, *OURS}]
+    found += [m for m in modules_of(tree) if top(m) == "random" and m not in ("random", "random.Random")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            unseeded = called in ("random.Random", "Random") and not node.args
+            if unseeded or called in CORE_BUILTINS:
+                found.append(f"{called}(...) in line {node.lineno}")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random" and node.attr != "Random":
+            found.append(f"random.{node.attr} in line {node.lineno}")
+    return found
+
+
+def unpickling(tree: ast.AST) -> list[str]:
+    """Ways to run code out of bytes: pickle and its kin, also behind torch.load and numpy.load."""
+    found = [m for m in modules_of(tree) if top(m) in UNPICKLERS]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            unrestricted = ast.unparse(node.func) == "torch.load" and flags.get("weights_only") != "True"
+            if unrestricted or flags.get("allow_pickle", "False") != "False":
+                found.append(f"{ast.unparse(node.func)} in line {node.lineno}")
+    return found
+
+
+def catch_alls(tree: ast.AST) -> list[int]:
+    """Lines of handlers that catch everything and do not raise again."""
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+    broad = [h for h in handlers if h.type is None or ast.unparse(h.type) in ("Exception", "BaseException")]
+    return [h.lineno for h in broad if not any(isinstance(node, ast.Raise) for node in ast.walk(h))]
+
+
+def violations(paths: Sequence[Path], rule: Callable[[str, ast.Module], Sequence[object]]) -> dict[str, list[object]]:
+    """Per file that breaks the rule, what breaks it."""
+    assert paths
+    found = {name_of(path): list(rule(name_of(path), parsed(path))) for path in paths}
+    return {name: broken for name, broken in found.items() if broken}
+
+
+def test_imports_point_one_way() -> None:
+    assert violations(python_files(*OURS), wrong_direction) == {}
+
+
+def test_a_library_has_one_importer() -> None:
+    def rule(name: str, tree: ast.Module) -> list[str]:
+        return [m for m in modules_of(tree) if name not in ONLY_IN.get(top(m), {name})]
+
+    assert violations(python_files(*OURS), rule) == {}
+
+
+def test_the_core_is_pure() -> None:
+    assert violations(python_files("orchestrator/core"), lambda _, tree: impurities(tree)) == {}
+
+
+def test_nothing_is_unpickled() -> None:
+    assert violations(python_files(*OURS, "tests", "benchmarks"), lambda _, tree: unpickling(tree)) == {}
+
+
+def test_only_the_named_guards_catch_everything() -> None:
+    found = violations(python_files(*OURS), lambda _, tree: catch_alls(tree))
+    assert {name: lines for name, lines in found.items() if name not in CATCH_ALL} == {}
+    assert set(found) == CATCH_ALL  # a guard that went has no entry here
+
+
+def test_a_package_names_its_api_and_does_no_work() -> None:
+    def rule(_: str, tree: ast.Module) -> list[int]:
+        return [node.lineno for node in tree.body if not _is_declaration(node)]
+
+    assert violations([path for path in python_files(*OURS) if path.name == "__init__.py"], rule) == {}
+
+
+def _is_declaration(node: ast.stmt) -> bool:
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    return is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def test_every_package_is_in_the_distribution() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed, carried = setuptools["packages"], setuptools["package-data"]
+    used = {name_of(path.parent).replace("/", ".") for path in python_files(*OURS)}
+    assert sorted(listed) == sorted(used)
+    assert [package for package in listed if not (ROOT / package.replace(".", "/") / "__init__.py").exists()] == []
+    files = [path for folder in OURS for path in (ROOT / folder).rglob("*") if path.suffix in (".toml", ".lua")]
+    assert files
+    for path in files:
+        assert f"*{path.suffix}" in carried[name_of(path.parent).replace("/", ".")], name_of(path)
+
+
+# --- the rules themselves: each must refuse what it is there to refuse -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("orchestrator/core/state.py", "from orchestrator.runtime import app"),
+        ("orchestrator/core/state.py", "from transport import broker"),
+        ("orchestrator/runtime/app.py", "import workers.lifecycle"),
+        ("workers/lifecycle.py", "def late():\n    from orchestrator.config import RunConfig"),
+        ("transport/rows.py", "from workers import models"),
+        ("ranker/protocol.py", "import orchestrator"),
+    ],
+)
+def test_an_import_in_the_wrong_direction_is_found(name: str, source: str) -> None:
+    assert len(wrong_direction(name, ast.parse(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import asyncio",
+        "import time",
+        "import torch",
+        "from datetime import datetime",
+        "from random import shuffle",
+        "import random; random.random()",
+        "import random; random.Random()",
+        "hash('a')",
+        "open('x')",
+    ],
+)
+def test_an_impurity_is_found(source: str) -> None:
+    assert len(impurities(ast.parse(source))) >= 1
+    assert impurities(ast.parse("import random; random.Random(7).choice([1])")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "torch.load(x)", "torch.load(x, weights_only=False)", "np.load(x, allow_pickle=True)"],
+)
+def test_unpickling_is_found(source: str) -> None:
+    assert len(unpickling(ast.parse(source))) == 1
+    assert unpickling(ast.parse("torch.load('x', weights_only=True)")) == []
+
+
+@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException as error:"])
+def test_a_catch_all_is_found(handler: str) -> None:
+    assert catch_alls(ast.parse(f"try:\n    pass\n{handler}\n    pass")) == [3]
+    assert catch_alls(ast.parse(f"try:\n    pass\n{handler}\n    close()\n    raise")) == []
