@@ -68,8 +68,11 @@ class RedisLink:
     def __init__(
         self, url: str, *, password: str = "", tls_ca: str = "", outage_s: float = 60.0, timeout_s: float = 10.0
     ) -> None:
-        self._pool = ConnectionPool(**_pool_arguments(url, password, tls_ca, timeout_s))
+        arguments = _pool_arguments(url, password, tls_ca)
+        self._pool = ConnectionPool(**arguments)
+        self._uses_tls = arguments.get("connection_class") is SSLConnection
         self._outage_s = outage_s
+        self._timeout_s = timeout_s
         self.max_block_s = timeout_s / 2
         self.address = address_of(url)
 
@@ -119,7 +122,7 @@ class RedisLink:
             ) from error
         except _CONNECTION as error:
             self._check_tls(error)
-            raise BrokerUnavailableError(self.address, str(error) or type(error).__name__) from error
+            raise BrokerUnavailableError(self.address, self._reason(error)) from error
         except exceptions.RedisError as error:  # while connecting: the handshake itself was refused
             raise ReplyError(self.address, str(error)) from error
         for reply in replies:
@@ -128,15 +131,16 @@ class RedisLink:
         return cast("list[Reply]", replies)
 
     async def _send_and_read(self, commands: Sequence[Command]) -> list[Reply | exceptions.ResponseError]:
-        connection = cast("_Connection", await self._pool.get_connection())
-        try:
-            await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-            return [await _read(connection) for _ in commands]
-        except BaseException:  # a cancellation too: the reply that is still to come belongs to nobody (redis-py #2665)
-            await connection.disconnect(nowait=True)
-            raise
-        finally:
-            await self._pool.release(cast("Any", connection))
+        async with asyncio.timeout(self._timeout_s):
+            connection = cast("_Connection", await self._pool.get_connection())
+            try:
+                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+                return [await _read(connection) for _ in commands]
+            except BaseException:  # also a cancellation: the reply to come belongs to nobody (redis-py #2665)
+                await connection.disconnect(nowait=True)
+                raise
+            finally:
+                await self._pool.release(cast("Any", connection))
 
     def _translate(self, error: exceptions.RedisError) -> BrokerUnavailableError | BrokerRejectedError:
         message = str(error)
@@ -151,6 +155,12 @@ class RedisLink:
         if isinstance(error, exceptions.NoPermissionError):
             return BrokerRejectedError(f"broker {self.address} denies its user a command: {message}")
         return ReplyError(self.address, message)
+
+    def _reason(self, error: Exception) -> str:
+        if not isinstance(error, (TimeoutError, exceptions.TimeoutError)):
+            return str(error)
+        # A server without TLS waits for the end of what it takes for a command.
+        return "no answer in time" + (" (if it does not speak TLS, use redis://)" if self._uses_tls else "")
 
     def _check_tls(self, error: BaseException) -> None:
         """Raise BrokerRejectedError when the connection failed because the two sides do not agree on TLS."""
@@ -182,8 +192,12 @@ def address_of(url: str) -> str:
     return parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
 
 
-def _pool_arguments(url: str, password: str, tls_ca: str, timeout_s: float) -> dict[str, Any]:
-    """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0)."""
+def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
+    """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0).
+
+    No time-out of its own either: it writes under asyncio.wait_for, which in Python 3.11 swallows a cancellation that
+    comes as the write ends, and the cancelled reader then blocks on. ``_send_and_read`` has one for all of a call.
+    """
     try:
         arguments = cast("dict[str, Any]", parse_url(url))
     except ValueError as error:
@@ -196,7 +210,7 @@ def _pool_arguments(url: str, password: str, tls_ca: str, timeout_s: float) -> d
         protocol=2,
         decode_responses=False,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=timeout_s,
+        socket_timeout=None,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         max_connections=MAX_CONNECTIONS,
         health_check_interval=0,

@@ -90,16 +90,26 @@ class RedisBroker:
         """Run a script that may run any number of times."""
         return await self._link.script(script, self._prefix, self._prefix, 0, Request(body))
 
-    async def _blocking(self, command: Callable[[Command], Command], wait_s: float) -> Reply:
-        """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out."""
+    async def _blocking(self, command: Callable[[Command], Command], wait_s: float, queue: str = "") -> list[LogEntry]:
+        """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out.
+
+        queue: opened when it is not there, also when it went away in between.
+        """
         now_s = asyncio.get_running_loop().time
         deadline_s = now_s() + wait_s
         while True:
-            left_s = deadline_s - now_s()
-            block_ms = ceil(1000 * min(left_s, self._link.max_block_s))  # BLOCK 0 would never end
-            reply = await self._link.command(*command(("BLOCK", block_ms) if block_ms > 0 else ()))
-            if reply or now_s() >= deadline_s:
-                return reply
+            block_ms = ceil(1000 * min(deadline_s - now_s(), self._link.max_block_s))  # BLOCK 0 would never end
+            try:
+                reply = await self._link.command(*command(("BLOCK", block_ms) if block_ms > 0 else ()))
+            except ReplyError as error:
+                if not queue or error.code not in _NO_GROUP:
+                    raise
+                await self._again("open_queue", {"queue": queue})
+                continue
+            if reply:
+                return _log_entries(cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]]", reply)[0][1])
+            if now_s() >= deadline_s:
+                return []
 
     # -- who answers, who may write
     async def server_facts(self) -> dict[str, str]:
@@ -143,8 +153,7 @@ class RedisBroker:
         def command(block: Command) -> Command:
             return ("XREAD", "COUNT", count, *block, "STREAMS", self._key(log), after)
 
-        reply = cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]] | None", await self._blocking(command, wait_s))
-        return _log_entries(reply[0][1]) if reply else []
+        return await self._blocking(command, wait_s)
 
     async def tail(self, log: str, *, count: int) -> list[LogEntry]:
         reply = await self._link.command("XREVRANGE", self._key(log), "+", "-", "COUNT", count)
@@ -174,15 +183,7 @@ class RedisBroker:
             group = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
             return (*group, *block, "STREAMS", self._key(queue), ">")
 
-        try:
-            reply = await self._blocking(command, wait_s)
-        except ReplyError as error:
-            if error.code not in _NO_GROUP:
-                raise
-            await self._again("open_queue", {"queue": queue})
-            reply = await self._blocking(command, wait_s)
-        found = cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]] | None", reply)
-        entries = _log_entries(found[0][1]) if found else []
+        entries = await self._blocking(command, wait_s, queue)
         return [Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry) for entry in entries]
 
     async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
