@@ -83,4 +83,4 @@ def two_phase_logprobs(
 
 def _picked(logits: torch.Tensor, response: np.ndarray, temperature: float) -> np.ndarray:
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(1, torch.from_numpy(response).long()[:, None]).squeeze(1).numpy()
+    return logprobs.gather(1, torch.tensor(response).long()[:, None]).squeeze(1).numpy()

@@ -15,6 +15,7 @@ from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
 from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import EngineFailure, GenerationRequest
 from workers.generation.slots import SlotDecoder
+from workers.generation.stop_tokens import stop_token_ids
 from workers.models import check_model_dir
 from workers.random_model import build_qwen3_tiny
 
@@ -230,12 +231,27 @@ async def test_a_missing_model_directory_is_named(tmp_path):
     await engine.close()
 
 
+def test_stop_tokens_are_what_the_model_directory_names(directory):
+    assert stop_token_ids(directory) == (1,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert stop_token_ids(directory) == (1, 7)
+    _edit_config(eos_token_id=None)(directory)
+    (directory / "generation_config.json").unlink()
+    assert stop_token_ids(directory) == ()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"device": "cuda:7"}, "device"), ({"device": "toaster"}, "not a device"), ({"max_context": 999}, "allows 256")],
+    [
+        ({"device": "cuda:7"}, "sees no GPU"),
+        ({"device": "toaster"}, "not a device"),
+        ({"max_context": 999}, "allows 256"),
+        ({"slots": 10**9}, "lower generation.slots"),
+    ],
 )
 async def test_impossible_engine_settings_are_named(directory, change, said):
-    engine = EmbeddedEngine(EmbeddedSettings(directory=directory, slots=2, **change), MonotonicClock())
+    engine = EmbeddedEngine(EmbeddedSettings(**({"directory": directory, "slots": 2} | change)), MonotonicClock())
     with pytest.raises(ModelError, match=said):
         await engine.start()
     await engine.close()

@@ -32,6 +32,7 @@ from transport.rows import decode_array, encode_array
 from transport.settings import Settings
 from transport.types import Column, FinishReason, PromptId, RowId, RunName, WeightIdentity, WorkerId, group_id
 from workers.errors import EngineCrashedError, WeightsMismatchError
+from workers.generation import updates as updates_module
 from workers.generation import worker as worker_module
 from workers.generation.worker import GenerationWorker, group_seed
 
@@ -330,7 +331,7 @@ async def test_a_load_waits_for_a_manifest_that_comes_late():
 
 
 async def test_a_manifest_that_never_comes_is_a_failure(monkeypatch):
-    monkeypatch.setattr(worker_module, "MANIFEST_WAIT_S", 0.0)
+    monkeypatch.setattr(updates_module, "MANIFEST_WAIT_S", 0.0)
     async with running() as world:
         await world.command(LoadWeights(worker_id=ME, weights=V2))
         (failed,) = await world.events(1)

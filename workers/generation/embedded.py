@@ -26,7 +26,7 @@ from transport.settings import GenerationSettings
 from transport.types import GroupId, WeightIdentity
 from workers.errors import EngineCrashedError, EngineHungError, StreamError
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
-from workers.generation.model_loading import check_tensors, load_model, resolve_device
+from workers.generation.model_loading import check_memory, check_tensors, load_model, resolve_device
 from workers.generation.slots import Result, SlotDecoder
 
 CLOSE_TIMEOUT_S = 30.0
@@ -208,6 +208,7 @@ class EmbeddedEngine:
             max_context=settings.max_context,
             trust_remote_code=settings.trust_remote_code,
         )
+        check_memory(model, settings.slots)
         return SlotDecoder(
             model.forward,
             model.parameters,

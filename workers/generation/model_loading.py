@@ -6,12 +6,12 @@ prepares the directory). Invariant: a model that loads has every one of its weig
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
@@ -104,14 +104,19 @@ def _max_context(model: Any, device: torch.device, asked: int) -> int:
     return asked or (min(allowed, CPU_MAX_CONTEXT) if device.type == "cpu" else allowed)
 
 
-def stop_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a response, ascending: what config.json and generation_config.json name as end of sequence."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = directory / name
-        named = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-        ids.update([named] if isinstance(named, int) else named or [])
-    return tuple(sorted(ids))
+def check_memory(model: LoadedModel, slots: int) -> None:
+    """Check that KV memory of ``slots`` full slots fits now, not in the middle of a run. Raises ModelError."""
+    parameter = next(iter(model.parameters.values()))
+    needed = model.forward.kv_shape.num_bytes(slots, model.max_context, parameter.dtype)
+    if parameter.device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(parameter.device)
+    else:
+        available = psutil.virtual_memory().available
+    if needed > available:
+        raise ModelError(
+            f"{slots} slots of {model.max_context} tokens need {needed / 1e9:.1f} GB of KV memory, and "
+            f"{available / 1e9:.1f} GB are free: lower generation.slots or generation.max_context"
+        )
 
 
 def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -16,41 +16,35 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import structlog
-import torch
 from numpy.typing import NDArray
 
 from transport import faults
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Broker, Commit, Delivery, LogEntry
 from transport.clock import Clock
-from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
+from transport.errors import MessageError, StreamError
 from transport.messages import (
     STARTING,
     AbortRollouts,
     Event,
     LoadWeights,
-    WeightManifest,
-    WeightsFailed,
-    WeightsLoaded,
     WorkerCommand,
     WorkerReported,
     group_plan_decoder,
-    manifest_decoder,
     worker_command_decoder,
 )
 from transport.rows import BrokerRows, RowStore, decode_array
 from transport.settings import Settings
 from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId
-from workers.errors import WeightsMismatchError, first_error
+from workers.errors import first_error
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
 from workers.generation.plans import HeldPlan, HeldPlans
 from workers.generation.publish import event_entry, failure_append, publication
+from workers.generation.updates import Puller, WeightUpdates
 from workers.lifecycle import Activity
 
 log = structlog.get_logger(__name__)
@@ -60,18 +54,7 @@ WAIT_S = 1.0
 REPORT_S = 2.0
 """Between two reports: what was lost is found out within a few seconds, and the log stays readable."""
 RENEWALS_PER_LEASE = 3
-MANIFEST_WAIT_S = 30.0
-"""A load is commanded after its manifest was published; only a broker that lost its tail has none."""
-MANIFESTS_LOOKED_AT = 64
-
-LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
-"""What leaves the old weights in service and is told as WeightsFailed."""
-
-
-class Puller(Protocol):
-    """Gives the tensors of a manifest, verified, for as long as the context is open (weights.WeightPuller)."""
-
-    def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+"""Two renewals may be lost before a lease is."""
 
 
 def _command(entry: LogEntry) -> WorkerCommand | None:
@@ -81,19 +64,6 @@ def _command(entry: LogEntry) -> WorkerCommand | None:
     except MessageError as error:
         log.error("unreadable command", entry=entry.entry_id, reason=str(error))
         return None
-
-
-def _manifest_of(entries: Sequence[LogEntry], weights: WeightIdentity) -> WeightManifest | None:
-    """The newest manifest of ``weights`` among entries of the weights log."""
-    for entry in reversed(entries):
-        try:
-            manifest = manifest_decoder.decode(entry.entry.payload)
-        except MessageError as error:
-            log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
-            continue
-        if manifest.weights == weights:
-            return manifest
-    return None
 
 
 def group_seed(run_seed: int, group_id: GroupId) -> int:
@@ -124,20 +94,19 @@ class GenerationWorker:
         self._engine = engine
         self._settings = settings
         self._worker_id = worker_id
-        self._puller = puller
-        self._clock = clock
         self._stop_token_ids = tuple(stop_token_ids)
         self._queue = keys.plans(worker_id)
         self._plans = HeldPlans()
+        self._updates = WeightUpdates(broker, engine, puller, worker_id, clock)
         self._room = asyncio.Event()
         self._info: EngineInfo | None = None
-        self._weights: WeightIdentity | None = None
-        self._loading = False
         self._samples = 0
 
     async def run(self) -> None:
-        """Start the engine, then work until cancelled. Raises ModelError, EngineCrashedError, EngineHungError, and the
-        broker's errors when it stays away."""
+        """Start the engine, then work until cancelled.
+
+        Raises: ModelError, EngineCrashedError, EngineHungError; the broker's errors when it stays away.
+        """
         try:
             self._info = await self._engine.start()
             async with asyncio.TaskGroup() as group:
@@ -154,12 +123,12 @@ class GenerationWorker:
         load = self._engine.load()
         at_work = "decoding" if load.running else "waiting"
         return Activity(
-            doing="loading" if self._loading else at_work,
+            doing="loading" if self._updates.loading else at_work,
             capacity=self._info.capacity,
             busy_s=load.busy_s,
             running=load.running,
             waiting=load.waiting,
-            weights=self._weights,
+            weights=self._updates.served,
             counters={"samples": float(self._samples), "tokens": float(load.tokens)},
         )
 
@@ -272,51 +241,14 @@ class GenerationWorker:
                     case None:
                         pass
             if newest is not None:
-                await self._load(newest)
+                event = await self._updates.load(newest)
+                await self._tell(event, weights=str(newest))
 
     async def _abort(self, command: AbortRollouts) -> None:
         stopped = self._plans.abort(command)
-        log.info("aborting", groups=[held.plan.group_id for held in stopped], reason=command.reason)
-        await self._engine.abort([held.key for held in stopped])
-
-    async def _load(self, weights: WeightIdentity) -> None:
-        """Take ``weights`` and say so, or say why not. What is served already is only said."""
-        started_s, self._loading = self._clock.now_s(), True
-        try:
-            if weights != self._weights:
-                await self._pull(await self._manifest(weights))
-                self._weights = weights
-                faults.point("generate.weights_loaded")
-        except LOAD_FAILURES as error:
-            log.warning("weights not loaded", weights=str(weights), reason=str(error))
-            failed = WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
-            await self._tell(failed, weights=str(weights), reason=str(error))
-            return
-        finally:
-            self._loading = False
-        seconds = self._clock.now_s() - started_s
-        loaded = WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds)
-        await self._tell(loaded, weights=str(weights), seconds=f"{seconds:.3f}")
-
-    async def _pull(self, manifest: WeightManifest) -> None:
-        with ExitStack() as stack:
-            # Only this call's frame may hold the views: the segment cannot close below a view that is alive.
-            await self._engine.load_weights(
-                manifest.weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
-            )
-
-    async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
-        """The manifest of ``weights`` from the weights log. Raises MessageError when it does not come."""
-        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
-        deadline_s = self._clock.now_s() + MANIFEST_WAIT_S
-        while True:
-            if manifest := _manifest_of(entries, weights):
-                return manifest
-            if self._clock.now_s() >= deadline_s:
-                raise MessageError(f"the weights log has no manifest of {weights}")
-            cursor = entries[-1].entry_id if entries else ZERO_ID
-            newer = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=WAIT_S)
-            entries = newer or entries
+        if stopped:
+            log.info("aborting", groups=[held.plan.group_id for held in stopped], reason=command.reason)
+            await self._engine.abort([held.key for held in stopped])
 
     # --- report, renew ------------------------------------------------------------------------------------------------
 
@@ -327,9 +259,9 @@ class GenerationWorker:
                 worker_id=self._worker_id,
                 held=self._plans.group_ids,
                 plans_cursor=self._plans.cursor,
-                weights=self._weights,
+                weights=self._updates.served,
             )
-            await self._tell(report, held=len(report.held), cursor=report.plans_cursor, weights=str(self._weights))
+            await self._tell(report, held=len(report.held), cursor=report.plans_cursor, weights=str(report.weights))
             await asyncio.sleep(REPORT_S)
 
     async def _renew(self) -> None:

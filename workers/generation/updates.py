@@ -1,0 +1,103 @@
+"""New weights for an engine: find their manifest, pull the bytes, load them, and say how it went.
+
+Owns: which weights the engine serves, as this worker knows it. Never: decides which to load (the core commands it).
+Invariant: WeightsLoaded is said only once the engine serves what was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import structlog
+import torch
+
+from transport import faults
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Broker, LogEntry
+from transport.clock import Clock
+from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
+from transport.messages import WeightManifest, WeightsFailed, WeightsLoaded, manifest_decoder
+from transport.types import WeightIdentity, WorkerId
+from workers.errors import WeightsMismatchError
+from workers.generation.engine import GenerationEngine
+
+log = structlog.get_logger(__name__)
+
+MANIFEST_WAIT_S = 30.0
+"""A load is commanded after its manifest was published; only a broker that lost its tail has none."""
+MANIFESTS_LOOKED_AT = 64
+READ_WAIT_S = 1.0
+
+LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
+"""What leaves the old weights in service and is told as WeightsFailed; anything else ends the worker."""
+
+
+class Puller(Protocol):
+    """Gives the tensors of a manifest, verified, for as long as the context is open (weights.WeightPuller)."""
+
+    def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+
+
+class WeightUpdates:
+    """Takes the engine of one worker from one version to the next."""
+
+    def __init__(
+        self, broker: Broker, engine: GenerationEngine, puller: Puller, worker_id: WorkerId, clock: Clock
+    ) -> None:
+        self._broker = broker
+        self._engine = engine
+        self._puller = puller
+        self._worker_id = worker_id
+        self._clock = clock
+        self.served: WeightIdentity | None = None
+        self.loading = False
+
+    async def load(self, weights: WeightIdentity) -> WeightsLoaded | WeightsFailed:
+        """Make the engine serve ``weights``. Returns the event to tell; what is served already is only told."""
+        started_s, self.loading = self._clock.now_s(), True
+        try:
+            if weights != self.served:
+                await self._pull(await self._manifest(weights))
+                self.served = weights
+                faults.point("generate.weights_loaded")
+        except LOAD_FAILURES as error:
+            log.warning("weights not loaded", weights=str(weights), reason=str(error))
+            return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
+        finally:
+            self.loading = False
+        return WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=self._clock.now_s() - started_s)
+
+    async def _pull(self, manifest: WeightManifest) -> None:
+        with ExitStack() as stack:
+            # No name here for the views: one that outlived the context would keep their memory mapped.
+            await self._engine.load_weights(
+                manifest.weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
+            )
+
+    async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
+        """The manifest of ``weights`` from the weights log. Raises MessageError when it does not come."""
+        deadline_s = self._clock.now_s() + MANIFEST_WAIT_S
+        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
+        cursor = ZERO_ID
+        while (manifest := _manifest_of(entries, weights)) is None:
+            if self._clock.now_s() >= deadline_s:
+                raise MessageError(f"the weights log has no manifest of {weights}")
+            cursor = entries[-1].entry_id if entries else cursor
+            entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
+        return manifest
+
+
+def _manifest_of(entries: Sequence[LogEntry], weights: WeightIdentity) -> WeightManifest | None:
+    """The newest manifest of ``weights`` among entries of the weights log; one that cannot be read is skipped."""
+    for entry in reversed(entries):
+        try:
+            manifest = manifest_decoder.decode(entry.entry.payload)
+        except MessageError as error:
+            log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
+            continue
+        if manifest.weights == weights:
+            return manifest
+    return None
