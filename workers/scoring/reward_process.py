@@ -85,7 +85,7 @@ def _answer(scorer: Scorer, request: ScoreRequest, timeout_s: float) -> Scored |
         return Scored(reward=scorer(request.prompt, request.response, read_entry(request.entry)))
     except RewardError as error:
         return Failed(reason=str(error))
-    except Exception as error:  # the guard of one unit: foreign code may raise anything
+    except (Exception, SystemExit) as error:  # the guard of one unit: foreign code may raise anything
         return Failed(reason=f"the reward raised {type(error).__name__}: {error}"[:500])
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -32,7 +32,7 @@ STARTUP_S = 120.0
 GRACE_S = 1.0
 """The child ends itself at the limit (and says where it hung); this much later it is killed."""
 MEMORY_BYTES = 4 * 1024**3
-"""Address space of a child; the imports of reasoning_gym and math_verify take about 1 GiB of it."""
+"""Address space of a child; reasoning_gym and what it imports take .4 GiB of it."""
 MAX_ANSWER_BYTES = 1024 * 1024
 _SECRETS = ("STREAMRL_BROKER_PASSWORD", "STREAMRL_SECRET")
 """What a reward has no business with."""
@@ -65,7 +65,7 @@ class RewardChild:
             await self.kill()
             raise RewardSetupError(f"the reward was not ready after {STARTUP_S:.0f} s") from None
         except (OSError, asyncio.IncompleteReadError):
-            code = await self.kill()
+            code = await self._ended()
             raise RewardSetupError(f"the reward's process ended with {code} before it was ready") from None
         if isinstance(answer, Failed):
             await self.kill()
@@ -82,7 +82,7 @@ class RewardChild:
             await self.kill()
             raise RewardError(self._too_slow()) from None
         except (OSError, asyncio.IncompleteReadError):
-            code = await self.kill()
+            code = await self._ended()
             if time.monotonic() - started_s >= self._setup.timeout_s:
                 raise RewardError(self._too_slow()) from None
             raise RewardError(f"the reward's process ended with {code}") from None
@@ -114,6 +114,14 @@ class RewardChild:
             if length > MAX_ANSWER_BYTES:
                 raise msgspec.DecodeError(f"an answer of {length} bytes")
             return _decoder.decode(await process.stdout.readexactly(length))
+
+    async def _ended(self) -> int | None:
+        """The exit code of a child that closed its stream: its own, if it ends by itself."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+        return await self.kill()
 
     async def kill(self) -> int | None:
         """End the child. Returns its exit code (negative: the signal), None when there was none."""
