@@ -13,6 +13,7 @@ from typing import assert_never
 import msgspec
 
 from orchestrator.core.assignments import Assignments
+from orchestrator.core.batches import Stage
 from orchestrator.core.batching import plan_phases
 from orchestrator.core.dispatch import Order, Placement, least_loaded
 from orchestrator.core.fleet import Worker
@@ -108,6 +109,7 @@ class PipelineState:
         self._slots.admit()
         self._rounds.release()
         if not p.finished:
+            self._weights.pass_turn()
             self._assignments.dispatch()
             self._weights.load()
         return p.outbox.take()
@@ -155,8 +157,12 @@ class PipelineState:
         return [*self._p.fleet.workers, *self._p.fleet.others]
 
     def rows_told(self) -> list[RowId]:
-        """Rows that must exist: told of, and neither dropped nor in a durable checkpoint."""
+        """Rows that must exist in the broker: told of, neither dropped nor trained."""
         return rows_told(self._p)
+
+    def rows_scored(self) -> list[RowId]:
+        """Those of ``rows_told`` that must have their advantage too."""
+        return rows_told(self._p, Stage.READY)
 
     def check_invariants(self) -> None:
         """Raise BrokenInvariantError if the state contradicts itself. Costs time linear in the state: for tests."""

@@ -113,12 +113,12 @@ def describe_wait(pipeline: Pipeline) -> str:
     return "; ".join(part for part in (_blocked(p, len(p.pending)), where, *holders, rounds, steps) if part)
 
 
-def rows_told(pipeline: Pipeline) -> list[RowId]:
-    """Rows of groups that have not ended untrained and are in no durable checkpoint."""
+def rows_told(pipeline: Pipeline, *stages: Stage) -> list[RowId]:
+    """Rows of groups in one of ``stages``, of every group that has not ended where none is named."""
     return [
         row_id(group.group_id, sample)
         for group in pipeline.groups.values()
-        if group.stage is not Stage.ENDED
+        if (group.stage in stages if stages else group.stage is not Stage.ENDED)
         for sample, tokens in enumerate(group.tokens)
         if tokens != MISSING
     ]

@@ -87,7 +87,9 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(desk.run(inbox), name="desk"),
             group.create_task(executor.run(), name="executor"),
             group.create_task(decider.run(inbox), name="decide"),
-            group.create_task(keep_reconciled(broker, inbox, state.rows_told, decider.restate), name="reconcile"),
+            group.create_task(
+                keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, decider.restate), name="reconcile"
+            ),
             group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
             group.create_task(publish_status(broker, state, membership, metrics, clock), name="status"),
             group.create_task(watchdog.watch(state.describe_wait), name="watchdog"),

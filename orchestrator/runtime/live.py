@@ -75,7 +75,7 @@ class PlainView:
         print(batch_line(line, self._num_batches), flush=True)
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._num_batches = status.get("batches")
+        self._num_batches = status.get("num_batches")
 
     def close(self) -> None: ...
 
@@ -96,7 +96,7 @@ class TableView:
         self._console.print(Text(batch_line(line, self._num_batches)))
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._num_batches = status.get("batches")
+        self._num_batches = status.get("num_batches")
         self._live.update(Group(_headline(status), _worker_table(status.get("workers", ()))))
 
     def close(self) -> None:
@@ -104,14 +104,16 @@ class TableView:
 
 
 def _headline(status: Mapping[str, Any]) -> Text:
-    pipeline = status.get("pipeline", {})
     queues = {name: depth for name, depth in status.get("queues", {}).items() if depth}
     deepest = sorted(queues.items(), key=lambda item: -item[1])[:QUEUES_SHOWN]
+    stages = ("pending", "running", "scoring", "ready", "rounds_outstanding")
+    groups = "  ".join(f"{name.replace('_', ' ')} {status[name]}" for name in stages if name in status)
     parts = [
-        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s",
-        f"trained {status.get('trained', 0)}/{status.get('batches', 0)}  weights {status.get('weights', '-')}",
-        "  ".join(f"{name} {value}" for name, value in pipeline.items()),
+        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s  "
+        f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}",
+        f"groups: {groups}",
         "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
+        f"waiting: {status['blocked']}" if status.get("blocked") else "",
     ]
     return Text("\n".join(part for part in parts if part), style="bold")
 

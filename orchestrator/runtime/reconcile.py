@@ -27,12 +27,13 @@ CHECK_ROWS = 512
 async def keep_reconciled(
     broker: Broker,
     inbox: Inbox,
-    rows_told: Callable[[], tuple[Sequence[RowId], Sequence[RowId]]],
+    rows_told: Callable[[], Sequence[RowId]],
+    rows_scored: Callable[[], Sequence[RowId]],
     restate: Callable[[], object],
 ) -> None:
     """Watch for a broker of another boot, forever; ``restate`` then submits the outstanding commands again.
 
-    rows_told: (rows whose response the core was told of, those among them whose advantage it was told of), untrained.
+    rows_told, rows_scored: rows whose response, and whose advantage, the core was told of, and that are not trained.
     """
     boot_id = (await broker.info()).boot_id
     while True:
@@ -43,9 +44,8 @@ async def keep_reconciled(
         boot_id = current
         log.warning("the broker was restarted; reconciling")
         restate()
-        generated, scored = rows_told()
-        missing = await rows_without(broker, generated, Column.ROLLOUT_INFO)
-        missing += await rows_without(broker, scored, Column.ADVANTAGE)
+        missing = await rows_without(broker, rows_told(), Column.ROLLOUT_INFO)
+        missing += await rows_without(broker, rows_scored(), Column.ADVANTAGE)
         if missing:
             log.warning("the broker lost rows; they are generated again", rows=len(set(missing)))
             await inbox.put(Arrival(RowsMissing(row_ids=tuple(sorted(set(missing))))))

@@ -18,7 +18,7 @@ def test_terminal_escapes_of_a_model_are_stripped():
 
 def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
     view = PlainView()
-    view.status({"batches": 3})
+    view.status({"num_batches": 3})
     view.note("model x")
     view.batch({"batch": 0})
     assert capsys.readouterr().out == "model x\nbatch 1/3\n"

@@ -102,6 +102,17 @@ class EmbeddedServer:
             raise
         return self.url
 
+    def attach(self) -> None:
+        """Learn port and password of the live server that another process started here; ``stop`` leaves it alone.
+
+        Raises BrokerRejectedError where none was ever started.
+        """
+        try:
+            self._password = (self._directory / "broker.password").read_text(encoding="utf-8").strip()
+            self._port = int((self._directory / "broker.port").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BrokerRejectedError(f"{self._directory} holds no embedded broker: {error}") from error
+
     async def wait(self) -> int:
         """Wait until the server process ends. Returns its exit status."""
         return await self.process.wait()
