@@ -6,7 +6,7 @@ one rank, so that its prompt is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,16 +53,26 @@ def pack_round(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> 
     Args:    group_tokens: tokens of each ready group (prompt once + responses), in the order they became ready.
              num_ranks: R >= 1.  max_tokens: cap of one rank; a group above it goes alone.
     Returns: [R] lists of indices into group_tokens. No rank is empty when there are at least R groups. Which groups are
-             considered follows arrival (none is passed over for ever); inside that window the longest is placed first.
+             considered follows arrival; inside that window the longest is placed first. The group that waited longest
+             is always among them.
     Source:  ours; longest-first packing as in ``lpt.assign_lpt``, with a cap.
     """
     window = _window(group_tokens, num_ranks, max_tokens)
+    longest_order = sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index))
+    ranks = _place(window, longest_order, num_ranks, max_tokens)
+    if window and not any(0 in rank for rank in ranks):
+        ranks = _place(window, [0, *(index for index in longest_order if index)], num_ranks, max_tokens)
+    return ranks
+
+
+def _place(window: Sequence[int], order: Iterable[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Each group in turn on the rank with the fewest tokens; one that does not fit waits for the next round."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for index in sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index)):
+    for index in order:
         rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(ranks[rank])))
         if ranks[rank] and loads[rank] + window[index] > max_tokens:
-            continue  # waits for the next round
+            continue
         ranks[rank].append(index)
         loads[rank] += window[index]
     return ranks

@@ -108,8 +108,6 @@ class Fleet(msgspec.Struct, kw_only=True):
         """Workers to be told now to load the newest weights, in order of joining."""
         if self.all_told:
             return
-        if update is UpdateMode.STAGGERED:
-            self._pass_turn()
         for worker in self.workers.values():
             if self._may_load(worker) and (self._must_load(worker) or self._is_ready(worker, update)):
                 yield worker
@@ -130,8 +128,10 @@ class Fleet(msgspec.Struct, kw_only=True):
             return True
         return not worker.groups and (update is UpdateMode.BARRIER or worker.worker_id == self.turn)
 
-    def _pass_turn(self) -> None:
+    def pass_turn(self) -> None:
         """Give the turn to the next worker that is behind: the oldest weights first, those that failed last."""
+        if self.all_told:
+            return
         holder = self.workers.get(self.turn)
         if holder is not None and self.behind(holder) and not holder.load_failures:
             return

@@ -55,6 +55,8 @@ def _links(p: Pipeline) -> Iterator[str]:
         expected = sum(p.groups[group_id].num_missing for group_id in worker.groups)
         if worker.in_flight != expected:
             yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, its groups miss {expected}"
+        if p.fleet.all_told and p.fleet.behind(worker) and worker.fit and worker.loading is None:
+            yield f"{worker.worker_id} was not told of {p.fleet.newest}"
 
 
 def _queue(p: Pipeline) -> Iterator[str]:

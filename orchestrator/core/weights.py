@@ -9,7 +9,7 @@ from __future__ import annotations
 from orchestrator.core.fleet import Worker, age
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import LoadWeights, WeightsFailed, WeightsLoaded
-from transport.types import WeightIdentity, WorkerId
+from transport.types import UpdateMode, WeightIdentity, WorkerId
 
 
 def load_key(worker_id: WorkerId) -> str:
@@ -23,8 +23,13 @@ class Weights:
     def __init__(self, pipeline: Pipeline) -> None:
         self._p = pipeline
 
+    def pass_turn(self) -> None:
+        """Decide who is next to load, where that is one after another; before dispatch, which spares the one in turn."""
+        if self._p.settings.update is UpdateMode.STAGGERED:
+            self._p.fleet.pass_turn()
+
     def load(self) -> None:
-        """Tell every worker that is due to load the newest weights."""
+        """Tell every worker that is due to load the newest weights; after dispatch, which may keep it at its batch."""
         p = self._p
         if p.fleet.newest is None:
             return

@@ -1,0 +1,268 @@
+"""What happens to groups: dispatch, loss, failure, refill, short close."""
+
+from __future__ import annotations
+
+from orchestrator.core.settings import CoreSettings
+from tests.fakes.pipeline_world import PipelineWorld, groups_of
+from transport.messages import (
+    AbortRollouts,
+    AdmitGroups,
+    Command,
+    DispatchGroups,
+    GroupPlan,
+    RolloutFailed,
+    RolloutFinished,
+    ScoringFailed,
+    Tick,
+    WorkerLost,
+    WorkerReported,
+)
+from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId
+
+
+def core(**changes) -> CoreSettings:
+    defaults = {"num_batches": 2, "groups_per_batch": 2, "group_size": 2, "max_staleness": 0, "rollout_timeout_s": 10.0}
+    return CoreSettings(**(defaults | changes))
+
+
+def ready_world(settings: CoreSettings, *, workers: int = 1, capacity: int = 8, prompts: int = 100) -> PipelineWorld:
+    """Workers serve version 0, the first batches are admitted and dispatched."""
+    world = PipelineWorld(settings, prompts)
+    world.start_trainer()
+    for _ in range(workers):
+        world.join(capacity)
+    for worker_id in list(world.workers):
+        world.load(worker_id)
+    while world.requests:
+        world.answer_prompts(world.requests[0].count)
+    return world
+
+
+def plans(commands: list[Command]) -> list[tuple[WorkerId, GroupPlan]]:
+    return [(one.worker_id, plan) for one in commands if isinstance(one, DispatchGroups) for plan in one.plans]
+
+
+def finish_group(world: PipelineWorld, worker_id: WorkerId, group_id: GroupId) -> None:
+    while group_id in world.workers[worker_id].plans:
+        world.finish_sample(worker_id, group_id)
+
+
+W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
+G0, G1 = GroupId("0/0"), GroupId("0/1")
+
+
+def test_nothing_is_dispatched_before_weights_are_served():
+    world = PipelineWorld(core())
+    world.start_trainer()
+    worker_id = world.join()
+    world.answer_prompts(10)
+    assert not world.workers[worker_id].plans
+    world.load(worker_id)
+    assert world.workers[worker_id].plans
+
+
+def test_longest_predicted_goes_first_to_the_least_loaded_worker():
+    """The fake source predicts 5, 6, 7, 8 tokens for its first four prompts."""
+    world = PipelineWorld(core(groups_per_batch=4), 100)
+    world.start_trainer()
+    world.join()
+    world.join()
+    world.answer_prompts(world.requests[0].count)
+    world.load(W0)
+    first = [plan.predicted_tokens for plan, _ in world.workers[W0].plans.values()]
+    assert first == [8.0, 7.0, 6.0], "capacity 4 and one group of lookahead, longest first"
+    world.load(W1)
+    assert [plan.predicted_tokens for plan, _ in world.workers[W1].plans.values()] == [5.0]
+
+
+def test_the_next_batch_waits_for_its_weights_when_synchronous():
+    world = ready_world(core())
+    assert {plan.batch for plan, _ in world.workers[W0].plans.values()} == {0}
+    assert world.state.view().batches[-1].batch == 0
+
+
+def test_one_step_asynchronous_admits_the_next_batch_at_once():
+    world = ready_world(core(max_staleness=1))
+    assert {plan.batch for plan, _ in world.workers[W0].plans.values()} == {0, 1}
+
+
+def test_a_lost_workers_group_goes_elsewhere_with_its_missing_samples_only():
+    world = ready_world(core(groups_per_batch=1), workers=2)
+    holder = next(worker_id for worker_id, worker in world.workers.items() if worker.plans)
+    world.finish_sample(holder, G0, 1)
+    del world.workers[holder]
+    ((worker_id, plan),) = plans(world.tell(WorkerLost(worker_id=holder, reason="killed")))
+    assert (worker_id, plan.samples, plan.attempt) == (next(iter(world.workers)), (0,), 1)
+
+
+def test_a_row_counts_once_whoever_repeats_it():
+    world = ready_world(core())
+    world.finish_sample(W0, G0)
+    told = next(event for event in reversed(world.told) if isinstance(event, RolloutFinished))
+    before = world.state.view()
+    assert world.tell(told) == []
+    assert world.state.view().in_flight_samples == before.in_flight_samples
+
+
+def test_a_report_without_a_claimed_group_shows_that_it_was_lost():
+    world = ready_world(core(groups_per_batch=1))
+    cursor = world.workers[W0].cursor
+    assert plans(world.tell(WorkerReported(worker_id=W0, held=(), plans_cursor="0-0"))) == [], "not claimed yet"
+    assert plans(world.tell(WorkerReported(worker_id=W0, held=(G0,), plans_cursor=cursor))) == [], "it holds it"
+    world.workers[W0].plans.clear()
+    ((_, plan),) = plans(world.tell(WorkerReported(worker_id=W0, held=(), plans_cursor=cursor)))
+    assert (plan.group_id, plan.attempt) == (G0, 1)
+
+
+def test_a_group_that_times_out_is_aborted_and_goes_elsewhere():
+    world = ready_world(core(groups_per_batch=1), workers=2)
+    (holder,) = [worker_id for worker_id, worker in world.workers.items() if worker.plans]
+    world.now_s = 9.9
+    assert world.tell(Tick()) == []
+    world.now_s = 10.0
+    commands = world.tell(Tick())
+    (abort,) = [one for one in commands if isinstance(one, AbortRollouts)]
+    assert (abort.worker_id, abort.group_ids, abort.attempts) == (holder, (G0,), (0,))
+    ((other, plan),) = plans(commands)
+    assert other != holder
+    assert plan.attempt == 1
+
+
+def test_max_attempts_end_the_slot_as_dead_and_a_new_prompt_replaces_it():
+    world = ready_world(core(max_attempts=2))
+    failed = RolloutFailed(group_id=G0, worker_id=W0, samples=(0,), reason="engine")
+    ((_, again),) = plans(world.tell(failed))
+    assert again.group_id == G0
+    commands = world.tell(failed)
+    assert world.outcomes[G0].outcome == "dead"
+    assert "engine" in world.outcomes[G0].reason
+    ((_, replacement),) = plans(commands)
+    assert replacement.group_id == "0/2"
+    assert replacement.prompt_id != world.outcomes[G0].prompt_id
+
+
+def test_a_failure_that_no_retry_helps_ends_the_slot_at_once():
+    world = ready_world(core())
+    world.tell(RolloutFailed(group_id=G0, worker_id=W0, samples=(0, 1), reason="prompt too long", retryable=False))
+    assert world.outcomes[G0].outcome == "dead"
+    assert G0 in world.dropped
+
+
+def test_a_failure_told_by_another_than_the_holder_is_ignored():
+    world = ready_world(core())
+    assert world.tell(RolloutFailed(group_id=G0, worker_id=W1, samples=(0,), reason="late")) == []
+
+
+def test_a_dead_letter_of_scoring_ends_the_slot():
+    world = ready_world(core())
+    finish_group(world, W0, G0)
+    world.tell(ScoringFailed(group_id=G0, reason="the reward hangs"))
+    assert world.outcomes[G0].outcome == "dead"
+
+
+def test_a_row_past_the_bound_makes_its_slot_stale_and_the_same_prompt_is_tried_again():
+    world = ready_world(core(num_batches=4))
+    while world.state.view().trained_version == 0:
+        world.turn()
+    world.load(W0)
+    holder, group_id = W0, next(iter(world.workers[W0].plans))
+    prompt = world.workers[holder].plans[group_id][0].prompt_id
+    old = WeightIdentity(epoch=1, version=0)
+    commands = world.tell(
+        RolloutFinished(
+            row_id=RowId(f"{group_id}/0"),
+            worker_id=holder,
+            response_tokens=4,
+            finish_reason=FinishReason.STOP,
+            oldest=old,
+            newest=WeightIdentity(epoch=1, version=1),
+        )
+    )
+    assert world.outcomes[group_id].outcome == "stale"
+    ((_, plan),) = plans(commands)
+    assert plan.prompt_id == prompt
+    assert plan.group_id != group_id
+
+
+def test_groups_without_signal_are_filtered_and_replaced_up_to_max_refills():
+    world = ready_world(core(drop_no_signal=True, max_refills=1, num_batches=1))
+    finish_group(world, W0, G0)
+    world.score(signal=False)
+    assert world.outcomes[G0].outcome == "filtered"
+    world.answer_prompts(1)
+    finish_group(world, W0, GroupId("0/2"))
+    world.score(signal=False)
+    finish_group(world, W0, G1)
+    world.score()
+    (close,) = world.closes()
+    assert (close.num_rows, close.short_by) == (2, 1)
+    world.run_to_end()
+    assert world.outcomes[G1].outcome == "trained"
+
+
+def test_a_batch_of_which_nothing_is_left_still_makes_its_version():
+    world = ready_world(core(drop_no_signal=True, max_refills=0))
+    for group_id in (G0, G1):
+        finish_group(world, W0, group_id)
+        world.score(signal=False)
+    (close,) = world.closes()
+    assert (close.num_rows, close.num_tokens, close.finishes_batch, close.short_by) == (0, 0, True, 2)
+    world.run_to_end()
+    assert world.trainer.version == 2
+
+
+def test_groups_without_signal_are_trained_when_they_are_not_to_be_dropped():
+    world = ready_world(core())
+    finish_group(world, W0, G0)
+    world.score(signal=False)
+    assert groups_of(world.rounds_of(0)) == [G0]
+
+
+def test_the_end_of_the_data_closes_the_last_batch_short():
+    world = ready_world(core(num_batches=9), prompts=3)
+    world.run_to_end()
+    assert world.finished == "the data ended"
+    assert [close.short_by for close in world.closes()] == [0, 1]
+
+
+def test_no_data_at_all_ends_the_run():
+    world = ready_world(core(), prompts=0)
+    world.run_to_end()
+    assert (world.finished, world.closes()) == ("the data ended", [])
+
+
+def test_an_owed_replacement_is_forgiven_when_the_data_have_ended():
+    world = ready_world(core(drop_no_signal=True, num_batches=1), prompts=2)
+    finish_group(world, W0, G0)
+    world.score(signal=False)
+    world.run_to_end()
+    assert world.closes()[-1].short_by == 1
+
+
+def test_missing_rows_are_generated_again_under_the_same_ids():
+    world = ready_world(core())
+    finish_group(world, W0, G0)
+    world.score()
+    world.lose_row(RowId("0/0/1"), G0)
+    assert isinstance(world.state.outstanding()[-2][1], AdmitGroups | DispatchGroups)
+    assert world.workers[W0].plans[G0][0].samples == (1,)
+    world.run_to_end()
+    assert len(groups_of(world.rounds_of(0))) == 2, "the round is not sent again"
+
+
+def test_prompts_are_asked_ahead_and_boundedly():
+    world = PipelineWorld(core(num_batches=10, groups_per_batch=3, max_staleness=1))
+    world.start_trainer()
+    (request,) = world.requests
+    assert request.count == 9, "two batches that may be admitted, and one ahead"
+
+
+def test_a_repeated_answer_of_the_source_is_recognised():
+    world = PipelineWorld(core(num_batches=10))
+    world.start_trainer()
+    world.answer_prompts(2)
+    answer = next(event for event in reversed(world.told) if hasattr(event, "source_positions"))
+    waiting = world.state.view().waiting_prompts
+    world.tell(answer)
+    assert world.state.view().waiting_prompts == waiting
+    assert world.state.source_position == "2"

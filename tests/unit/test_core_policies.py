@@ -1,0 +1,158 @@
+"""The pure functions of the core: order, placement, staleness, packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.batching import Phase, pack_round, part_of_slot, plan_phases
+from orchestrator.core.dispatch import has_room, least_loaded, plan_priority
+from orchestrator.core.lpt import assign_lpt
+from orchestrator.core.staleness import Lineage, is_too_old, may_admit, may_dispatch
+from transport.types import WeightIdentity, WorkerId
+
+
+@dataclass(frozen=True)
+class Load:
+    worker_id: WorkerId
+    capacity: int = 8
+    in_flight: int = 0
+    predicted_load: float = 0.0
+
+
+def identity(epoch: int, version: int) -> WeightIdentity:
+    return WeightIdentity(epoch=epoch, version=version)
+
+
+def makespan(weights: list[int], bins: list[list[int]]) -> int:
+    return max(sum(weights[item] for item in items) for items in bins)
+
+
+def best_makespan(weights: list[int], num_bins: int) -> int:
+    """Brute force over every assignment."""
+    best = sum(weights)
+    for choice in product(range(num_bins), repeat=len(weights)):
+        loads = [0] * num_bins
+        for weight, index in zip(weights, choice, strict=True):
+            loads[index] += weight
+        best = min(best, max(loads))
+    return best
+
+
+@given(weights=st.lists(st.integers(0, 20), max_size=6), num_bins=st.integers(1, 3))
+def test_lpt_is_a_permutation_within_its_bound(weights, num_bins):
+    bins = assign_lpt(weights, num_bins)
+    assert sorted(item for items in bins for item in items) == list(range(len(weights)))
+    bound = (4 / 3 - 1 / (3 * num_bins)) * best_makespan(weights, num_bins)
+    assert makespan(weights, bins) <= bound + 1e-9
+
+
+def test_lpt_breaks_ties_by_index():
+    assert assign_lpt([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(("weights", "num_bins"), [([1], 0), ([-1], 1)])
+def test_lpt_refuses_nonsense(weights, num_bins):
+    with pytest.raises(ValueError, match=r"at least one|negative"):
+        assign_lpt(weights, num_bins)
+
+
+def test_least_loaded_counts_predicted_tokens_for_each_slot():
+    small = Load(WorkerId("a"), capacity=4, predicted_load=40.0)
+    large = Load(WorkerId("b"), capacity=8, predicted_load=60.0)
+    assert least_loaded([small, large], WorkerId("")) == "b"
+
+
+def test_a_worker_to_avoid_is_taken_only_when_it_is_alone():
+    idle, busy = Load(WorkerId("a")), Load(WorkerId("b"), predicted_load=99.0)
+    assert least_loaded([idle, busy], WorkerId("a")) == "b"
+    assert least_loaded([idle], WorkerId("a")) == "a"
+
+
+def test_room_is_the_slots_and_one_group_of_lookahead():
+    assert has_room(Load(WorkerId("a"), capacity=8, in_flight=8), 4, group_size=4)
+    assert not has_room(Load(WorkerId("a"), capacity=8, in_flight=9), 4, group_size=4)
+    assert has_room(Load(WorkerId("a"), capacity=8, in_flight=9), 3, group_size=4)
+
+
+def test_an_earlier_batch_outranks_any_prediction():
+    assert plan_priority(3, 1.0) > plan_priority(4, 1_000_000.0)
+    assert plan_priority(3, 20.0) > plan_priority(3, 10.0)
+
+
+def test_the_gate_counts_versions_within_the_epoch():
+    assert may_dispatch(3, identity(2, 2), epoch=2, max_staleness=1)
+    assert not may_dispatch(4, identity(2, 2), epoch=2, max_staleness=1)
+    assert not may_dispatch(3, identity(1, 3), epoch=2, max_staleness=1)
+    assert not may_dispatch(0, None, epoch=2, max_staleness=1)
+    assert may_admit(1, trained_version=0, max_staleness=1)
+    assert not may_admit(1, trained_version=0, max_staleness=0)
+    assert is_too_old(3, 1, max_staleness=1)
+    assert not is_too_old(3, 2, max_staleness=1)
+
+
+def test_a_rollback_takes_its_versions_out_of_the_lineage():
+    lineage = Lineage()
+    assert not lineage.restart(identity(1, 0))
+    lineage.publish(1)
+    lineage.publish(2)
+    assert lineage.contains(identity(1, 2))
+    assert lineage.restart(identity(2, 1)), "version 2 of epoch 1 is lost"
+    assert lineage.contains(identity(1, 1))
+    assert not lineage.contains(identity(1, 2))
+    assert not lineage.contains(identity(2, 2)), "not published yet"
+    assert not lineage.contains_row(identity(1, 1), identity(2, 1)), "its middle may be of the lost version"
+    assert lineage.contains_row(identity(1, 0), identity(1, 1))
+    assert lineage.restart(identity(3, 0))
+    assert not lineage.contains(identity(1, 1)), "a deeper rollback reaches former epochs"
+
+
+def test_a_restart_at_the_newest_version_loses_nothing():
+    lineage = Lineage()
+    lineage.restart(identity(1, 0))
+    lineage.publish(1)
+    assert not lineage.restart(identity(2, 1))
+    assert lineage.contains_row(identity(1, 0), identity(2, 1))
+
+
+def test_parts_are_equal_and_in_admission_order():
+    assert [part_of_slot(slot, 6, 2) for slot in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [part_of_slot(slot, 3, 2) for slot in range(3)] == [0, 0, 1]
+
+
+def test_phases_record_first_then_walk_mini_batches_of_each_pass():
+    assert plan_phases(2, 2, record_logprobs=True) == (
+        Phase(kind="logprobs"),
+        Phase(kind="train", pass_index=0, part=0),
+        Phase(kind="train", pass_index=0, part=1),
+        Phase(kind="train", pass_index=1, part=0),
+        Phase(kind="train", pass_index=1, part=1),
+    )
+    assert plan_phases(1, 1, record_logprobs=False) == (Phase(kind="train", part=0),)
+
+
+@given(
+    tokens=st.lists(st.integers(1, 120), min_size=1, max_size=20),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(50, 150),
+)
+def test_a_round_fills_every_rank_and_keeps_the_cap(tokens, num_ranks, max_tokens):
+    ranks = pack_round(tokens, num_ranks, max_tokens)
+    chosen = [index for rank in ranks for index in rank]
+    assert len(ranks) == num_ranks
+    assert len(set(chosen)) == len(chosen) > 0
+    assert all(ranks) or len(tokens) < num_ranks
+    assert all(len(rank) == 1 or sum(tokens[index] for index in rank) <= max_tokens for rank in ranks)
+    assert 0 in chosen, "the group that waited longest goes"
+
+
+def test_a_round_balances_tokens():
+    assert pack_round([10, 40, 20, 30], num_ranks=2, max_tokens=50) == [[1, 0], [3, 2]]
+
+
+def test_a_group_above_the_cap_goes_alone():
+    assert pack_round([500, 10], num_ranks=1, max_tokens=100) == [[0]]

@@ -1,0 +1,162 @@
+"""How workers take a version: at once, one after another, at their batch boundary; and what a failed load does."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.fleet import MAX_LOAD_ATTEMPTS
+from orchestrator.core.settings import CoreSettings
+from tests.fakes.pipeline_world import PipelineWorld
+from transport.messages import LoadWeights, StepDone, Tick, WorkerLost
+from transport.types import UpdateMode, WeightIdentity, WorkerId
+
+W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
+
+
+def world_at_first_step(update: UpdateMode) -> PipelineWorld:
+    """Batch 0 is trained and version 1 published while both workers still hold groups of batch 1."""
+    core = CoreSettings(
+        num_batches=6, groups_per_batch=2, group_size=2, max_staleness=1, update=update, rollout_timeout_s=10.0
+    )
+    world = PipelineWorld(core)
+    world.start_trainer()
+    world.join(2)
+    world.join(2)
+    for worker_id in (W0, W1):
+        world.load(worker_id)
+    world.answer_prompts(world.requests[0].count)
+    for worker_id in (W0, W1):
+        for group_id in [group_id for group_id in world.workers[worker_id].plans if group_id.startswith("0/")]:
+            world.finish_sample(worker_id, group_id)
+            world.finish_sample(worker_id, group_id)
+            world.score()
+    while world.trainer.version == 0:
+        world.train()
+    return world
+
+
+def told_to_load(world: PipelineWorld) -> list[WorkerId]:
+    return [worker_id for worker_id, worker in world.workers.items() if worker.to_load]
+
+
+def batches_held(world: PipelineWorld, worker_id: WorkerId) -> list[int]:
+    return [plan.batch for plan, _ in world.workers[worker_id].plans.values()]
+
+
+def finish_all(world: PipelineWorld, worker_id: WorkerId) -> None:
+    for group_id in list(world.workers[worker_id].plans):
+        world.finish_sample(worker_id, group_id)
+        world.finish_sample(worker_id, group_id)
+
+
+def test_in_flight_tells_all_workers_at_once_with_their_samples_running():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    assert told_to_load(world) == [W0, W1]
+    assert batches_held(world, W0) == [1]
+
+
+def test_staggered_lets_one_worker_run_dry_while_the_other_goes_on():
+    world = world_at_first_step(UpdateMode.STAGGERED)
+    assert told_to_load(world) == [], "the first in turn still has a group"
+    finish_all(world, W0)
+    assert told_to_load(world) == [W0]
+    finish_all(world, W1)
+    assert told_to_load(world) == [W0], "the second waits for its turn"
+    world.load(W0)
+    assert told_to_load(world) == [W1]
+    assert batches_held(world, W0) == [2, 2], "the loaded one takes the next batch; the one in turn takes none"
+    assert batches_held(world, W1) == []
+
+
+def test_a_lost_worker_passes_its_turn():
+    world = world_at_first_step(UpdateMode.STAGGERED)
+    finish_all(world, W1)
+    assert told_to_load(world) == []
+    del world.workers[W0]
+    world.tell(WorkerLost(worker_id=W0, reason="killed"))
+    assert told_to_load(world) == [W1]
+
+
+def test_a_failed_load_passes_the_turn_and_comes_back():
+    world = world_at_first_step(UpdateMode.STAGGERED)
+    finish_all(world, W0)
+    finish_all(world, W1)
+    world.load(W0, fails=True)
+    assert told_to_load(world) == [W1]
+    world.load(W1)
+    assert told_to_load(world) == [W0]
+
+
+def test_a_load_without_an_answer_passes_the_turn_at_its_deadline():
+    world = world_at_first_step(UpdateMode.STAGGERED)
+    finish_all(world, W0)
+    finish_all(world, W1)
+    world.now_s = 10.0
+    world.tell(Tick())
+    assert told_to_load(world) == [W0, W1]
+
+
+def test_barrier_finishes_the_batch_before_it_loads():
+    world = world_at_first_step(UpdateMode.BARRIER)
+    assert told_to_load(world) == []
+    finish_all(world, W0)
+    assert told_to_load(world) == [W0]
+    assert batches_held(world, W0) == [], "batch 2 waits for the new weights"
+    world.load(W0)
+    assert batches_held(world, W0) == [2, 2]
+
+
+@pytest.mark.parametrize("update", list(UpdateMode))
+def test_a_newcomer_loads_the_newest_weights_before_any_work(update):
+    world = world_at_first_step(update)
+    newcomer = world.join()
+    assert world.workers[newcomer].to_load == WeightIdentity(epoch=1, version=1)
+    assert not world.workers[newcomer].plans
+    world.load(newcomer)
+    assert world.workers[newcomer].plans
+
+
+def test_only_the_newest_of_several_versions_is_loaded_next():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    for worker_id in (W0, W1):
+        finish_all(world, worker_id)
+    while world.unscored:
+        world.score()
+    while world.trainer.version < 2:
+        world.train()
+    assert world.workers[W0].to_load == WeightIdentity(epoch=1, version=1), "a load is under way"
+    world.load(W0)
+    assert world.workers[W0].to_load == WeightIdentity(epoch=1, version=2)
+
+
+def test_loads_are_retried_a_few_times_and_again_with_the_next_version():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    for _ in range(MAX_LOAD_ATTEMPTS):
+        world.load(W0, fails=True)
+    assert W0 not in told_to_load(world)
+    (unfit,) = [worker for worker in world.state.view().workers if not worker.fit]
+    assert unfit.worker_id == W0
+    finish_all(world, W0)
+    assert batches_held(world, W0) == [], "an unfit worker gets nothing"
+    finish_all(world, W1)
+    while world.unscored:
+        world.score()
+    while world.trainer.version < 2:
+        world.train()
+    assert W0 in told_to_load(world)
+
+
+def test_an_open_load_is_outstanding_until_it_is_answered():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    loads = [command.worker_id for _, command in world.state.outstanding() if isinstance(command, LoadWeights)]
+    assert loads == [W0, W1]
+    world.load(W0)
+    loads = [command.worker_id for _, command in world.state.outstanding() if isinstance(command, LoadWeights)]
+    assert loads == [W1]
+
+
+def test_steps_of_a_replaced_trainer_are_ignored():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    stale = StepDone(batch=1, weights=WeightIdentity(epoch=0, version=2), num_rows=1, num_tokens=1)
+    assert world.tell(stale) == []
+    assert world.state.view().trained_version == 1
