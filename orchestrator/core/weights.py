@@ -24,7 +24,7 @@ class Weights:
         self._p = pipeline
 
     def pass_turn(self) -> None:
-        """Decide who is next to load, where that is one after another; before dispatch, which spares the one in turn."""
+        """Where workers load one after another, decide who is next; before dispatch, which spares that one."""
         if self._p.settings.update is UpdateMode.STAGGERED:
             self._p.fleet.pass_turn()
 

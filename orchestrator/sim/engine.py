@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from orchestrator.core.dispatch import Order, Placement, least_loaded
+from orchestrator.core.lpt import longest_first
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import CommandId, PipelineState
 from orchestrator.sim.models import CostModel, FaultModel, LengthModel
@@ -33,7 +35,11 @@ class SimulationStalledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One simulated run. workers: generation workers of ``capacity`` samples each.  num_prompts: of the source."""
+    """One simulated run.
+
+    workers: generation workers of ``capacity`` samples each.  num_prompts: of the source.
+    order, place: the dispatch policy.  max_s: virtual seconds after which the run counts as stalled.
+    """
 
     core: CoreSettings
     workers: int = 2
@@ -43,6 +49,8 @@ class Scenario:
     lengths: LengthModel = field(default_factory=LengthModel)
     costs: CostModel = field(default_factory=CostModel)
     faults: FaultModel = field(default_factory=FaultModel)
+    order: Order = longest_first
+    place: Placement = least_loaded
     max_s: float = 1e6
 
 
@@ -79,7 +87,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.clock = ManualClock()
-        self.state = PipelineState(scenario.core)
+        self.state = PipelineState(scenario.core, order=scenario.order, place=scenario.place)
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot())
         self.finished = False

@@ -142,7 +142,7 @@ class SimulatedWorker:
         decoding, scenario = self._decoding, self._simulation.scenario
         while self._waiting and len(decoding.ends) < self._capacity:
             _, order, plan, sample = heapq.heappop(self._waiting)
-            length = scenario.lengths.tokens(row_id(plan.group_id, sample))
+            length = scenario.lengths.tokens(plan.prompt_id, row_id(plan.group_id, sample))
             heapq.heappush(decoding.ends, (decoding.steps + length, order, _Sample(plan, sample, self._weights)))
         decoding.generation += 1
         if decoding.ends:
@@ -171,7 +171,7 @@ class SimulatedWorker:
         event = RolloutFinished(
             row_id=row,
             worker_id=self._worker_id,
-            response_tokens=self._simulation.scenario.lengths.tokens(row),
+            response_tokens=self._simulation.scenario.lengths.tokens(plan.prompt_id, row),
             finish_reason=FinishReason.STOP,
             oldest=ended.oldest,
             newest=self._weights,

@@ -10,25 +10,34 @@ import math
 import random
 from dataclasses import dataclass
 
-from transport.types import RowId
+from transport.types import PromptId, RowId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthModel:
-    """Response lengths: lognormal, cut at the limit.
+    """Response lengths: lognormal over prompts, and again over the samples of a prompt, cut at the limit.
 
-    The long tail of RL rollouts; FACTS: median 4.5K, sigma 0.8, cut at 20K fitted the paper's 72B workload.
+    The long tail of RL rollouts: median 4.5K, sigma 0.8, cut at 20K fit StreamRL's 72B workload. ``sample_sigma`` is
+    what a perfect ranker of prompts still cannot know. Source: ours.
     """
 
     median_tokens: float = 200.0
-    sigma: float = 0.8
+    prompt_sigma: float = 0.7
+    sample_sigma: float = 0.4
     max_tokens: int = 1000
     seed: int = 0
 
-    def tokens(self, row: RowId) -> int:
+    def predicted_tokens(self, prompt: PromptId) -> float:
+        """What a perfect ranker says of a prompt: the median of its samples."""
+        return self.median_tokens * math.exp(self._draw(prompt, self.prompt_sigma))
+
+    def tokens(self, prompt: PromptId, row: RowId) -> int:
         """Response length of a row, tokens, in [1, max_tokens]."""
-        draw = random.Random(f"{self.seed}/{row}").gauss(0.0, self.sigma)
-        return min(self.max_tokens, max(1, round(self.median_tokens * math.exp(draw))))
+        length = self.predicted_tokens(prompt) * math.exp(self._draw(row, self.sample_sigma))
+        return min(self.max_tokens, max(1, round(length)))
+
+    def _draw(self, name: str, sigma: float) -> float:
+        return random.Random(f"{self.seed}/{name}").gauss(0.0, sigma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

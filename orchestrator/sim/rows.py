@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from orchestrator.core.outbox import CommandId
-from orchestrator.sim.engine import Simulation
+from orchestrator.sim.engine import Scenario, Simulation
 from transport.messages import (
     Command,
     DropRows,
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 50
 
 
 class SimulatedPrompts:
-    """The prompt source. A prompt is predicted to be as long as the first sample of its first group will be."""
+    """The prompt source, with a ranker that knows as much as one can of a prompt."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -40,17 +40,15 @@ class SimulatedPrompts:
         scenario = self._simulation.scenario
         read = range(self._num_read, min(self._num_read + count, scenario.num_prompts))
         self._num_read = read.stop
-        prompts = [
-            PromptRef(
-                prompt_id=PromptId(f"p{index}"),
-                prompt_tokens=PROMPT_TOKENS,
-                predicted_tokens=float(scenario.lengths.tokens(RowId(f"p{index}"))),
-            )
-            for index in read
-        ]
+        prompts = [_prompt(scenario, PromptId(f"p{index}")) for index in read]
         positions = tuple(str(index + 1) for index in read)
         exhausted = self._num_read >= scenario.num_prompts
         self._simulation.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
+
+
+def _prompt(scenario: Scenario, prompt_id: PromptId) -> PromptRef:
+    predicted_tokens = scenario.lengths.predicted_tokens(prompt_id)
+    return PromptRef(prompt_id=prompt_id, prompt_tokens=PROMPT_TOKENS, predicted_tokens=predicted_tokens)
 
 
 class SimulatedRows:

@@ -1,0 +1,183 @@
+"""Whole simulated runs: the modes against one another, faults, determinism, replay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.core.settings import CoreSettings
+from orchestrator.runtime.journal import Journal, JournalError
+from orchestrator.sim.engine import Scenario, SimulationLog, SimulationStalledError
+from orchestrator.sim.models import CostModel, FaultModel, LengthModel
+from orchestrator.sim.replay import digest, replay
+from orchestrator.sim.simulate import simulate
+from transport.messages import AbortRollouts, CloseMiniBatch, RowsMissing, SlotOutcome, TrainerReady, WorkerLost
+from transport.types import UpdateMode
+
+CORE = CoreSettings(num_batches=6, groups_per_batch=16, group_size=4, max_staleness=1)
+BALANCED = CostModel(token_s=0.0006)
+"""About as long to train a batch as to generate it, so that overlap shows."""
+
+
+def run(costs: CostModel = BALANCED, **core) -> SimulationLog:
+    return simulate(Scenario(core=msgspec.structs.replace(CORE, **core), costs=costs))
+
+
+def trained_groups(log: SimulationLog, batch: int) -> set[str]:
+    return {row.rpartition("/")[0] for row in log.trained[batch]}
+
+
+def test_overlap_pays_and_more_staleness_pays_more():
+    synchronous = run(max_staleness=0).end_s
+    one_step = run(max_staleness=1, update=UpdateMode.BARRIER).end_s
+    in_flight = run(max_staleness=1).end_s
+    looser = run(max_staleness=2).end_s
+    assert one_step < 0.8 * synchronous
+    assert in_flight < 0.95 * one_step
+    assert looser < in_flight
+
+
+def test_streaming_starts_training_before_the_batch_is_generated():
+    """Dynamic-batch pipelining: synchronous RL, and yet the trainer works while the tail is generated."""
+    log = run(max_staleness=0)
+    generation_alone = run(costs=replace(BALANCED, token_s=0.0, round_s=0.0), max_staleness=0).end_s
+    assert log.end_s < 0.85 * (generation_alone + log.trainer_busy_s)
+
+
+def test_staggered_loading_keeps_the_others_generating_when_loads_are_slow():
+    core = msgspec.structs.replace(CORE, num_batches=12, max_staleness=3)
+    slow = replace(BALANCED, load_s=8.0)
+    ends = {
+        update: simulate(
+            Scenario(core=msgspec.structs.replace(core, update=update), costs=slow, workers=4, capacity=8)
+        ).end_s
+        for update in UpdateMode
+    }
+    assert ends[UpdateMode.STAGGERED] < 0.95 * ends[UpdateMode.BARRIER]
+    assert ends[UpdateMode.IN_FLIGHT] < ends[UpdateMode.STAGGERED]
+
+
+def test_longest_first_shortens_a_synchronous_batch():
+    """One worker with few slots and perfect predictions; the policy is another function passed in."""
+    lengths = LengthModel(median_tokens=100, prompt_sigma=1.0)
+    core = msgspec.structs.replace(CORE, max_staleness=0, group_size=1, groups_per_batch=64, num_batches=1)
+    longest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=lengths, order=lambda tokens: -tokens))
+    shortest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=lengths, order=lambda tokens: tokens))
+    assert longest.end_s < 0.85 * shortest.end_s
+
+
+@pytest.mark.parametrize("update", list(UpdateMode))
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_every_mode_trains_every_group_once(update, max_staleness):
+    log = run(update=update, max_staleness=max_staleness)
+    assert sorted(log.trained) == list(range(CORE.num_batches))
+    for batch, rows in log.trained.items():
+        assert len(set(rows)) == len(rows) == CORE.groups_per_batch * CORE.group_size
+        assert trained_groups(log, batch) == {f"{batch}/{slot}" for slot in range(CORE.groups_per_batch)}
+
+
+def chaos(seed: int) -> Scenario:
+    """Workers and trainer die every 15-20 virtual seconds, rows vanish, rollouts fail, events repeat."""
+    core = CoreSettings(
+        num_batches=6,
+        groups_per_batch=8,
+        group_size=4,
+        max_staleness=seed % 3,
+        update=list(UpdateMode)[seed % 3],
+        mini_batches=1 + seed % 2,
+        epochs=1 + seed // 2 % 2,
+        record_logprobs=seed % 4 == 3,
+        drop_no_signal=seed % 5 == 0,
+        checkpoint_every=1 + seed % 3,
+        max_attempts=6,
+        rollout_timeout_s=60.0,
+    )
+    faults = FaultModel(
+        worker_loss_s=15.0,
+        trainer_loss_s=20.0,
+        row_loss=0.02,
+        rollout_failure=0.05,
+        repeat=0.1,
+        until_s=150.0,
+        seed=seed,
+    )
+    return Scenario(core=core, faults=faults, dp_size=1 + seed % 2, max_s=5000.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_with_random_faults_ends_with_every_row_trained_once(seed):
+    scenario = chaos(seed)
+    log = simulate(scenario)
+    assert log.finish_reason == "all batches are trained"
+    assert log.events_of(WorkerLost)
+    assert len(log.events_of(TrainerReady)) > 1
+    closes = {close.batch: close for close in log.commands_of(CloseMiniBatch) if close.finishes_batch}
+    for batch in range(scenario.core.num_batches):
+        rows = log.trained[batch]
+        assert len(set(rows)) == len(rows), "a row is trained twice in the surviving lineage"
+        assert len(trained_groups(log, batch)) == scenario.core.groups_per_batch - closes[batch].short_by
+        assert len(rows) == len(trained_groups(log, batch)) * scenario.core.group_size
+    ended = [outcome.group_id for outcome in log.commands_of(SlotOutcome)]
+    assert len(set(ended)) == len(ended), "a slot ended twice"
+
+
+def test_the_faults_of_the_chaos_runs_do_strike():
+    logs = [simulate(chaos(seed)) for seed in range(4)]
+    assert sum(len(log.events_of(RowsMissing)) for log in logs) > 0
+    assert sum(len(log.commands_of(AbortRollouts)) for log in logs) > 0
+
+
+def test_a_run_that_cannot_end_is_named():
+    """No worker ever serves weights: loading takes longer than the simulation lasts."""
+    scenario = Scenario(core=CORE, costs=replace(BALANCED, load_s=1e9), max_s=100.0)
+    with pytest.raises(SimulationStalledError, match="batch 0: 16 pending"):
+        simulate(scenario)
+
+
+LOG_DIGEST = """
+import hashlib
+from tests.sim.test_modes import chaos
+from orchestrator.sim.simulate import simulate
+print(hashlib.sha256(simulate(chaos(7)).as_bytes()).hexdigest())
+"""
+
+
+def test_the_same_seed_gives_a_byte_identical_log_under_any_hash_seed():
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", LOG_DIGEST],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[2])},
+            check=True,
+            capture_output=True,
+            timeout=50,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_a_recorded_journal_replays_to_the_same_commands(tmp_path):
+    log = simulate(chaos(3))
+    journal, _ = Journal.open(tmp_path)
+    journal.snapshot(log.initial, 0)
+    records = [record for record, _ in log.history]
+    journal.append(records[: len(records) // 2])
+    journal.close()
+    journal.append(records[len(records) // 2 :])
+    journal.close()
+    replayed = replay(tmp_path)
+    assert [commands for _, commands in replayed] == [commands for _, commands in log.history]
+    assert digest(replayed) == digest(log.history)
+    assert digest(replayed[:-1]) != digest(log.history)
+
+
+def test_a_journal_without_a_beginning_cannot_be_replayed(tmp_path):
+    Journal.open(tmp_path)
+    with pytest.raises(JournalError, match="no snapshot"):
+        replay(tmp_path)

@@ -1,0 +1,164 @@
+"""The journal on a real directory: torn tails, damage, snapshots, pruning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.runtime.journal import Journal, JournalError, Recovered, read_records
+from transport.messages import BrokerUsage, JournalRecord
+
+
+def record(seq: int) -> JournalRecord:
+    return JournalRecord(seq=seq, now_s=seq / 10, event=BrokerUsage(retained_bytes=seq), cursor=f"{seq}-7")
+
+
+class Shelf:
+    """Opens journals in one directory, and closes at the end what a test left open as a kill would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.opened: list[Journal] = []
+
+    def open(self, *, keep_history: bool = True) -> tuple[Journal, Recovered]:
+        journal, recovered = Journal.open(self.directory, keep_history=keep_history)
+        self.opened.append(journal)
+        return journal, recovered
+
+    def write(self, first: int, last: int) -> Journal:
+        journal, _ = self.open()
+        journal.append([record(seq) for seq in range(first, last + 1)])
+        return journal
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    shelf = Shelf(tmp_path)
+    yield shelf
+    for journal in shelf.opened:
+        journal.close()
+
+
+def only_segment(directory: Path) -> Path:
+    (path,) = directory.glob("segment-*.log")
+    return path
+
+
+def test_a_new_directory_is_empty(shelf, tmp_path):
+    _, recovered = Shelf(tmp_path / "new" / "journal").open()
+    assert (recovered.snapshot, recovered.seq, recovered.cursor, recovered.tail) == (None, 0, "0-0", ())
+
+
+def test_what_was_appended_is_there_after_a_kill(shelf, tmp_path):
+    shelf.write(1, 3)  # never closed
+    journal, recovered = shelf.open()
+    assert recovered.tail == tuple(record(seq) for seq in (1, 2, 3))
+    assert (recovered.seq, recovered.cursor, recovered.now_s) == (3, "3-7", 0.3)
+    journal.append([record(4)])
+    assert [one.seq for one in read_records(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 7, 8, 20])
+def test_a_torn_tail_is_cut_and_writing_goes_on(shelf, tmp_path, kept_bytes):
+    shelf.write(1, 2).close()
+    whole = only_segment(tmp_path).read_bytes()
+    only_segment(tmp_path).write_bytes(whole + whole[:kept_bytes])
+    journal, recovered = shelf.open()
+    assert (recovered.seq, recovered.cut_bytes) == (2, kept_bytes)
+    journal.append([record(3)])
+    _, again = shelf.open()
+    assert (again.seq, again.cut_bytes) == (3, 0)
+
+
+def test_a_tail_of_zeros_is_torn_too(shelf, tmp_path):
+    shelf.write(1, 2).close()
+    path = only_segment(tmp_path)
+    path.write_bytes(path.read_bytes() + bytes(100))
+    _, recovered = shelf.open()
+    assert (recovered.seq, recovered.cut_bytes) == (2, 100)
+
+
+def test_damage_in_the_middle_is_named_with_its_place(shelf, tmp_path):
+    shelf.write(1, 3).close()
+    path = only_segment(tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[12] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(JournalError, match="damaged at byte 0") as caught:
+        shelf.open()
+    assert caught.value.path == path
+
+
+def test_damage_in_an_older_segment_is_never_taken_for_a_torn_tail(shelf, tmp_path):
+    journal = shelf.write(1, 2)
+    journal.close()
+    journal.append([record(3)])
+    first = min(tmp_path.glob("segment-*.log"))
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(JournalError, match="cut short"):
+        shelf.open()
+
+
+def test_a_missing_segment_is_a_gap(shelf, tmp_path):
+    journal = shelf.write(1, 1)
+    for seq in (2, 3):
+        journal.close()
+        journal.append([record(seq)])
+    sorted(tmp_path.glob("segment-*.log"))[1].unlink()
+    with pytest.raises(JournalError, match="event 3 stands where 2 belongs"):
+        shelf.open()
+
+
+def test_a_record_out_of_order_is_a_bug_of_the_caller(shelf, tmp_path):
+    journal = shelf.write(1, 1)
+    with pytest.raises(ValueError, match="does not follow"):
+        journal.append([record(3)])
+
+
+def test_recovery_is_the_newest_snapshot_and_what_follows_it(shelf, tmp_path):
+    journal = shelf.write(1, 2)
+    journal.snapshot(b"two", 2)
+    journal.append([record(3), record(4)])
+    journal.snapshot(b"three", 3)  # made while 4 was already written
+    _, recovered = shelf.open()
+    assert (recovered.snapshot, recovered.snapshot_seq) == (b"three", 3)
+    assert recovered.tail == (record(4),)
+
+
+def test_a_snapshot_without_a_tail_knows_its_cursor(shelf, tmp_path):
+    journal = shelf.write(1, 2)
+    journal.snapshot(b"two", 2)
+    _, recovered = shelf.open()
+    assert (recovered.seq, recovered.cursor, recovered.now_s, recovered.tail) == (2, "2-7", 0.2, ())
+
+
+def test_a_damaged_snapshot_falls_back_to_the_one_before(shelf, tmp_path):
+    journal = shelf.write(1, 2)
+    journal.snapshot(b"zero", 0)
+    journal.snapshot(b"two", 2)
+    newest = max(tmp_path.glob("snapshot-*.bin"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    _, recovered = shelf.open()
+    assert (recovered.snapshot, recovered.seq) == (b"zero", 2)
+    min(tmp_path.glob("snapshot-*.bin")).write_bytes(b"x")
+    with pytest.raises(JournalError, match="snapshot"):
+        shelf.open()
+
+
+def test_history_is_kept_unless_told_otherwise(shelf, tmp_path):
+    for keep, name in ((True, "all"), (False, "some")):
+        journal, _ = Shelf(tmp_path / name).open(keep_history=keep)
+        journal.snapshot(b"0", 0)
+        for seq in range(1, 5):
+            journal.append([record(seq)])
+            journal.snapshot(str(seq).encode(), seq)
+    assert [one.seq for one in read_records(tmp_path / "all")] == [1, 2, 3, 4]
+    assert [path.name for path in sorted((tmp_path / "some").glob("snapshot-*.bin"))] == [
+        "snapshot-000000000003.bin",
+        "snapshot-000000000004.bin",
+    ]
+    max((tmp_path / "some").glob("snapshot-*.bin")).write_bytes(b"x")
+    _, recovered = Shelf(tmp_path / "some").open()
+    assert (recovered.snapshot, recovered.tail) == (b"3", (record(4),)), "what the older snapshot needs is kept"
+    assert recovered.cursor == "4-7"
