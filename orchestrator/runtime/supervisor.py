@@ -44,6 +44,8 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
+FIRST_ANSWER_S = 5.0
+"""A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
 
 def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
@@ -95,7 +97,7 @@ class Supervisor:
             model_dir = await self._until_stopped(self._prepare_model())
             url, password = await self._open_broker(stack)
             name = RunName(self._settings.run.name)
-            broker = await connect(self._settings.broker, name, url=url, password=password)
+            broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             env = {PASSWORD_VARIABLE: password} if password else {}
             await self._until_stopped(self._supervise(broker, model_dir, url, env))
@@ -183,7 +185,7 @@ class Supervisor:
                     task.cancel()
         except* (FatalError, RunFailedError) as failures:
             raise failures.exceptions[0] from None
-        await self._show_new_batches(broker)
+        await self._show(broker)
 
     def _fleet(self) -> list[tuple[WorkerKind, int]]:
         settings = self._settings
@@ -220,15 +222,15 @@ class Supervisor:
     async def _watch(self, broker: Broker) -> None:
         """Feed the view from the broker and the metrics file, forever."""
         while True:
-            with suppress(TransientError, TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await self._show_new_batches(broker)
+            await self._show(broker)
             await asyncio.sleep(POLL_S)
 
-    async def _show_new_batches(self, broker: Broker) -> None:
-        raw = await broker.get_meta(keys.STATUS)
-        if raw is not None:
-            self._view.status(json.loads(raw))
+    async def _show(self, broker: Broker) -> None:
+        """Show what is new; a broker that is away has nothing new."""
+        with suppress(TransientError):
+            raw = await broker.get_meta(keys.STATUS)
+            if raw is not None:
+                self._view.status(json.loads(raw))
         lines = read_metrics(self._rundir.metrics)
         for line in lines[self._shown :]:
             self._view.batch(line)

@@ -1,0 +1,96 @@
+"""Any process may be killed at any moment: the run finishes, and every row is trained exactly once.
+
+Each test is a whole run of the tiny model in real processes. The named points (transport/faults.py) are the moments of
+a sample's life at which its process dies; points of different processes share a run, because starting one takes longer
+than it lasts.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.live_run import LiveRun
+
+BATCHES = 6
+QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
+
+pytestmark = pytest.mark.chaos
+
+
+def check_whole(run: LiveRun, *, batches: int = BATCHES) -> None:
+    """The run ended well: all batches, a loadable model, a clean audit, no process left."""
+    assert run.wait_for_end() == 0, run.describe()
+    assert {line["batch"] for line in run.metrics()} == set(range(batches))
+    assert (run.run_dir / "model" / "config.json").exists()
+    audit = run.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"generate.claimed": 2, "score.claimed": 3, "train.round_accumulated": 2, "orchestrator.applied": 20},
+        {"generate.row_ready": 5, "score.committed": 7, "train.stepped": 2, "orchestrator.journaled": 25},
+        {"generate.row_committed": 9, "train.published": 3, "orchestrator.executed": 30},
+        {"generate.weights_loaded": 2, "train.checkpoint_written": 1},
+        {"train.checkpoint_saved": 2, "orchestrator.executed": 60},
+    ],
+    ids=lambda faults: "+".join(faults),
+)
+def test_a_run_survives_deaths_at_named_points(tmp_path: Path, faults: dict[str, int]):
+    with LiveRun(tmp_path, *QUICK, faults=faults) as run:
+        check_whole(run)
+        assert run.died_at() == set(faults), "a point was not reached: the test proved nothing of it"
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_other_staleness_bounds_survive_too(tmp_path: Path, staleness: int):
+    faults = {"generate.row_committed": 6, "train.stepped": 3}
+    with LiveRun(tmp_path, *QUICK, f"pipeline.max_staleness={staleness}", faults=faults) as run:
+        check_whole(run)
+        assert run.died_at() == set(faults)
+        assert all(line["staleness_max"] <= staleness for line in run.metrics() if "staleness_max" in line)
+
+
+@pytest.mark.parametrize("appendfsync", ["always", "everysec"])
+def test_the_broker_is_killed_under_load(tmp_path: Path, appendfsync: str):
+    with LiveRun(tmp_path, *QUICK, "run.batches=20", f"broker.appendfsync={appendfsync}") as run:
+        run.wait_for_batch(2)
+        run.kill("valkey-server")
+        run.wait_for_batch(8)
+        run.kill("valkey-server")
+        check_whole(run, batches=20)
+
+
+def test_a_killed_supervisor_leaves_nothing_behind_and_resume_finishes(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+        run.wait_for_batch(3)
+        run.interrupt(signal.SIGKILL)
+        assert run.wait_for_end() == -signal.SIGKILL
+        run.wait_until_gone()
+        run.start("--resume")
+        check_whole(run, batches=12)
+
+
+def test_ctrl_c_says_how_to_go_on_and_resume_finishes(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+        run.wait_for_batch(3)
+        run.interrupt(signal.SIGINT)
+        assert run.wait_for_end() == 130
+        assert "--resume --name tiny" in run.output
+        assert run.survivors() == []
+        run.start("--resume")
+        check_whole(run, batches=12)
+
+
+def test_a_generation_worker_that_hangs_is_replaced_by_its_lease(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, "run.batches=12", "generation.workers=2") as run:
+        run.wait_for_batch(2)
+        hung = run.kill("workers", "generate", "--index", number=signal.SIGSTOP)
+        run.wait_for_batch(8)
+        run.resume_stopped(hung)
+        check_whole(run, batches=12)

@@ -1,0 +1,186 @@
+"""A real run in real processes, for tests that kill some of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+POLL_S = 0.05
+
+
+class LiveRun:
+    """``streamrl-orchestrator run --preset tiny`` in ``directory``. Use as a context: it leaves no process behind."""
+
+    def __init__(self, directory: Path, *settings: str, faults: Mapping[str, int] | None = None) -> None:
+        """settings: ``section.key=value``.  faults: point -> pass at which its process dies (transport/faults.py)."""
+        self.run_dir = directory / "runs" / "tiny"
+        self._directory = directory
+        self._settings = settings
+        self._faults = faults or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> LiveRun:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._notice()
+        for process in (*self._seen.values(), *self._own()):
+            if process.is_running():
+                process.kill()
+        if self._process is not None:
+            self._process.wait(timeout=10)
+
+    def start(self, *arguments: str) -> None:
+        """Start (or start again, with ``--resume``) the supervisor."""
+        command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain", *arguments]
+        for setting in self._settings:
+            command += ["--set", setting]
+        faults = [f"{point}:{count}:{self._marker(point)}" for point, count in self._faults.items()]
+        with (self._directory / "out.log").open("ab") as out:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._directory,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "STREAMRL_FAULTS": ",".join(faults)},
+                start_new_session=True,
+            )
+
+    def _marker(self, point: str) -> Path:
+        return self._directory / f"died-at-{point}"
+
+    def died_at(self) -> set[str]:
+        """Fault points at which a process has died."""
+        return {point for point in self._faults if self._marker(point).exists()}
+
+    # -- looking
+
+    @property
+    def output(self) -> str:
+        return (self._directory / "out.log").read_text(encoding="utf-8", errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 90.0) -> None:
+        """Poll ``condition``. Fails with the run's output when it does not hold in time, or the run ended first."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, f"no {what} after {timeout_s:.0f} s:\n{self.describe()}"
+            assert self._ended() is None, f"the run ended before {what}:\n{self.describe()}"
+            self._notice()
+            time.sleep(POLL_S)
+
+    def _ended(self) -> int | None:
+        """The supervisor's exit code once it has ended."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait_for_batch(self, number: int) -> None:
+        """Wait until ``number`` batches are trained."""
+        self.wait_until(lambda: len(self.metrics()) >= number, f"batch {number}")
+
+    def wait_for_end(self, *, timeout_s: float = 120.0) -> int:
+        """Exit code of the supervisor."""
+        deadline_s = time.monotonic() + timeout_s
+        while (code := self._ended()) is None:
+            assert time.monotonic() < deadline_s, f"the run did not end after {timeout_s:.0f} s:\n{self.describe()}"
+            self._notice()
+            time.sleep(POLL_S)
+        return code
+
+    def describe(self) -> str:
+        """Output and the end of every log, for a failure's message."""
+        logs = [
+            f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted((self.run_dir / "logs").glob("*.log"))
+        ]
+        return "\n".join([self.output[-3000:], *logs])
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``streamrl-orchestrator`` with ``arguments`` in the same place."""
+        return subprocess.run(
+            [sys.executable, "-m", "orchestrator", *arguments],
+            cwd=self._directory,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def audit(self) -> subprocess.CompletedProcess[str]:
+        return self.command("inspect", str(self.run_dir), "--audit")
+
+    # -- killing
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Send a signal to the supervisor itself."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self, *words: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signal the child whose command line contains all of ``words``. Returns its pid."""
+        child = self.child(*words)
+        child.send_signal(number)
+        return child.pid
+
+    def child(self, *words: str) -> psutil.Process:
+        """The living child of the run whose command line contains all of ``words``."""
+        self._notice()
+        found = [process for process in self._seen.values() if _matches(process, words)]
+        assert found, f"no process {' '.join(words)}:\n{self.describe()}"
+        return found[-1]
+
+    def _notice(self) -> None:
+        """Remember every process of the run, so that none can outlive the test unseen."""
+        for supervisor in self._own():
+            try:
+                for child in supervisor.children(recursive=True):
+                    self._seen[child.pid] = child
+            except psutil.NoSuchProcess:
+                continue
+
+    def _own(self) -> Sequence[psutil.Process]:
+        try:
+            return [psutil.Process(self._process.pid)] if self._process else []
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait_until_gone(self, *, timeout_s: float = 20.0) -> None:
+        """Wait until no process of the run is left: after a kill of the supervisor, the kernel ends its children."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.survivors():
+            assert time.monotonic() < deadline_s, f"still alive: {self.survivors()}"
+            time.sleep(POLL_S)
+
+    def resume_stopped(self, pid: int) -> None:
+        """Let a process that was sent SIGSTOP go on."""
+        self._seen[pid].send_signal(signal.SIGCONT)
+
+    def survivors(self) -> list[int]:
+        """Processes of the run that are still alive."""
+        return [pid for pid, process in self._seen.items() if _matches(process, ())]
+
+
+def _matches(process: psutil.Process, words: Sequence[str]) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        line = process.cmdline()
+        return all(any(word in part for part in line) for word in words)
+    except psutil.NoSuchProcess:
+        return False
