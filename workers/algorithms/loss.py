@@ -61,8 +61,14 @@ class TokenBatch:
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): any additive term over the parts sums to the term over the whole."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenBatch(**{name: part if part is None else part[start:stop] for name, part in parts.items()})
+        old_N, reference_N = self.old_logprobs_N, self.reference_logprobs_N
+        return TokenBatch(
+            rollout_logprobs_N=self.rollout_logprobs_N[start:stop],
+            advantages_N=self.advantages_N[start:stop],
+            weights_N=self.weights_N[start:stop],
+            old_logprobs_N=None if old_N is None else old_N[start:stop],
+            reference_logprobs_N=None if reference_N is None else reference_N[start:stop],
+        )
 
 
 def token_weight(num_loss_tokens: int, aggregation: Aggregation) -> float:

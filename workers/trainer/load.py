@@ -6,15 +6,17 @@ Owns: device, dtype and loading. Never: training.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from transport.types import GroupId, RowId
 from workers.errors import ModelError
+from workers.models import check_model_dir
 from workers.trainer import attention
 from workers.trainer.head import target_logprobs
 from workers.trainer.model import plain_head, predictor_hidden
@@ -29,7 +31,9 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
 
     Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed.
     """
+    check_model_dir(model_dir)
     attention.register()
+    transformers_logging.disable_progress_bar()  # its monitor thread outlives the call, and logs are no terminals
     try:
         module = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -40,9 +44,9 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"cannot load a causal language model from {model_dir}: {error}") from error
-    module.to(device).eval()
-    check_packing(module)
-    return module
+    module = cast(nn.Module, module).to(device).eval()
+    check_packing(cast(PreTrainedModel, module))
+    return cast(PreTrainedModel, module)
 
 
 def choose_device(name: str) -> torch.device:
@@ -73,7 +77,7 @@ def check_packing(module: PreTrainedModel) -> None:
     A model may ignore our attention function, scale its logits, or place tokens by something else than position ids;
     it would train, wrongly. Raises ModelError naming the model.
     """
-    vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportAttributeAccessIssue]
+    vocabulary = int(cast(Any, module).get_input_embeddings().weight.shape[0])
     ids = np.random.default_rng(0).integers(0, vocabulary, size=12).astype(np.int32)
     prompt, responses = ids[:4], (ids[4:9], ids[9:])
     samples = [
@@ -90,7 +94,8 @@ def check_packing(module: PreTrainedModel) -> None:
     theirs: list[Tensor] = []
     for response in responses:
         row = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64)).to(module.device)[None]
-        logprobs = module(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logits = cast(Any, module)(input_ids=row, use_cache=False).logits
+        logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         theirs.append(logprobs.gather(1, row[0, len(prompt) :, None])[:, 0])
     module.set_attn_implementation(attention.NAME)
     error = (ours - torch.cat(theirs)).abs().max().item()

@@ -82,7 +82,8 @@ class PolicyModel:
     def refresh(self) -> None:
         """Round the masters into the compute copy, after they changed."""
         if self._copies is not None:
-            torch._foreach_copy_(self._copies, list(self.masters.values()))
+            for copy, master in zip(self._copies, self.masters.values(), strict=True):
+                copy.copy_(master)
 
     def _attach_gradients(self, compute: dict[str, nn.Parameter]) -> None:
         """Make each master's grad a slice of ``gradient``, and have bf16 gradients added to it as they come."""

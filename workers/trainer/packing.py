@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -240,10 +241,10 @@ def _token_batch(samples: Sequence[TrainingSample], aggregation: Aggregation, de
     )
 
 
-def _chosen(sample: TrainingSample, per_token: NDArray[np.generic]) -> NDArray[np.generic]:
+def _chosen(sample: TrainingSample, per_token: NDArray[Any]) -> NDArray[Any]:
     """Of a [R] array, the tokens that the policy chose."""
     return per_token if sample.loss_mask is None else per_token[sample.loss_mask.astype(bool)]
 
 
-def _int64(parts: Sequence[NDArray[np.generic]], device: torch.device | str) -> Tensor:
+def _int64(parts: Sequence[NDArray[Any]], device: torch.device | str) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)

@@ -22,8 +22,11 @@ from workers.algorithms.loss import LossMetrics
 class GradientReducer(Protocol):
     """What a step needs of the other ranks."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
         """Sum ``gradient`` over ranks in place and return the metrics of all."""

@@ -53,7 +53,6 @@ class TrainStep:
         self._reducer = reducer or SingleRank()
         self._old_logprobs: dict[RowId, NDArray[np.float32]] = {}
         self._metrics = LossMetrics()
-        self._computed_rows = 0
         self.optimizer = _adamw(policy.masters, settings)
 
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
@@ -68,7 +67,6 @@ class TrainStep:
             batch = pack(piece, self._objective.aggregation, self.policy.device)
             self._metrics += self.policy.backward(batch, self._objective)
         computed = sum(len(group.samples) for group in groups)
-        self._computed_rows += computed
         return PieceDone(
             num_rows=len(rows), num_tokens=sum(row.num_loss_tokens for row in rows), computed_rows=computed
         )
@@ -104,7 +102,6 @@ class TrainStep:
             self._step(gradient, grad_norm, learning_rate)
         gradient.zero_()
         self._metrics = LossMetrics()
-        self._computed_rows = 0
         return {
             "loss": metrics.loss * scale,
             "grad_norm": grad_norm,

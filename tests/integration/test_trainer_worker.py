@@ -1,0 +1,305 @@
+"""The trainer on an in-memory run: what it tells, what it refuses, and that it goes on exactly from a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
+from tests.fakes.training import make_groups
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.errors import FencedError
+from transport.ledger import read_ledger
+from transport.messages import (
+    CheckpointSaved,
+    RoundDone,
+    RowsMissing,
+    StepDone,
+    TrainerReady,
+    manifest_decoder,
+)
+from transport.settings import DataSettings, ModelSettings, PipelineSettings
+from workers.errors import CheckpointError, ResumeMismatchError, RoundsError
+from workers.models import prepare_model
+from workers.trainer import checkpoint as checkpoint_module
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model("random:qwen3-tiny", cache_dir=tmp_path_factory.mktemp("models"), say=lambda line: None)
+
+
+@pytest.fixture
+def run(model_dir: Path, tmp_path: Path) -> TrainerRun:
+    return TrainerRun(model_dir, tmp_path / "run", tiny_settings())
+
+
+async def train(run: TrainerRun, batches: Sequence[int], *, checkpoint_after: int = -1) -> dict[int, str]:
+    """Send batches and the end, train them, return the digest of each version."""
+    for batch in batches:
+        await run.send_batch(batch, checkpoint=batch == checkpoint_after)
+    await run.finish()
+    publisher = DigestPublisher()
+    await run.trainer(publisher).run()
+    return publisher.digests
+
+
+async def test_a_batch_is_told_from_ready_to_saved(run: TrainerRun) -> None:
+    digests = await train(run, [0, 1])
+    ready, *rest = await run.events()
+    assert isinstance(ready, TrainerReady)
+    assert (ready.weights.version, ready.weights.epoch, ready.weights.digest) == (0, 1, digests[0])
+    kinds = [type(event) for event in rest]
+    assert kinds == [RoundDone, RoundDone, StepDone, RoundDone, RoundDone, StepDone, CheckpointSaved]
+    step = rest[2]
+    assert isinstance(step, StepDone)
+    assert (step.batch, step.weights.version, step.weights.digest) == (0, 1, digests[1])
+    assert (step.num_rows, step.num_tokens) == (9, 34)
+    assert step.metrics["grad_norm"] > 0
+    assert step.metrics["skipped_nonfinite"] == 0
+    assert {"loss", "lr", "kl", "logprob_mismatch", "train_s", "wait_s", "publish_s"} <= step.metrics.keys()
+    assert len(set(digests.values())) == 3
+    manifests = [manifest_decoder.decode(e.entry.payload) for e in await run.broker.read(keys.WEIGHTS, "0-0", count=9)]
+    assert [manifest.weights.version for manifest in manifests] == [0, 1, 2]
+
+
+async def test_resuming_goes_on_exactly(model_dir: Path, tmp_path: Path) -> None:
+    whole = TrainerRun(model_dir, tmp_path / "whole", tiny_settings())
+    expected = await train(whole, range(6))
+    parts = TrainerRun(model_dir, tmp_path / "parts", tiny_settings())
+    first = await train(parts, range(3))
+    second = await train(parts, range(3, 6))
+    assert first == {version: expected[version] for version in range(4)}
+    assert second == {version: expected[version] for version in range(3, 7)}
+    epochs = [event.weights.epoch for event in await parts.told(TrainerReady) if isinstance(event, TrainerReady)]
+    assert epochs == [1, 2]
+
+
+async def test_a_killed_trainer_replays_the_log_to_the_same_weights(run: TrainerRun, tmp_path: Path) -> None:
+    """Killed after version 4 with a checkpoint at 2: versions 3 and 4 are trained again and come out the same."""
+    for batch in range(4):
+        await run.send_batch(batch, checkpoint=batch == 1)
+    publisher = DigestPublisher()
+    task = asyncio.create_task(run.trainer(publisher).run())
+    await run.until_told(StepDone, 4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    again = await train(run, [4])
+    assert min(again) == 2
+    assert {v: again[v] for v in (2, 3, 4)} == {v: publisher.digests[v] for v in (2, 3, 4)}
+    ledger = read_ledger(run.run_dir / "checkpoints")
+    assert ledger is not None
+    assert {key: len(rows) for key, rows in ledger.rows().items()} == {(batch, 0): 9 for batch in range(5)}
+
+
+async def test_a_row_that_the_ledger_knows_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    plain = TrainerRun(model_dir, tmp_path / "plain", tiny_settings())
+    expected = await train(plain, [0])
+    run = TrainerRun(model_dir, tmp_path / "twice", tiny_settings())
+    groups = make_groups(seed=0, batch=0)
+    await run.write_groups(groups)
+    await run.write_rows(groups)
+    await run.send(round_of(groups[:2], 0, 0), round_of(groups[1:], 0, 1), close_of(groups, 0))
+    digests = await train(run, [])
+    refused = [event.refused for event in await run.told(RoundDone) if isinstance(event, RoundDone)]
+    assert refused == [(), ("0/1/0", "0/1/1")]
+    assert digests[1] == expected[1]
+
+
+async def test_rows_that_are_missing_are_asked_for_and_then_trained(run: TrainerRun) -> None:
+    groups = make_groups(seed=0, batch=0)
+    await run.write_groups(groups)
+    await run.write_rows(groups[:2])
+    await run.send(round_of(groups, 0, 0), close_of(groups, 0))
+    await run.finish()
+    publisher = DigestPublisher()
+    task = asyncio.create_task(run.trainer(publisher).run())
+    await run.until_told(RowsMissing)
+    await run.write_rows(groups[2:])
+    await task
+    (missing,) = await run.told(RowsMissing)
+    assert isinstance(missing, RowsMissing)
+    assert missing.row_ids == tuple(sample.row_id for sample in groups[2].samples)
+    assert 1 in publisher.digests
+
+
+async def test_an_empty_mini_batch_makes_a_version_without_a_step(run: TrainerRun) -> None:
+    await run.send(close_of([], 0))
+    digests = await train(run, [1])
+    assert digests[0] == digests[1] != digests[2]
+
+
+async def test_mini_batches_and_passes_step_several_times_a_version(model_dir: Path, tmp_path: Path) -> None:
+    settings = tiny_settings(mini_batches=2, epochs=2)
+    algorithm = msgspec.structs.replace(settings.algorithm, old_logprobs="recomputed")
+    run = TrainerRun(model_dir, tmp_path, msgspec.structs.replace(settings, algorithm=algorithm))
+    groups = make_groups(seed=0, batch=0)
+    await run.write_groups(groups)
+    await run.write_rows(groups)
+    await run.send(round_of(groups, 0, 0, kind="logprobs"))
+    for pass_index in range(2):
+        for part, some in enumerate((groups[:2], groups[2:])):
+            place = {"pass_index": pass_index, "mini_batch": part}
+            last = (pass_index, part) == (1, 1)
+            await run.send(round_of(some, 0, 1 + 2 * pass_index + part, **place))
+            await run.send(close_of(some, 0, finishes_batch=last, **place))
+    digests = await train(run, [])
+    assert sorted(digests) == [0, 1]
+    (step,) = await run.told(StepDone)
+    assert isinstance(step, StepDone)
+    assert step.num_rows == 18
+    assert step.metrics["logprob_mismatch"] > 0
+    ledger = read_ledger(run.run_dir / "checkpoints")
+    assert ledger is not None
+    assert sorted(ledger.rows()) == [(0, 0), (0, 1)]
+
+
+async def test_the_final_model_is_a_plain_directory(run: TrainerRun, model_dir: Path) -> None:
+    await train(run, [0])
+    directory = run.run_dir / "model"
+    final = AutoModelForCausalLM.from_pretrained(directory)
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert final.dtype == base.dtype
+    assert final.config._attn_implementation == base.config._attn_implementation
+    tokens = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}], return_tensors="pt", return_dict=False, add_generation_prompt=True
+    )
+    difference = (final(tokens).logits - base(tokens).logits).abs().max()
+    assert 0 < difference < 100
+    assert not list(directory.glob("*.py"))
+
+
+async def test_the_trainer_that_was_replaced_can_tell_nothing_more(run: TrainerRun) -> None:
+    await run.send_batch(0)
+    publisher = DigestPublisher()
+    task = asyncio.create_task(run.trainer(publisher).run())
+    await run.until_told(StepDone)
+    await run.broker.acquire_epoch("trainer")
+    await run.send_batch(1)
+    with pytest.raises(FencedError):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": ModelSettings(path="another")}, "model.path"),
+        ({"data": DataSettings(task="leg_counting")}, "data.task"),
+        ({"pipeline": PipelineSettings(group_size=16, groups_per_batch=3)}, "pipeline.group_size"),
+    ],
+)
+async def test_another_model_data_set_or_group_size_is_no_resume(
+    run: TrainerRun, change: dict[str, object], named: str
+) -> None:
+    await train(run, [0])
+    run.settings = msgspec.structs.replace(run.settings, **change)
+    with pytest.raises(ResumeMismatchError, match=named):
+        await run.trainer(DigestPublisher()).run()
+
+
+async def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    run: TrainerRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = await train(run, [0, 1], checkpoint_after=0)
+    weights = run.run_dir / "checkpoints" / "step-2" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-5] ^= 1
+    weights.write_bytes(raw)
+    publisher = DigestPublisher()
+    await run.trainer(publisher).run()  # the end still stands on the log
+    assert publisher.digests == {1: digests[1], 2: digests[2]}
+    said = capsys.readouterr().out
+    assert "step-2" in said
+    assert "model.safetensors is not what was written" in said
+
+
+async def test_a_full_disk_leaves_the_former_checkpoint_and_is_tried_again(
+    run: TrainerRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(run.model_dir)
+    free = [10**12, 1000, 10**12, 10**12]  # the second checkpoint finds no room
+
+    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: usage._replace(free=free.pop(0)))
+    for batch in range(3):
+        await run.send_batch(batch, checkpoint=batch < 2)
+    await train(run, [])
+    saved = [event.weights.version for event in await run.told(CheckpointSaved) if isinstance(event, CheckpointSaved)]
+    assert saved == [1, 3, 3]
+
+
+async def test_a_full_disk_at_the_end_says_what_it_takes(run: TrainerRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(run.model_dir)
+    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"checkpoints/step-1 \(\d+ bytes needed\): only 1000 bytes are free"):
+        await train(run, [0])
+    assert not list((run.run_dir / "checkpoints").iterdir())
+
+
+async def test_a_disk_that_fills_up_while_writing_leaves_nothing_behind(run: TrainerRun) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    await run.send_batch(0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the weights have 313 KB
+    try:
+        with pytest.raises(CheckpointError, match=r"step-1 .*File too large"):
+            await train(run, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((run.run_dir / "checkpoints").iterdir())
+
+
+async def test_a_checkpoint_says_in_json_what_it_is(run: TrainerRun) -> None:
+    await train(run, [0, 1])
+    (directory,) = (run.run_dir / "checkpoints").iterdir()
+    meta = json.loads((directory / "meta.json").read_text())
+    assert (meta["version"], meta["cursor"], meta["source_position"]) == (2, "7-1", "after 1")
+    assert json.loads(meta["fingerprint"]["data.task"]) == "chain_sum"
+
+
+async def test_what_no_trainer_can_do_ends_it_by_name(run: TrainerRun) -> None:
+    groups = make_groups(seed=0, batch=0)
+    await run.write_groups(groups)
+    await run.write_rows(groups)
+    other = [replace(group, group_id=group.group_id.replace("0/", "1/")) for group in make_groups(seed=0, batch=1)]
+    await run.write_groups(other)
+    await run.write_rows(other)
+    await run.send(round_of(groups, 0, 0), round_of(other, 1, 0))
+    with pytest.raises(RoundsError, match="before"):
+        await run.trainer(DigestPublisher()).run()
+
+
+async def test_an_unreadable_round_ends_it_by_name(run: TrainerRun) -> None:
+    await run.broker.append(keys.ROUNDS, Entry(payload=b"\xc1"), entry_id="1-1")
+    with pytest.raises(RoundsError, match="1-1"):
+        await run.trainer(DigestPublisher()).run()
+
+
+async def test_silence_on_the_log_ends_it_by_name(run: TrainerRun) -> None:
+    liveness = msgspec.structs.replace(run.settings.liveness, stall_s=0.5)
+    run.settings = msgspec.structs.replace(run.settings, liveness=liveness)
+    with pytest.raises(RoundsError, match="no command after 0-0"):
+        await run.trainer(DigestPublisher()).run()
+
+
+async def test_weights_that_are_not_finite_are_never_stepped_to(run: TrainerRun) -> None:
+    groups = make_groups(seed=0, batch=0)
+    bad = replace(groups[0].samples[0], advantage=float(torch.finfo(torch.float32).max))
+    groups[0] = replace(groups[0], samples=[bad, *groups[0].samples[1:]])
+    await run.write_groups(groups)
+    await run.write_rows(groups)
+    await run.send(round_of(groups, 0, 0), close_of(groups, 0))
+    digests = await train(run, [1])
+    assert digests[0] == digests[1] != digests[2]
+    first, second = [event.metrics for event in await run.told(StepDone) if isinstance(event, StepDone)]
+    assert (first["skipped_nonfinite"], second["skipped_nonfinite"]) == (1, 0)

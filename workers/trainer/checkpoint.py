@@ -1,0 +1,241 @@
+"""Checkpoints: everything that a trainer needs to go on exactly, in one directory that is there whole or not at all.
+
+    checkpoints/step-<version>/
+      model.safetensors      fp32 master weights
+      optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
+      ledger.msgpack         what was trained (transport/ledger.py)
+      meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
+
+Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced;
+whatever goes wrong while saving, the checkpoints before stay as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from transport import faults
+from transport.errors import MessageError
+from transport.ledger import CHECKPOINT_PREFIX, FILE_NAME, Ledger, checkpoint_dirs
+from transport.settings import Settings
+from transport.tensors.manifest import checksum
+from workers.errors import CheckpointError, ResumeMismatchError
+from workers.trainer.step import TrainStep
+
+log = structlog.get_logger(__name__)
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+META_FILE = "meta.json"
+RANDOM_STATE = "torch_random_state"
+HEADROOM_BYTES = 1024 * 1024
+"""For the small files and the headers."""
+
+
+class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file must be to be trusted."""
+
+    nbytes: int
+    checksum: str
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """meta.json. epoch, version, digest: identity of the published weights.  cursor: last rounds-log entry contained.
+
+    fingerprint: setting -> value, of what a resumed run may not change.  format: of this file.
+    """
+
+    version: int
+    epoch: int
+    digest: str
+    cursor: str
+    source_position: str
+    fingerprint: dict[str, str]
+    files: dict[str, FileMark]
+    format: int = 1
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint in place and verified."""
+
+    path: Path
+    meta: CheckpointMeta
+    ledger: Ledger
+
+
+def fingerprint(settings: Settings, model_dir: Path) -> dict[str, str]:
+    """What a run's weights, rows and prompt positions rest on: a resumed run has the same, or it is another run."""
+    marks: dict[str, Any] = {
+        "model.path": settings.model.path,
+        "model config": hashlib.blake2b((model_dir / "config.json").read_bytes(), digest_size=8).hexdigest(),
+        "run.seed": settings.run.seed,
+        "pipeline.group_size": settings.pipeline.group_size,
+    }
+    marks |= {f"data.{name}": value for name, value in msgspec.to_builtins(settings.data).items()}
+    return {name: json.dumps(value, sort_keys=True) for name, value in marks.items()}
+
+
+def check_fingerprint(checkpoint: Checkpoint, expected: Mapping[str, str]) -> None:
+    """Raises ResumeMismatchError naming every setting that differs."""
+    found = checkpoint.meta.fingerprint
+    differing = [
+        f"{name}: {found.get(name, 'not set')} in the checkpoint, {expected.get(name, 'not set')} now"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if differing:
+        raise ResumeMismatchError(
+            f"{checkpoint.path} belongs to another run ({'; '.join(differing)}): change it back, or start a run with "
+            "another --name"
+        )
+
+
+class CheckpointStore:
+    """The checkpoints of one run. keep: newest ones that stay, >= 1."""
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self._directory = directory
+        self._keep = max(keep, 1)
+        self._saved: tuple[int, int] | None = None
+
+    def save(self, step: TrainStep, ledger: Ledger, meta: CheckpointMeta) -> Path:
+        """Write a checkpoint and put it in place; ``meta.files`` is filled in here.
+
+        Raises: CheckpointError: the disk is full or refuses; nothing of the attempt is left, older ones are untouched.
+        """
+        target = self._directory / f"{CHECKPOINT_PREFIX}{meta.version}"
+        tensors = {MODEL_FILE: dict(step.policy.masters), OPTIMIZER_FILE: optimizer_tensors(step)}
+        needed = sum(t.nbytes for file in tensors.values() for t in file.values()) + HEADROOM_BYTES
+        aside = self._directory / f"writing-{meta.version}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._clear_remains()
+            self._require_space(target, needed)
+            aside.mkdir()
+            for name, content in tensors.items():
+                if self._saved == (meta.epoch, meta.version):
+                    os.link(target / name, aside / name)  # the last save again, with a later cursor
+                else:
+                    save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, aside / name)
+            (aside / FILE_NAME).write_bytes(ledger.to_bytes())
+            marks = {path.name: _mark(path) for path in sorted(aside.iterdir())}
+            meta = msgspec.structs.replace(meta, files=marks)
+            (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
+            for path in aside.iterdir():
+                _sync(path)
+            _sync(aside)
+            faults.point("train.checkpoint_written")
+            self._put_in_place(aside, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(target, needed, str(error)) from error
+        self._saved = (meta.epoch, meta.version)
+        self._prune()
+        return target
+
+    def load_latest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; damaged ones are named in a warning and passed over."""
+        for path in checkpoint_dirs(self._directory).values():
+            try:
+                return _verified(path)
+            except (OSError, MessageError, msgspec.MsgspecError, ValueError) as error:
+                log.warning("damaged checkpoint, trying the one before it", path=str(path), error=str(error))
+        return None
+
+    def _require_space(self, target: Path, needed: int) -> None:
+        """Ask first: a disk that fills up half-way also takes the broker's append-only file down."""
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise CheckpointError(target, needed, f"only {free} bytes are free")
+
+    def _put_in_place(self, aside: Path, target: Path) -> None:
+        """Rename. One of the same version (the final save, or another lineage's) makes room first."""
+        replaced = self._directory / f"replaced-{target.name}"
+        if target.exists():
+            target.rename(replaced)
+        aside.rename(target)
+        _sync(self._directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _clear_remains(self) -> None:
+        """What a killed trainer left half written."""
+        for path in (*self._directory.glob("writing-*"), *self._directory.glob("replaced-*")):
+            shutil.rmtree(path)
+
+    def _prune(self) -> None:
+        for path in list(checkpoint_dirs(self._directory).values())[self._keep :]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def optimizer_tensors(step: TrainStep) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name, and the random state. Nothing of a parameter that never stepped."""
+    state = step.optimizer.state
+    tensors = {
+        f"{key}.{name}": torch.as_tensor(value)
+        for name, parameter in step.policy.masters.items()
+        for key, value in state.get(parameter, {}).items()
+    }
+    return tensors | {RANDOM_STATE: torch.get_rng_state()}
+
+
+def restore(step: TrainStep, checkpoint: Checkpoint) -> None:
+    """Make ``step`` what it was when it was saved, bit for bit.
+
+    Raises: CheckpointError: the tensors are not those of this model.
+    """
+    weights = load_file(checkpoint.path / MODEL_FILE)
+    saved = load_file(checkpoint.path / OPTIMIZER_FILE)
+    masters = step.policy.masters
+    wrong = sorted(weights.keys() ^ masters.keys()) or [n for n, p in masters.items() if weights[n].shape != p.shape]
+    if wrong:
+        raise CheckpointError(checkpoint.path, 0, f"its tensors are not those of this model: {', '.join(wrong[:4])}")
+    with torch.no_grad():
+        for name, parameter in masters.items():
+            parameter.copy_(weights[name])
+    torch.set_rng_state(saved.pop(RANDOM_STATE))
+    for key, tensor in saved.items():
+        kind, _, name = key.partition(".")
+        step.optimizer.state[masters[name]][kind] = tensor.to(masters[name].device)
+    step.policy.refresh()
+
+
+def _verified(path: Path) -> Checkpoint:
+    """Read and check everything small; check the bytes of everything large. Raises ValueError for what differs."""
+    meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
+    if {MODEL_FILE, OPTIMIZER_FILE, FILE_NAME} - meta.files.keys():
+        raise ValueError("meta.json does not name all files")
+    for name, mark in meta.files.items():
+        if _mark(path / name) != mark:
+            raise ValueError(f"{name} is not what was written")
+    return Checkpoint(path=path, meta=meta, ledger=Ledger.from_bytes((path / FILE_NAME).read_bytes()))
+
+
+def _mark(path: Path) -> FileMark:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        view = memoryview(content)
+        try:
+            return FileMark(nbytes=view.nbytes, checksum=checksum(view))
+        finally:
+            view.release()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

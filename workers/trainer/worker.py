@@ -1,0 +1,440 @@
+"""The trainer worker: trains the rounds log, publishes each version, saves checkpoints.
+
+    rounds ─► RoundsReader ─► TrainStep (one torch thread) ─► RoundDone
+                              CloseMiniBatch: step ─► publish ─► manifest on weights, StepDone ─► checkpoint
+                              FinishTraining: last checkpoint, final model, end
+
+Owns: the order of these effects. Never: decides what is trained. Invariants: the cursor, the ledger and the weights of
+a checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get
+to tell of is done again by the next one, from its checkpoint, under a new epoch.
+
+Torch runs in a thread of its own, so that leases are renewed and the next round's rows come in while it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol, TypeVar, assert_never
+
+import structlog
+import torch
+
+from transport import faults
+from transport.broker import keys
+from transport.broker.base import Broker, Entry, Fence
+from transport.clock import Clock
+from transport.errors import StreamError
+from transport.ledger import Ledger
+from transport.messages import (
+    STARTING,
+    CheckpointSaved,
+    CloseMiniBatch,
+    Event,
+    FinishTraining,
+    RoundDone,
+    StepDone,
+    TrainerReady,
+    TrainRound,
+    WeightManifest,
+    encode,
+)
+from transport.rows import BrokerRows, RowStore
+from transport.settings import Settings
+from transport.types import RowId, WeightIdentity, WorkerId, row_id
+from workers.errors import CheckpointError, RoundsError, first_error
+from workers.generation.publish import event_entry
+from workers.lifecycle import Activity
+from workers.trainer.checkpoint import (
+    Checkpoint,
+    CheckpointMeta,
+    CheckpointStore,
+    check_fingerprint,
+    fingerprint,
+    restore,
+)
+from workers.trainer.final_model import save_final_model
+from workers.trainer.packing import PromptGroup
+from workers.trainer.parallel import GradientReducer, SingleRank
+from workers.trainer.rounds import Fetched, RoundsReader
+from workers.trainer.setup import build_step
+from workers.trainer.step import PieceDone, TrainStep
+
+log = structlog.get_logger(__name__)
+
+ROLE = "trainer"
+CHECKPOINTS = "checkpoints"
+FINAL_MODEL = "model"
+
+BROKER_POLL_S = 1.0
+RETOLD = ("TrainerReady", "CheckpointSaved", "StepDone")
+"""Events that the run cannot go on without; a lost RoundDone only delays the next round."""
+
+T = TypeVar("T")
+
+
+class Publisher(Protocol):
+    """Makes a version of the weights readable (publish.WeightPublisher)."""
+
+    def publish(
+        self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
+    ) -> WeightManifest: ...
+
+    def close(self) -> None: ...
+
+
+class TrainerWorker:
+    """One rank of the trainer. Rank 0 publishes, tells and saves; the others only compute.
+
+    model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  rows: where columns live; the broker's
+    own hashes by default.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: Settings,
+        worker_id: WorkerId,
+        model_dir: Path,
+        run_dir: Path,
+        publisher: Publisher,
+        clock: Clock,
+        *,
+        rows: RowStore | None = None,
+        reducer: GradientReducer | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows or BrokerRows(broker)
+        self._settings = settings
+        self._worker_id = worker_id
+        self._model_dir = model_dir
+        self._run_dir = run_dir
+        self._publisher = publisher
+        self._clock = clock
+        self._reducer = reducer or SingleRank()
+        self._trust_remote_code = trust_remote_code
+        self._store = CheckpointStore(run_dir / CHECKPOINTS, keep=settings.trainer.keep_checkpoints)
+        self._fingerprint = fingerprint(settings, model_dir)
+        threads = settings.trainer.threads
+        self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
+        self._fence = Fence(role=ROLE, epoch=0)
+        self._ledger = Ledger()
+        self._source_position = ""
+        self._weights: WeightIdentity | None = None
+        self._manifest: WeightManifest | None = None
+        self._told: dict[str, tuple[Event, dict[str, str | int]]] = {}
+        self._open: tuple[int, int, int] | None = None
+        self._checkpoint_due = False
+        self._doing = STARTING
+        self._busy_s = 0.0
+        self._batch = BatchTally(started_s=clock.now_s())
+        self._counters = {"rounds": 0.0, "rows": 0.0, "tokens": 0.0, "refused": 0.0}
+
+    async def run(self) -> None:
+        """Train until FinishTraining.
+
+        Raises: ModelError, ResumeMismatchError, RoundsError, CheckpointError (of the last one), FencedError, and the
+        broker's errors when it stays away.
+        """
+        try:
+            step = await self._start()
+            reader = self._reader()
+            async with asyncio.TaskGroup() as group:
+                helping = [group.create_task(reader.read(), name="read rounds")]
+                if self._reducer.rank == 0:
+                    helping.append(group.create_task(self._tell_again(), name="tell again"))
+                await self._work(step, reader)
+                for task in helping:
+                    task.cancel()
+        except* StreamError as failures:
+            raise first_error(failures) from None
+        finally:
+            self._torch.shutdown(wait=False, cancel_futures=True)
+            if self._reducer.rank == 0:
+                self._publisher.close()
+
+    def activity(self) -> Activity:
+        return Activity(doing=self._doing, busy_s=self._busy_s, weights=self._weights, counters=dict(self._counters))
+
+    # -- start
+
+    async def _start(self) -> TrainStep:
+        """Load weights, take over the role, publish what we hold, say from where we read on."""
+        step, checkpoint = await self._in_torch(self._load)
+        known_epoch = checkpoint.meta.epoch if checkpoint else 0
+        if self._reducer.rank == 0:
+            self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
+            await self._publish(step)
+            assert self._weights is not None  # just published
+            cursor = self._ledger.cursor
+            event = TrainerReady(
+                worker_id=self._worker_id, weights=self._weights, cursor=cursor, dp_size=self._reducer.world_size
+            )
+            await self._tell(event, cursor=cursor, version=self._weights.version)
+        log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
+        return step
+
+    def _load(self) -> tuple[TrainStep, Checkpoint | None]:
+        step = build_step(
+            self._settings, self._model_dir, reducer=self._reducer, trust_remote_code=self._trust_remote_code
+        )
+        checkpoint = self._store.load_latest()
+        version = self._reducer.agree(checkpoint.meta.version if checkpoint else 0)
+        if checkpoint is None:
+            return step, None
+        if checkpoint.meta.version != version:
+            raise CheckpointError(checkpoint.path, 0, f"rank 0 goes on from version {version}")
+        check_fingerprint(checkpoint, self._fingerprint)
+        restore(step, checkpoint)
+        self._ledger = checkpoint.ledger
+        self._source_position = checkpoint.meta.source_position
+        return step, checkpoint
+
+    def _reader(self) -> RoundsReader:
+        return RoundsReader(
+            self._broker,
+            self._rows,
+            self._clock,
+            self._fence if self._reducer.rank == 0 else None,
+            cursor=self._ledger.cursor,
+            rank=self._reducer.rank,
+            world_size=self._reducer.world_size,
+            needs_reference=self._settings.algorithm.kl_coef > 0,
+            stall_s=self._settings.liveness.stall_s,
+        )
+
+    # -- the log
+
+    async def _work(self, step: TrainStep, reader: RoundsReader) -> None:
+        """Carry out commands in the log's order; ends after FinishTraining."""
+        self._batch = BatchTally(started_s=self._clock.now_s())
+        while True:
+            self._doing = "waiting"
+            fetched = await reader.queue.get()
+            match fetched.command:
+                case TrainRound() as command:
+                    await self._train(step, command, fetched)
+                case CloseMiniBatch() as command:
+                    await self._close(step, command, fetched.entry_id)
+                case FinishTraining():
+                    await self._finish(step, fetched.entry_id)
+                    return
+                case _ as unreachable:
+                    assert_never(unreachable)
+
+    async def _train(self, step: TrainStep, command: TrainRound, fetched: Fetched) -> None:
+        started_s = self._clock.now_s()
+        refused: tuple[RowId, ...] = ()
+        if command.kind == "train":
+            self._doing = "training"
+            refused = self._enter(command)
+            done = await self._in_torch(lambda: step.accumulate(without_rows(fetched.groups, refused)))
+        else:
+            self._doing = "recording logprobs"
+            done = await self._in_torch(lambda: step.record_logprobs(fetched.groups))
+        faults.point("train.round_accumulated")
+        busy_s = self._clock.now_s() - started_s
+        self._count(done, refused, busy_s)
+        event = RoundDone(
+            round_id=command.round_id,
+            num_rows=done.num_rows,
+            num_tokens=done.num_tokens,
+            busy_s=busy_s,
+            refused=refused,
+        )
+        await self._tell(event, round=command.round_id, rows=done.num_rows, tokens=done.num_tokens)
+
+    def _enter(self, command: TrainRound) -> tuple[RowId, ...]:
+        """Enter the rows of all ranks into the ledger. Returns those it knew: they are not trained again.
+
+        Raises: RoundsError: an earlier mini-batch is still open, and gradients of two must not mix.
+        """
+        place = (command.batch, command.pass_index, command.mini_batch)
+        if self._open not in (None, place):
+            raise RoundsError(f"round {command.round_id} of {place} came before {self._open} was closed")
+        self._open = place
+        rows = [row_id(g.group_id, sample) for rank in command.ranks for g in rank for sample in g.samples]
+        refused = self._ledger.add(command.pass_index, rows)
+        if refused:
+            log.warning("rows were trained before; refused", round=command.round_id, rows=refused)
+        return refused
+
+    def _count(self, done: PieceDone, refused: tuple[RowId, ...], busy_s: float) -> None:
+        self._busy_s += busy_s
+        self._batch.busy_s += busy_s
+        added = {"rounds": 1, "rows": done.num_rows, "tokens": done.num_tokens, "refused": len(refused)}
+        for name, number in added.items():
+            self._counters[name] += number
+
+    async def _close(self, step: TrainStep, command: CloseMiniBatch, entry_id: str) -> None:
+        """One optimizer step, unless nothing was left of the mini-batch; at the end of its batch, a version."""
+        self._doing = "stepping"
+        started_s = self._clock.now_s()
+        if command.num_rows:
+            metrics = await self._in_torch(
+                lambda: step.close(batch=command.batch, num_rows=command.num_rows, num_tokens=command.num_tokens)
+            )
+            self._batch.steps.append(metrics)
+        self._open = None
+        self._batch.num_rows += command.num_rows
+        self._batch.num_tokens += command.num_tokens
+        self._batch.busy_s += self._clock.now_s() - started_s
+        self._busy_s += self._clock.now_s() - started_s
+        if command.finishes_batch:
+            await self._finish_batch(step, command, entry_id)
+
+    async def _finish_batch(self, step: TrainStep, command: CloseMiniBatch, entry_id: str) -> None:
+        if command.batch != self._ledger.version:
+            raise RoundsError(
+                f"batch {command.batch} was closed, but the weights are of version {self._ledger.version}"
+            )
+        faults.point("train.stepped")
+        step.forget_logprobs()
+        self._ledger.version, self._ledger.cursor = command.batch + 1, entry_id
+        self._source_position = command.source_position
+        publish_started_s = self._clock.now_s()
+        await self._publish(step)
+        faults.point("train.published")
+        now_s = self._clock.now_s()
+        metrics = self._batch.metrics(now_s, publish_s=now_s - publish_started_s)
+        if self._weights is not None:
+            event = StepDone(
+                batch=command.batch,
+                weights=self._weights,
+                num_rows=self._batch.num_rows,
+                num_tokens=self._batch.num_tokens,
+                metrics=metrics,
+            )
+            await self._tell(event, batch=command.batch, version=self._ledger.version)
+        self._batch = BatchTally(started_s=now_s)
+        if command.checkpoint or self._checkpoint_due:
+            await self._checkpoint(step)
+
+    async def _finish(self, step: TrainStep, entry_id: str) -> None:
+        """The last checkpoint contains the last command: whoever reads it knows that nothing is left.
+
+        It is told of only when the final model is there too, because the run ends with it. Raises CheckpointError.
+        """
+        if self._reducer.rank != 0:
+            return
+        self._ledger.cursor = entry_id
+        saved = await self._save(step)
+        self._doing = "saving the model"
+        target = self._run_dir / FINAL_MODEL
+        await self._in_torch(
+            lambda: save_final_model(step.policy, self._model_dir, target, trust_remote_code=self._trust_remote_code)
+        )
+        await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
+
+    async def _checkpoint(self, step: TrainStep) -> None:
+        """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
+        if self._reducer.rank != 0:
+            return
+        try:
+            saved = await self._save(step)
+        except CheckpointError as error:
+            self._checkpoint_due = True
+            log.error("no checkpoint; trying again after the next batch", error=str(error))
+            return
+        self._checkpoint_due = False
+        await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
+
+    async def _save(self, step: TrainStep) -> CheckpointSaved:
+        """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
+        assert self._weights is not None  # rank 0 published before it read anything
+        self._doing = "saving a checkpoint"
+        meta = CheckpointMeta(
+            version=self._ledger.version,
+            epoch=self._fence.epoch,
+            digest=self._weights.digest,
+            cursor=self._ledger.cursor,
+            source_position=self._source_position,
+            fingerprint=self._fingerprint,
+            files={},
+        )
+        path = await self._in_torch(lambda: self._store.save(step, self._ledger, meta))
+        faults.point("train.checkpoint_saved")
+        return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path))
+
+    # -- out
+
+    async def _publish(self, step: TrainStep) -> None:
+        if self._reducer.rank != 0:
+            return
+        self._doing = "publishing"
+        cast = getattr(torch, self._settings.generation.dtype)
+        version, epoch = self._ledger.version, self._fence.epoch
+        manifest = await self._in_torch(lambda: self._publisher.publish(epoch, version, step.policy.masters, cast))
+        self._weights, self._manifest = manifest.weights, manifest
+        await self._announce(manifest)
+
+    async def _announce(self, manifest: WeightManifest) -> None:
+        weights = manifest.weights
+        fields = {
+            "version": str(weights.version),
+            "epoch": str(weights.epoch),
+            "digest": weights.digest,
+            "bytes": str(manifest.total_bytes),
+        }
+        await self._broker.append(keys.WEIGHTS, Entry(fields=fields, payload=encode(manifest)), fence=self._fence)
+
+    async def _tell(self, event: Event, **fields: str | int) -> None:
+        """Append an event, once, if this rank speaks for all."""
+        if self._reducer.rank != 0:
+            return
+        self._told[type(event).__name__] = (event, fields)
+        await self._broker.append(keys.EVENTS, event_entry(event, worker=self._worker_id, **fields), fence=self._fence)
+
+    async def _tell_again(self) -> None:
+        """After a restart of the broker, which may have lost its tail, say what we last said, forever.
+
+        The core passes over what it has heard before.
+        """
+        boot_id = (await self._broker.info()).boot_id
+        while True:
+            await asyncio.sleep(BROKER_POLL_S)
+            current = (await self._broker.info()).boot_id
+            if current == boot_id or self._manifest is None:
+                continue
+            boot_id = current
+            log.warning("the broker was restarted; telling again", weights=str(self._weights))
+            await self._announce(self._manifest)
+            for name in RETOLD:
+                if name in self._told:
+                    event, fields = self._told[name]
+                    await self._tell(event, **fields)
+
+    async def _in_torch(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
+
+
+@dataclass(slots=True)
+class BatchTally:
+    """What the batch in training took so far. steps: metrics of each optimizer step."""
+
+    started_s: float
+    busy_s: float = 0.0
+    num_rows: int = 0
+    num_tokens: int = 0
+    steps: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+
+    def metrics(self, now_s: float, *, publish_s: float) -> dict[str, float]:
+        """Means over the steps (skipped ones are counted), and where the seconds went."""
+        means = {name: fmean(step[name] for step in self.steps) for name in (self.steps[0] if self.steps else ())}
+        if self.steps:
+            means["skipped_nonfinite"] = sum(step["skipped_nonfinite"] for step in self.steps)
+        wait_s = max(0.0, now_s - self.started_s - self.busy_s - publish_s)
+        return means | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
+
+
+def without_rows(groups: Sequence[PromptGroup], refused: Collection[RowId]) -> Sequence[PromptGroup]:
+    """The groups less some rows; a group that loses all of them is left out."""
+    if not refused:
+        return groups
+    kept = [replace(group, samples=[s for s in group.samples if s.row_id not in refused]) for group in groups]
+    return [group for group in kept if group.samples]
