@@ -18,6 +18,7 @@ from transport.messages import (
     RolloutFinished,
     WeightsFailed,
     WeightsLoaded,
+    WorkerReported,
     encode,
     event_decoder,
 )
@@ -57,6 +58,7 @@ async def broker(tmp_path):
     engine = EmbeddedEngine(EmbeddedSettings.of(SETTINGS.generation, tmp_path), clock)
     worker = GenerationWorker(broker, engine, SETTINGS, ME, WeightPuller(), clock, stop_token_ids=(1,))
     task = asyncio.create_task(worker.run())
+    await events(broker, WorkerReported, 1)  # transformers patches torch while it loads: make no model meanwhile
     yield broker
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
