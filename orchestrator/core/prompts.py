@@ -56,9 +56,3 @@ class PromptQueue(msgspec.Struct, kw_only=True):
         taken = self.waiting[:count]
         del self.waiting[:count]
         return taken
-
-    def shortfall(self, wanted: int) -> int:
-        """How many to ask for now so that ``wanted`` wait; 0 while a request is open or the source has ended."""
-        if self.requested or self.exhausted:
-            return 0
-        return max(0, wanted - len(self.waiting))

@@ -35,11 +35,12 @@ class Slots:
         A batch is admitted whole. At the end of the data the last one is admitted with what there is.
         """
         p = self._p
-        admitted = self._pay_owed()
+        debtors = self._batches_in_debt()
+        admitted = self._pay_owed(debtors)
         while self._batch_may_open():
             admitted += self._open_batch(p.prompts.take(p.settings.groups_per_batch))
         self.announce(admitted)
-        self._ask_ahead()
+        self._ask_ahead(debtors)
 
     def announce(self, groups: list[Group]) -> None:
         """Have the prompt columns of these groups written; outstanding until a row of each is seen."""
@@ -106,11 +107,11 @@ class Slots:
         self._assignments.enqueue(group)
         return group
 
-    def _pay_owed(self) -> list[Group]:
+    def _pay_owed(self, debtors: list[Batch]) -> list[Group]:
         """Give prompts to owed replacements; forgive the debt when no prompt will come."""
         p = self._p
         admitted: list[Group] = []
-        for batch in self._batches_in_debt():
+        for batch in debtors:
             if p.prompts.ended or p.stopping:
                 self._forgive(batch)
                 continue
@@ -132,16 +133,16 @@ class Slots:
             batch.unsettled[part] -= 1
         batch.owed.clear()
 
-    def _ask_ahead(self) -> None:
+    def _ask_ahead(self, debtors: list[Batch]) -> None:
         """Keep one batch of prompts waiting beyond what could be admitted now, so that dispatch never starves."""
         p = self._p
-        if p.stopping or p.finished:
+        if p.prompts.requested or p.prompts.exhausted or p.stopping or p.finished:
             return
         per_batch = p.settings.groups_per_batch
         reachable = min(p.training.trained_version + p.settings.max_staleness + 2, p.settings.num_batches)
-        owed = sum(len(batch.owed) for batch in self._batches_in_debt())
-        count = p.prompts.shortfall(max(0, reachable - p.next_batch) * per_batch + owed)
-        if count:
+        owed = sum(len(batch.owed) for batch in debtors)
+        count = max(0, reachable - p.next_batch) * per_batch + owed - len(p.prompts.waiting)
+        if count > 0:
             p.prompts.requested = count
             p.outbox.emit_until(REQUEST_KEY, RequestPrompts(count=count))
 
