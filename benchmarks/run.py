@@ -30,7 +30,7 @@ EVALUATE_LIMIT_S = 600.0
 STOP_S = 30.0
 
 Metrics = Sequence[Mapping[str, Any]]
-Figures = dict[str, float | None]
+Figures = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,9 +126,14 @@ def unpickling(tree: ast.AST) -> list[str]:
 
 def catch_alls(tree: ast.AST) -> list[int]:
     """Lines of handlers that catch everything and do not raise again."""
-    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-    broad = [h for h in handlers if h.type is None or ast.unparse(h.type) in ("Exception", "BaseException")]
-    return [h.lineno for h in broad if not any(isinstance(node, ast.Raise) for node in ast.walk(h))]
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and is_broad(node.type)]
+    return [h.lineno for h in handlers if not any(isinstance(node, ast.Raise) for node in ast.walk(h))]
+
+
+def is_broad(caught: ast.expr | None) -> bool:
+    """Nothing named at all, or Exception or BaseException among the names."""
+    names = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(name is None or ast.unparse(name) in ("Exception", "BaseException") for name in names)
 
 
 def violations(paths: Sequence[Path], rule: Callable[[str, ast.Module], Sequence[object]]) -> dict[str, list[object]]:
@@ -234,7 +239,7 @@ def test_unpickling_is_found(source: str) -> None:
     assert unpickling(ast.parse("torch.load('x', weights_only=True)")) == []
 
 
-@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except BaseException as error:"])
+@pytest.mark.parametrize("handler", ["except:", "except Exception:", "except (OSError, BaseException) as error:"])
 def test_a_catch_all_is_found(handler: str) -> None:
     assert catch_alls(ast.parse(f"try:\n    pass\n{handler}\n    pass")) == [3]
     assert catch_alls(ast.parse(f"try:\n    pass\n{handler}\n    close()\n    raise")) == []
