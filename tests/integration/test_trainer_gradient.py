@@ -1,0 +1,211 @@
+"""The gradient of a streamed, packed batch is that of the whole batch in the usual padded layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks.trl_reference import pad_groups
+from tests.fakes.tiny_models import tiny_model
+from tests.fakes.training import make_groups
+from transport.settings import TrainerSettings
+from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
+from workers.errors import ModelError
+from workers.random_model import build_qwen3_tiny
+from workers.trainer import attention
+from workers.trainer.load import check_packing, load_module
+from workers.trainer.model import PolicyModel
+from workers.trainer.packing import PromptGroup, pack
+from workers.trainer.step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def save_tiny(directory: Path, family: str = "qwen3", *, tied: bool = True) -> Path:
+    build_qwen3_tiny(directory)  # for its tokenizer
+    tiny_model(family, tied=tied).save_pretrained(directory)
+    return directory
+
+
+def new_step(
+    directory: Path, objective: Objective, dtype: torch.dtype = torch.float32, **settings: object
+) -> TrainStep:
+    policy = PolicyModel(load_module(directory, device=CPU), dtype=dtype, temperature=0.7)
+    return TrainStep(policy, TrainerSettings(**settings), objective)  # type: ignore[arg-type]
+
+
+def padded_gradient(directory: Path, groups: Sequence[PromptGroup], objective: Objective) -> torch.Tensor:
+    """Autograd over the padded batch in one piece, at temperature 0.7: nothing of ours but the objective."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    padded = pad_groups(groups)
+    ids = torch.cat([padded.prompt_ids, padded.completion_ids], dim=1)
+    mask = torch.cat([padded.prompt_mask, padded.completion_mask], dim=1)
+    width = padded.completion_ids.shape[1]
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    logprobs = (logits[:, -width - 1 : -1] / 0.7).log_softmax(-1).gather(2, padded.completion_ids[..., None])[..., 0]
+    batch = pack(groups, objective.aggregation)
+    loss_sum(logprobs[padded.loss_mask.bool()], batch.tokens, objective, loss_terms(objective)).backward()
+    gradient = nn.utils.parameters_to_vector(p.grad for p in model.parameters() if p.grad is not None)
+    return gradient / normaliser(objective.aggregation, num_rows=len(batch.row_ids), num_tokens=batch.num_loss_tokens)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recomputed"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_streamed_and_packed_equals_padded_and_whole(
+    tmp_path: Path, aggregation: Aggregation, old_logprobs: OldLogprobs
+) -> None:
+    objective = Objective(kl_coef=0.05, aggregation=aggregation, old_logprobs=old_logprobs, clip_high=0.28)
+    directory = save_tiny(tmp_path)
+    groups = make_groups(masked=True, all_columns=True)
+    if old_logprobs == "rollout":
+        groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
+    step = new_step(directory, objective, micro_batch_tokens=16)
+    step._old_logprobs = {s.row_id: s.old_logprobs for g in groups for s in g.samples if s.old_logprobs is not None}
+    for piece in (groups[2:], groups[:1], groups[1:2]):  # rounds come in the order of generation
+        step.accumulate(piece)
+    rows = [sample for group in groups for sample in group.samples]
+    tokens = sum(sample.num_loss_tokens for sample in rows)
+    streamed = step.policy.gradient / normaliser(aggregation, num_rows=len(rows), num_tokens=tokens)
+    assert relative_error(streamed, padded_gradient(directory, groups, objective)) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True), ("olmo2", False)])
+def test_other_families_and_a_head_of_its_own(tmp_path: Path, family: str, tied: bool) -> None:
+    directory = save_tiny(tmp_path, family, tied=tied)
+    groups, objective = make_groups(), Objective()
+    step = new_step(directory, objective)
+    step.accumulate(groups)
+    tokens = sum(len(sample.response_ids) for group in groups for sample in group.samples)
+    assert relative_error(step.policy.gradient / tokens, padded_gradient(directory, groups, objective)) < 1e-5
+
+
+def test_attention_of_long_responses_takes_the_flash_path_to_the_same_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny(tmp_path)
+    groups = make_groups()
+    gradients: list[torch.Tensor] = []
+    for limit in (attention.MAX_SCORES, 0):
+        monkeypatch.setattr(attention, "MAX_SCORES", limit)
+        step = new_step(directory, Objective())
+        step.accumulate(groups)
+        gradients.append(step.policy.gradient)
+    assert relative_error(gradients[1], gradients[0]) < 1e-5
+
+
+def test_bf16_sums_gradients_in_fp32_and_stays_near(tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path)
+    groups = make_groups()
+    exact, rounded = (new_step(directory, Objective(), dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact.accumulate(groups)
+    rounded.accumulate(groups)
+    assert rounded.policy.gradient.dtype == torch.float32
+    assert relative_error(rounded.policy.gradient, exact.policy.gradient) < 0.2
+    once = rounded.policy.gradient.clone()
+    rounded.accumulate(groups)
+    assert relative_error(rounded.policy.gradient, 2 * once) < 1e-6
+    before = {name: master.detach().clone() for name, master in rounded.policy.masters.items()}
+    rounded.close(batch=0, num_rows=9, num_tokens=34)
+    name, master = next(iter(rounded.policy.masters.items()))
+    copy = dict(rounded.policy.module.named_parameters())[name]
+    assert not torch.equal(master, before[name])
+    assert torch.equal(copy, master.to(torch.bfloat16))
+
+
+def test_logprobs_are_recorded_where_they_belong(tmp_path: Path) -> None:
+    """The logprobs that a pass records are those that its first training step finds: every ratio is one."""
+    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0))
+    groups = make_groups(masked=True)
+    with pytest.raises(ValueError, match="0/0/0"):
+        step.accumulate(groups)
+    step.record_logprobs(groups)
+    step.accumulate(groups)
+    metrics = step.close(batch=0, num_rows=9, num_tokens=34)
+    assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0, 0)
+    rows = [s for g in groups for s in g.samples]
+    expected = -sum(s.advantage * s.num_loss_tokens for s in rows) / 34
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_without_advantage_count_but_are_not_computed(tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path)
+    groups = make_groups()
+    flat = replace(groups[0], samples=[replace(sample, advantage=0.0) for sample in groups[0].samples])
+    step = new_step(directory, Objective())
+    done = step.accumulate([flat, *groups[1:]])
+    assert (done.num_rows, done.num_tokens, done.computed_rows) == (9, 34, 6)
+    expected = padded_gradient(directory, [flat, *groups[1:]], Objective())
+    assert relative_error(step.policy.gradient / 34, expected) < 1e-5
+    with_kl = new_step(directory, Objective(kl_coef=0.1))
+    kept = make_groups(all_columns=True)
+    kept = [replace(g, samples=[replace(s, advantage=0.0, old_logprobs=None) for s in g.samples]) for g in kept]
+    assert with_kl.accumulate(kept).computed_rows == 9
+
+
+def test_clipping_warm_up_and_decay(tmp_path: Path) -> None:
+    step = new_step(save_tiny(tmp_path), Objective(), lr=1e-2, warmup_batches=4, grad_clip=0.5, weight_decay=0.1)
+    rates: list[float] = []
+    for batch in range(6):
+        step.accumulate(make_groups(seed=batch))
+        metrics = step.close(batch=batch, num_rows=9, num_tokens=34)
+        rates.append(metrics["lr"])
+        assert metrics["grad_norm"] > 0.5
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    assert not step.policy.gradient.any()
+    decays = {g["weight_decay"]: {p.ndim for p in g["params"]} for g in step.optimizer.param_groups}
+    assert decays == {0.1: {2}, 0.0: {1}}
+
+
+def test_the_clipped_gradient_has_the_norm_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = new_step(save_tiny(tmp_path), Objective(), grad_clip=0.5)
+    norms: list[float] = []
+    monkeypatch.setattr(step.optimizer, "step", lambda: norms.append(step.policy.gradient.norm().item()))
+    step.accumulate(make_groups())
+    step.close(batch=0, num_rows=9, num_tokens=34)
+    assert norms == pytest.approx([0.5], rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_said(tmp_path: Path) -> None:
+    step = new_step(save_tiny(tmp_path), Objective())
+    groups = make_groups()
+    step.accumulate([replace(groups[0], samples=[replace(groups[0].samples[0], advantage=float("nan"))])])
+    before = [master.detach().clone() for master in step.policy.masters.values()]
+    assert step.close(batch=0, num_rows=1, num_tokens=4)["skipped_nonfinite"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, step.policy.masters.values(), strict=True))
+    step.accumulate(groups)
+    assert step.close(batch=0, num_rows=9, num_tokens=34)["skipped_nonfinite"] == 0
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_module(save_tiny(tmp_path), device=CPU)
+    own_forward = type(module).forward
+
+    def scaling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = own_forward(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(type(module), "forward", scaling)
+    with pytest.raises(ModelError, match="cannot be trained packed"):
+        check_packing(module)
+
+
+def test_prompts_of_one_token_and_responses_of_one_token(tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path)
+    groups = make_groups(prompt_tokens=(1, 2), response_tokens=((1, 1), (1, 3)))
+    step = new_step(directory, Objective())
+    step.accumulate(groups)
+    assert relative_error(step.policy.gradient / 6, padded_gradient(directory, groups, Objective())) < 1e-5
+    assert np.isfinite(step.policy.logprobs(pack(groups, "token_mean")).numpy()).all()

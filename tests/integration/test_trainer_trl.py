@@ -1,0 +1,72 @@
+"""Advantages, losses and gradients equal TRL's on the same tensors. Skipped, loudly, without the ``bench`` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.trl_reference import VERSION, TrlReference, pad_groups
+from tests.fakes.training import make_groups
+from workers.algorithms.advantage import group_advantages
+from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, normaliser
+from workers.models import prepare_model
+from workers.trainer.load import load_module
+from workers.trainer.model import PolicyModel
+from workers.trainer.packing import pack
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'streamrl[bench]'")
+pytestmark = [
+    pytest.mark.skipif(trl.__version__ != VERSION, reason=f"the reference is TRL {VERSION}, not {trl.__version__}"),
+    pytest.mark.filterwarnings("ignore"),  # what TRL and its dependencies deprecate
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model("random:qwen3-tiny", cache_dir=tmp_path_factory.mktemp("models"), say=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrlReference]:
+    yield TrlReference(model_dir, tmp_path_factory.mktemp("trl"), group_size=8)
+
+
+def test_advantages_equal(reference: TrlReference) -> None:
+    rewards = np.random.default_rng(0).choice([0.0, 0.1, 1.0], size=(6, 8)).astype(np.float32)
+    ours = np.stack([group_advantages(group) for group in rewards])
+    differs = np.ptp(rewards, axis=1) > 0
+    assert differs.sum() >= 4
+    theirs = reference.advantages(rewards)
+    assert np.abs(ours - theirs)[differs].max() <= 1e-6
+    reference.trainer.scale_rewards = "none"
+    mean_only = np.stack([group_advantages(group, "mean_only") for group in rewards])
+    assert np.abs(mean_only - reference.advantages(rewards)).max() <= 1e-6
+    reference.trainer.scale_rewards = "group"
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recomputed"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_loss_and_gradient_equal(
+    reference: TrlReference, model_dir: Path, aggregation: Aggregation, old_logprobs: OldLogprobs, kl_coef: float
+) -> None:
+    objective = Objective(aggregation=aggregation, old_logprobs=old_logprobs, kl_coef=kl_coef, clip_high=0.28)
+    groups = make_groups(all_columns=True, masked=True)
+    if old_logprobs == "rollout":
+        groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
+    policy = PolicyModel(load_module(model_dir, device=torch.device("cpu")), dtype=torch.float32, temperature=1.0)
+    batch = pack(groups, aggregation)
+    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=batch.num_loss_tokens)
+    ours = policy.backward(batch, objective).loss / scale
+    theirs = reference.loss(pad_groups(groups), objective)
+    assert ours == pytest.approx(theirs.item(), abs=1e-6)
+    reference.trainer.model.zero_grad()
+    theirs.backward()
+    expected = nn.utils.parameters_to_vector(p.grad for p in reference.trainer.model.parameters())
+    assert ((policy.gradient / scale - expected).norm() / expected.norm()).item() < 1e-5
