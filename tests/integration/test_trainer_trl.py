@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,8 +32,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrlReference]:
-    yield TrlReference(model_dir, tmp_path_factory.mktemp("trl"), group_size=8)
+def reference(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> TrlReference:
+    return TrlReference(model_dir, tmp_path_factory.mktemp("trl"), group_size=8)
 
 
 def test_advantages_equal(reference: TrlReference) -> None:

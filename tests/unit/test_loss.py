@@ -1,4 +1,4 @@
-"""The objective: clips on the right side, sums that do not depend on how the batch is cut, corrections in their place."""
+"""The objective: clips on the right side, corrections in place, sums that do not depend on how a batch is cut."""
 
 from __future__ import annotations
 
