@@ -19,7 +19,8 @@ class CuttingProxy:
         self.num_connections = 0
         self.held = False
         self.reply_held = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> CuttingProxy:
@@ -31,29 +32,31 @@ class CuttingProxy:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._connections)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._connections.add(task)
         self.num_connections += 1
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        try:
-            forward = asyncio.create_task(self._forward(reader, server_writer))
-            back = asyncio.create_task(self._answer(server_reader, writer))
-            await asyncio.wait({forward, back}, return_when=asyncio.FIRST_COMPLETED)
-            for pump in (forward, back):
-                pump.cancel()
-            await asyncio.gather(forward, back, return_exceptions=True)
-        finally:
-            for end in (writer, server_writer):
-                end.close()
-                with suppress(OSError):
-                    await end.wait_closed()
-            self._tasks.discard(task)
+        pumps = {
+            asyncio.create_task(self._forward(reader, server_writer)),
+            asyncio.create_task(self._answer(server_reader, writer)),
+        }
+        self._pumps |= pumps
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        self._pumps -= pumps
+        for end in (writer, server_writer):
+            end.close()
+            with suppress(OSError):
+                await end.wait_closed()
+        self._connections.discard(task)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
