@@ -139,10 +139,16 @@ class Rollouts:
     # -- scores
 
     def scored(self, event: GroupScored) -> None:
-        """A whole group is scored: it is ready for the trainer, or filtered when it carries no gradient."""
+        """A whole group is scored: it is ready for the trainer, or filtered when it carries no gradient.
+
+        Scores prove that the rows exist, so what the core still waits for was told and lost, or was wrongly believed
+        missing. Should this be an old report of rows that vanished since, the trainer finds them missing again.
+        """
         group = self._p.live(event.group_id)
-        if group is None or group.stage is not Stage.SCORING:
+        if group is None or group.stage is Stage.READY or len(event.response_tokens) != len(group.tokens):
             return
+        if group.num_missing:
+            self._adopt(group, event)
         group.score(event.rewards)
         if group.sent:
             return  # its rows were generated again for a round that is already on the log
@@ -150,6 +156,12 @@ class Rollouts:
         batch.add_member(group, self._phases[batch.phase])
         if self._p.settings.drop_no_signal and not event.signal:
             self._slots.end(group, "filtered", "all rewards are equal")
+
+    def _adopt(self, group: Group, event: GroupScored) -> None:
+        if group.stage is Stage.RUNNING:
+            self._assignments.take_back(group, "its rows exist")
+        self._slots.confirm_admission(group)
+        group.tokens, group.num_missing = list(event.response_tokens), 0
 
     def scoring_failed(self, event: ScoringFailed) -> None:
         """The group will never be whole."""

@@ -14,7 +14,6 @@ from orchestrator.core.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld, groups_of
 from transport.messages import (
     BrokerUsage,
-    GroupScored,
     RolloutFailed,
     RolloutFinished,
     RowsMissing,
@@ -164,7 +163,7 @@ class PipelineMachine(RuleBasedStateMachine):
         """At-least-once: anything may be told twice, as long as what it says of rows still holds."""
         event = data.draw(st.sampled_from(self.world.told))
         untrue = (
-            isinstance(event, RowsMissing | GroupScored)
+            isinstance(event, RowsMissing)
             or (isinstance(event, RolloutFinished) and event.row_id not in self.world.rows)
             or (isinstance(event, WorkerJoined) and event.worker_id not in self.world.workers)
         )

@@ -10,10 +10,12 @@ from transport.messages import (
     Command,
     DispatchGroups,
     GroupPlan,
+    GroupScored,
     RolloutFailed,
     RolloutFinished,
     ScoringFailed,
     Tick,
+    TrainRound,
     WorkerLost,
     WorkerReported,
 )
@@ -248,6 +250,31 @@ def test_missing_rows_are_generated_again_under_the_same_ids():
     assert world.workers[W0].plans[G0][0].samples == (1,)
     world.run_to_end()
     assert len(groups_of(world.rounds_of(0))) == 2, "the round is not sent again"
+
+
+def test_scores_prove_rows_that_were_never_told_of():
+    world = ready_world(core())
+    world.finish_sample(W0, G0)
+    scored = GroupScored(group_id=G0, rewards=(0.0, 1.0), response_tokens=(3, 4), signal=True)
+    commands = world.tell(scored)
+    assert [abort.group_ids for abort in commands if isinstance(abort, AbortRollouts)] == [(G0,)]
+    assert groups_of(world.rounds_of(0)) == [G0]
+    assert not any(isinstance(one, TrainRound) for one in world.tell(scored)), "a repeated score is ignored"
+
+
+def test_an_admission_is_outstanding_until_a_row_of_each_group_is_seen():
+    world = ready_world(core())
+    world.finish_sample(W0, G0)
+    assert any(isinstance(command, AdmitGroups) for _, command in world.state.outstanding())
+    world.finish_sample(W0, G1)
+    assert not any(isinstance(command, AdmitGroups) for _, command in world.state.outstanding())
+
+
+def test_a_dispatch_is_outstanding_until_its_group_is_whole():
+    world = ready_world(core())
+    finish_group(world, W0, G0)
+    open_plans = [c.plans[0].group_id for _, c in world.state.outstanding() if isinstance(c, DispatchGroups)]
+    assert open_plans == [G1]
 
 
 def test_prompts_are_asked_ahead_and_boundedly():

@@ -52,6 +52,8 @@ def make_ready(world: PipelineWorld, *slots: str) -> None:
 
 
 def finish_batch(world: PipelineWorld, batch: int) -> None:
+    while world.requests:
+        world.answer_prompts(world.requests[0].count)
     make_ready(world, *[f"{batch}/{slot}" for slot in range(world.settings.groups_per_batch)])
 
 
@@ -86,6 +88,15 @@ def test_a_lost_confirmation_does_not_stop_the_rounds():
     assert len(world.rounds_of(0)) == 3
 
 
+def test_a_confirmed_round_confirms_those_before_it():
+    world = ready_world(core())
+    make_ready(world, "0/0", "0/1", "0/2", "0/3")
+    world.train(silent=True)
+    world.train()
+    assert len(world.rounds_of(0)) == 3
+    assert world.state.view().rounds_outstanding == 1
+
+
 def test_every_rank_gets_a_group_and_only_the_last_round_is_padded():
     world = ready_world(core(groups_per_batch=3), dp_size=2)
     make_ready(world, "0/0")
@@ -105,6 +116,17 @@ def test_the_close_names_rows_tokens_and_the_sources_place():
     (close,) = world.closes()
     assert (close.num_rows, close.num_tokens, close.short_by, close.source_position) == (8, 28, 0, "4")
     assert close.finishes_batch
+
+
+def test_the_sources_place_never_goes_back():
+    """A replacement in batch 0 takes a prompt from behind those of batch 1."""
+    world = ready_world(core(max_staleness=1, groups_per_batch=2, drop_no_signal=True))
+    while "0/0" in world.workers[W0].plans:
+        world.finish_sample(W0, GroupId("0/0"))
+    world.score(signal=False)
+    make_ready(world, "0/1", "0/2", "1/0", "1/1")
+    train_all(world)
+    assert [close.source_position for close in world.closes()] == ["5", "5"]
 
 
 def test_a_later_mini_batch_waits_for_the_one_before():
@@ -166,11 +188,12 @@ def test_a_trainer_that_restarts_replays_the_log_and_nothing_is_sent_twice():
     assert world.state.view().trained_version == 0
     assert len(world.log) == sent
     assert len(world.unread()) == sent
+    assert world.state.view().rounds_outstanding == 3, "they are to be done again"
     world.run_to_end()
 
 
 def test_rollouts_under_lost_weights_start_over_and_their_rows_are_not_trained():
-    world = ready_world(core(max_staleness=1, checkpoint_every=9))
+    world = ready_world(core(max_staleness=1, checkpoint_every=9, max_refills=0))
     finish_batch(world, 0)
     train_all(world)
     world.load(W0)  # version 1, which no checkpoint contains
@@ -241,13 +264,13 @@ def test_rows_are_freed_by_the_checkpoint_that_contains_them():
 
 def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
     world = ready_world(core(checkpoint_every=1, keep_checkpoints=2, max_staleness=0))
-    for batch in range(2):
+    kept: list[set[int]] = []
+    for batch in range(3):
         finish_batch(world, batch)
         train_all(world)
-        if world.workers[W0].to_load:
-            world.load(W0)
-    kept = {c.batch for _, c in world.state.outstanding() if isinstance(c, TrainRound)}
-    assert kept == {1}
+        kept.append({c.batch for _, c in world.state.outstanding() if isinstance(c, TrainRound)})
+        world.load(W0)
+    assert kept == [set(), {1}, {2}], "what the older of two checkpoints contains is never read again"
 
 
 def test_a_full_broker_forces_a_checkpoint_and_closes_admission_without_deadlock():
@@ -369,7 +392,9 @@ def test_the_view_counts_and_names_what_blocks():
     assert (view.running, view.in_flight_samples, view.blocked) == (4, 8, "")
     assert "batch 0: 4 running" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
-    assert world.state.rows_told() == ["0/0/0"]
+    assert (world.state.rows_told(), world.state.rows_scored()) == (["0/0/0"], [])
+    make_ready(world, "0/0")
+    assert world.state.rows_scored() == ["0/0/0", "0/0/1"]
     assert world.state.worker_ids() == [W0, "train-0.1"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.core.fleet import MAX_LOAD_ATTEMPTS
 from orchestrator.core.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import LoadWeights, StepDone, Tick, WorkerLost
+from transport.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
 from transport.types import UpdateMode, WeightIdentity, WorkerId
 
 W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
@@ -153,6 +153,14 @@ def test_an_open_load_is_outstanding_until_it_is_answered():
     world.load(W0)
     loads = [command.worker_id for _, command in world.state.outstanding() if isinstance(command, LoadWeights)]
     assert loads == [W1]
+
+
+def test_a_repeated_report_of_older_weights_changes_nothing():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    world.load(W0)
+    world.tell(WeightsLoaded(worker_id=W0, weights=WeightIdentity(epoch=1, version=0)))
+    assert world.state.view().workers[0].loaded == WeightIdentity(epoch=1, version=1)
+    assert told_to_load(world) == [W1]
 
 
 def test_steps_of_a_replaced_trainer_are_ignored():
