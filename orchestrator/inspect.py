@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from transport.ledger import read_ledger
 
 from orchestrator.audit import AuditReport, CheckpointRecord, RoundsLog, audit
 from orchestrator.config import resolve
@@ -30,6 +29,7 @@ from transport.broker.base import ZERO_ID, Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.errors import RunExistsError
+from transport.ledger import read_ledger
 from transport.messages import (
     CloseMiniBatch,
     FinishTraining,

@@ -8,7 +8,7 @@
     │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change
     │   ├── FencedError             a newer incarnation of this role has taken over
     │   ├── ProtocolMismatchError   the other side speaks another protocol version
-    │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove that it is one of ours
+    │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove to be ours
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going

@@ -97,7 +97,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         await ended.wait()
         try:
             async with asyncio.timeout(FLUSH_S):
-                await executor.drained()
+                await decider.snapshot()
         except TimeoutError:
             log.warning("the broker did not take the last commands; they are carried out at the next start")
         for loop in loops:

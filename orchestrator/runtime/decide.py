@@ -88,7 +88,7 @@ class Decider:
                 arrivals.append(inbox.get_nowait())
             self._apply(arrivals)
             if self._since_snapshot >= SNAPSHOT_EVERY:
-                await self._snapshot()
+                await self.snapshot()
             await asyncio.sleep(0)
 
     def _apply(self, arrivals: Sequence[Arrival]) -> None:
@@ -114,7 +114,7 @@ class Decider:
         self._metrics.observe(record.event, commands, record.now_s)
         return [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]
 
-    async def _snapshot(self) -> None:
+    async def snapshot(self) -> None:
         """Snapshot once everything decided so far is carried out: what lies before it is never looked at again."""
         seq, state = self._state.seq, self._state.snapshot()
         await self._executor.drained()

@@ -158,6 +158,12 @@ def first_snapshot(directory: Path) -> tuple[int, bytes | None]:
     return 0, None
 
 
+def all_snapshots(directory: Path) -> Iterator[tuple[int, bytes]]:
+    """(seq, state) of every snapshot, oldest first. Raises JournalError at a damaged one."""
+    for path in _snapshots(directory):
+        yield _read_snapshot(path)
+
+
 def read_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecord]:
     """Records from ``from_seq`` on, in order, without a gap. Raises JournalError."""
     segments = _segments(directory)

@@ -7,11 +7,12 @@ audit knows what was commanded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import JournalError, first_snapshot, read_records
+from orchestrator.runtime.journal import JournalError, all_snapshots, first_snapshot, read_records
+from orchestrator.runtime.rundir import RunDir
 from transport.messages import Command, JournalRecord, encode
 
 
@@ -31,6 +32,32 @@ def recorded_commands(directory: Path) -> Iterator[tuple[JournalRecord, list[Com
 def replay(directory: Path) -> list[tuple[JournalRecord, list[Command]]]:
     """All of ``recorded_commands``."""
     return list(recorded_commands(directory))
+
+
+def main(run_dir: Path) -> int:
+    """Replay the journal of ``run_dir`` and compare with every state that was kept. Returns 0; 1 if one differs."""
+    directory = RunDir(run_dir).journal
+    kept = dict(all_snapshots(directory))
+    differing, num_commands, seq = diverging_snapshots(directory, kept)
+    print(f"replayed {seq} events: {num_commands} commands, {len(kept)} kept states compared")
+    for at in differing:
+        print(f"the state after event {at} is not the one that was kept: the decisions have changed")
+    return 1 if differing else 0
+
+
+def diverging_snapshots(directory: Path, kept: Mapping[int, bytes]) -> tuple[list[int], int, int]:
+    """(positions at which the replayed state differs from the kept one, commands, last event)."""
+    start, snapshot = first_snapshot(directory)
+    if snapshot is None:
+        raise JournalError(directory, 0, "there is no snapshot to replay from")
+    state = PipelineState.restore(snapshot)
+    differing: list[int] = []
+    num_commands = 0
+    for record in read_records(directory, from_seq=start + 1):
+        num_commands += len(state.handle(record.event, record.now_s))
+        if record.seq in kept and state.snapshot() != kept[record.seq]:
+            differing.append(record.seq)
+    return differing, num_commands, state.seq
 
 
 def digest(history: Iterable[tuple[JournalRecord, Sequence[Command]]]) -> str:
