@@ -157,7 +157,7 @@ class PipelineState:
         return [*self._p.fleet.workers, *self._p.fleet.others]
 
     def rows_told(self) -> list[RowId]:
-        """Rows that must exist in the broker: told of, neither dropped nor trained."""
+        """Rows that must exist in the broker: told of, and neither dropped nor in a durable checkpoint."""
         return rows_told(self._p)
 
     def rows_scored(self) -> list[RowId]:
