@@ -95,3 +95,19 @@ class MessageError(StreamError):
 
 class ChecksumError(StreamError):
     """Bytes arrived and are not what the manifest says."""
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to raise for the errors of a TaskGroup: the first of ours, which cancelled the others; the group as it is
+    when there is a bug in it.
+
+    For ``except BaseExceptionGroup``, not ``except*``: before Python 3.11.4 (Debian 12 has 3.11.2), what is raised
+    inside an ``except*`` is wrapped in a group again.
+    """
+    ours, others = group.split(StreamError)
+    if ours is None or others is not None:
+        return group
+    error: BaseException = ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -68,12 +68,3 @@ class ResumeMismatchError(FatalError):
 
 class RoundsError(FatalError):
     """The trainer cannot go on with the rounds log; the message names the entry, the round or the rows."""
-
-
-def first_error(group: BaseExceptionGroup[StreamError]) -> StreamError:
-    """The first error of a TaskGroup, which cancelled the others: what a worker's caller should hear of."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StreamError)  # the group was split off by that type
-    return error

@@ -16,7 +16,7 @@ from orchestrator.runtime.app import serve
 from orchestrator.runtime.rundir import RunDir
 from transport import faults
 from transport.broker.connect import connect
-from transport.errors import StreamError
+from transport.errors import first_error
 from transport.logs import configure_logs
 from transport.settings import Settings
 from transport.types import RunName
@@ -29,8 +29,8 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     settings = resolve(None, [RunDir(run_dir).config], [f"broker.url={broker_url}"], environ).settings
     try:
         uvloop.run(_serve(settings, RunName(run), run_dir, model_dir))
-    except* StreamError as failures:
-        raise _first(failures) from None
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
     return 0
 
 
@@ -40,12 +40,3 @@ async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Pat
         await serve(settings, broker, run_dir, model_dir)
     finally:
         await broker.close()
-
-
-def _first(group: BaseExceptionGroup[StreamError]) -> StreamError:
-    """The first error of a TaskGroup: it cancelled the others."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StreamError)  # the group was split off by that type
-    return error

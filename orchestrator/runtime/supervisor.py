@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from orchestrator.config import PASSWORD_VARIABLE, Resolved, render
-from orchestrator.errors import ChildFailedError, Interrupted, RunFailedError
+from orchestrator.errors import ChildFailedError, Interrupted
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, python_module
@@ -35,7 +35,7 @@ from transport.broker import keys
 from transport.broker.base import Append, Broker, Commit, Entry
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.errors import FatalError, RunExistsError, TransientError
+from transport.errors import RunExistsError, TransientError, first_error
 from transport.messages import WorkerLost, encode, worker_status_decoder
 from transport.settings import Settings
 from transport.types import RunName, WorkerKind
@@ -183,8 +183,8 @@ class Supervisor:
                 await asyncio.wait(trainers)
                 for task in others:
                     task.cancel()
-        except* (FatalError, RunFailedError) as failures:
-            raise failures.exceptions[0] from None
+        except BaseExceptionGroup as failures:
+            raise first_error(failures) from None
         await self._show(broker)
 
     def _fleet(self) -> list[tuple[WorkerKind, int]]:

@@ -168,6 +168,17 @@ def test_only_the_named_guards_catch_everything() -> None:
     assert set(found) == CATCH_ALL  # a guard that went has no entry here
 
 
+def test_nothing_is_raised_inside_except_star() -> None:
+    """Before Python 3.11.4 it comes out wrapped in a group again; see transport.errors.first_error."""
+
+    def rule(_: str, tree: ast.Module) -> list[int]:
+        stars = [node for node in ast.walk(tree) if isinstance(node, ast.TryStar)]
+        handlers = [handler for star in stars for handler in star.handlers]
+        return [node.lineno for handler in handlers for node in ast.walk(handler) if isinstance(node, ast.Raise)]
+
+    assert violations(python_files(*OURS), rule) == {}
+
+
 def test_a_package_names_its_api_and_does_no_work() -> None:
     def rule(_: str, tree: ast.Module) -> list[int]:
         return [node.lineno for node in tree.body if not _is_declaration(node)]

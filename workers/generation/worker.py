@@ -26,7 +26,7 @@ from transport import faults
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Broker, Commit, Delivery, LogEntry
 from transport.clock import Clock
-from transport.errors import MessageError, StreamError
+from transport.errors import MessageError, first_error
 from transport.messages import (
     STARTING,
     AbortRollouts,
@@ -40,7 +40,6 @@ from transport.messages import (
 from transport.rows import BrokerRows, RowStore, decode_array
 from transport.settings import Settings
 from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId
-from workers.errors import first_error
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
 from workers.generation.plans import HeldPlan, HeldPlans
 from workers.generation.publish import event_entry, failure_append, publication
@@ -112,7 +111,7 @@ class GenerationWorker:
             async with asyncio.TaskGroup() as group:
                 for loop in (self._claim(), self._publish(), self._follow(), self._report(), self._renew()):
                     group.create_task(loop, name=loop.__name__.strip("_"))
-        except* StreamError as failures:
+        except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
             await self._engine.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transport.broker.base import Broker
 from transport.clock import Clock
-from transport.errors import StreamError
+from transport.errors import first_error
 from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import WorkerId
@@ -29,15 +29,6 @@ REWARD_PROCESSES = 2
 """A reward that hangs blocks one of them; rewards are cheap beside generation, so more would idle."""
 AT_ONCE = 16
 """Units of one task that a worker holds together: enough to hide the broker's round trips."""
-
-
-def _first(group: BaseExceptionGroup[StreamError]) -> StreamError:
-    """The first error of a TaskGroup: it cancelled the others."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, StreamError)  # the group was split off by that type
-    return error
 
 
 class ScoringWorker:
@@ -82,8 +73,8 @@ class ScoringWorker:
             async with asyncio.TaskGroup() as group:
                 for task, consumer in self._consumers.items():
                     group.create_task(consumer.run(), name=task)
-        except* StreamError as failures:
-            raise _first(failures) from None
+        except BaseExceptionGroup as failures:
+            raise first_error(failures) from None
         finally:
             await self._sandbox.close()
 

@@ -28,7 +28,7 @@ from transport import faults
 from transport.broker import keys
 from transport.broker.base import Broker, Entry, Fence
 from transport.clock import Clock
-from transport.errors import StreamError
+from transport.errors import first_error
 from transport.ledger import Ledger
 from transport.messages import (
     STARTING,
@@ -46,7 +46,7 @@ from transport.messages import (
 from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
-from workers.errors import CheckpointError, RoundsError, first_error
+from workers.errors import CheckpointError, RoundsError
 from workers.generation.publish import event_entry
 from workers.lifecycle import Activity
 from workers.trainer.checkpoint import (
@@ -151,7 +151,7 @@ class TrainerWorker:
                 await self._work(step, reader)
                 for task in helping:
                     task.cancel()
-        except* StreamError as failures:
+        except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
             self._torch.shutdown(wait=False, cancel_futures=True)
