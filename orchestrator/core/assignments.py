@@ -40,9 +40,7 @@ class Assignments:
         """The group waits for a worker: earlier batch first, then the policy's order, then who came first."""
         p = self._p
         group.stage = Stage.PENDING
-        entry = PendingEntry(
-            group.batch, self._order(group.predicted_tokens), p.num_enqueued, group.group_id, group.attempt
-        )
+        entry = PendingEntry(group.batch, self._order(group.predicted_tokens), p.num_enqueued, group.group_id)
         p.num_enqueued += 1
         heapq.heappush(p.pending, entry)
 
@@ -50,9 +48,8 @@ class Assignments:
         """The group that is next, or None when none waits. Drops obsolete entries."""
         pending = self._p.pending
         while pending:
-            entry = pending[0]
-            group = self._p.groups.get(entry.group_id)
-            if group is not None and group.stage is Stage.PENDING and group.attempt == entry.attempt:
+            group = self._p.groups.get(pending[0].group_id)
+            if group is not None and group.stage is Stage.PENDING:
                 return group
             heapq.heappop(pending)
         return None

@@ -61,9 +61,9 @@ def _links(p: Pipeline) -> Iterator[str]:
 
 def _queue(p: Pipeline) -> Iterator[str]:
     """Every pending group waits in the heap."""
-    waiting = {(entry.group_id, entry.attempt) for entry in p.pending}
+    waiting = {entry.group_id for entry in p.pending}
     for group in p.groups.values():
-        if group.stage is Stage.PENDING and (group.group_id, group.attempt) not in waiting:
+        if group.stage is Stage.PENDING and group.group_id not in waiting:
             yield f"{group.group_id} is pending and not queued: it is lost"
 
 

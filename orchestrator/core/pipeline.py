@@ -21,13 +21,12 @@ from transport.types import GroupId
 
 
 class PendingEntry(NamedTuple):
-    """A group in the heap of those that wait for a worker. Obsolete once the group has another attempt or stage."""
+    """A group in the heap of those that wait for a worker. Obsolete once the group is not pending."""
 
     batch: int
     order_key: float
     ordinal: int
     group_id: GroupId
-    attempt: int
 
 
 class Deadline(NamedTuple):

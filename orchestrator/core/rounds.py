@@ -49,7 +49,7 @@ class Rounds:
         p = self._p
         while p.training.dp_size and not p.finished and p.training.finish_id is None:
             batch = p.batches.get(p.training.batch)
-            if batch is None or p.frozen(batch.index) or not self._advance(batch):
+            if batch is None or not self._advance(batch):
                 break
         self._finish_training()
 

@@ -154,5 +154,9 @@ def test_a_round_balances_tokens():
     assert pack_round([10, 40, 20, 30], num_ranks=2, max_tokens=50) == [[1, 0], [3, 2]]
 
 
+def test_the_group_that_waited_longest_goes_though_longer_ones_would_fill_the_ranks():
+    assert pack_round([22, 29, 29], num_ranks=2, max_tokens=50) == [[0], [1]]
+
+
 def test_a_group_above_the_cap_goes_alone():
     assert pack_round([500, 10], num_ranks=1, max_tokens=100) == [[0]]

@@ -207,6 +207,25 @@ def test_rollouts_under_lost_weights_start_over_and_their_rows_are_not_trained()
     assert all(close.short_by == 0 for close in world.closes()), "such replacements do not use up refills"
 
 
+def test_a_replacement_for_lost_weights_leaves_the_refills_to_others():
+    world = ready_world(core(max_staleness=1, checkpoint_every=9, max_refills=1, drop_no_signal=True))
+    finish_batch(world, 0)
+    train_all(world)
+    world.load(W0)
+    world.finish_sample(W0, GroupId("2/0"))
+    world.start_trainer()
+    train_all(world)
+    world.load(W0)
+    finish_batch(world, 1)
+    train_all(world)
+    world.load(W0)
+    while "2/1" in world.workers[W0].plans:
+        world.finish_sample(W0, GroupId("2/1"))
+    world.score(signal=False)
+    world.run_to_end()
+    assert world.closes()[2].short_by == 0
+
+
 def test_rollouts_go_on_when_the_trainer_restarts_where_it_was():
     world = ready_world(core(max_staleness=1, checkpoint_every=1))
     finish_batch(world, 0)
