@@ -14,6 +14,7 @@ import typer
 
 from orchestrator import config
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.rundir import newest_name, next_free_name
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -49,7 +50,9 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run: --set run.name=NAME.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run: --set run.name=NAME. [the preset's, numbered when it is taken]")
+    ] = None,
     directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
@@ -66,6 +69,10 @@ def run(
     else:
         chosen = preset or (None if files else DEFAULT_PRESET)
         resolved = config.resolve(chosen, files, overrides, os.environ)
+        named = resolved.settings.run.name
+        free = next_free_name(Path(resolved.settings.run.dir), named)
+        if free != named and not config.is_chosen(resolved, "run.name"):
+            resolved = config.resolve(chosen, files, [*overrides, f"run.name={free}"], os.environ)
     if dry_run:
         typer.echo(config.render(resolved), nl=False)
         return
@@ -83,11 +90,15 @@ def _shorthand(key: str, value: str | None) -> list[str]:
 def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str]) -> config.Resolved:
     """The settings a run was started with, and over them what is asked for now. Raises ConfigError.
 
-    The run is found by the name and directory that the arguments alone give; its own config.toml comes first.
+    The run is found by the name and directory that the arguments alone give, the newest of a preset's where no name is
+    given; its own config.toml comes first.
     """
     of_run = [argument for argument in overrides if argument.startswith("run.")]
-    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, of_run, os.environ).settings.run
-    stored = Path(asked.dir) / asked.name / "config.toml"
+    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, of_run, os.environ)
+    directory, name = Path(asked.settings.run.dir), asked.settings.run.name
+    if not config.is_chosen(asked, "run.name"):
+        name = newest_name(directory, name)
+    stored = directory / name / "config.toml"
     if not stored.is_file():
         raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
     before = config.resolve(None, [stored], [], os.environ)

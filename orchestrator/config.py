@@ -63,6 +63,12 @@ FIELDS = _fields()
 SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
 
 
+def is_chosen(resolved: Resolved, key: str) -> bool:
+    """Whether the user gave ``key`` a value; a default's or a preset's is nobody's choice."""
+    origin = resolved.origins[key]
+    return origin != "default" and not origin.startswith("preset ")
+
+
 def preset_names() -> list[str]:
     """The presets that come with the package."""
     files = importlib.resources.files("orchestrator.presets").iterdir()

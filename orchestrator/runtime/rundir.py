@@ -91,3 +91,23 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def next_free_name(directory: Path, name: str) -> str:
+    """``name``, or ``name-2``, ``name-3``, ... if runs of that name are there already."""
+    number = 1
+    while RunDir(directory / _numbered(name, number)).exists():
+        number += 1
+    return _numbered(name, number)
+
+
+def newest_name(directory: Path, name: str) -> str:
+    """The last started of ``name``, ``name-2``, ...; ``name`` where there is none."""
+    number = 1
+    while RunDir(directory / _numbered(name, number + 1)).exists():
+        number += 1
+    return _numbered(name, number)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
