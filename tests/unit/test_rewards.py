@@ -29,6 +29,8 @@ MARKER = "Answer:"
     [
         ("Answer: 7", "7"),
         ("2 + 5 = 7. answer: 7.", "7"),
+        ("End with 'Answer: 7'.", "7"),
+        ('I say "Answer: 7".', "7"),
         ("Answer: 3\nno, wait.\nAnswer: 7", "7"),
         ("Answer: 7\nThat is all.", "7"),
         ("**Answer:** 7", "7"),

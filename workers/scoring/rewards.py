@@ -87,6 +87,8 @@ def build_reward(spec: RewardSpec) -> Scorer:
 
 # --- the answer in a response -----------------------------------------------------------------------------------------
 
+DECORATION = "*` '\"\u2018\u2019\u201c\u201d"
+"""Emphasis and quotation marks around an answer: a model that quotes the asked form closes the quote after it."""
 _NUMBER = re.compile(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)")
 
 
@@ -104,7 +106,7 @@ def extract_answer(response: str, marker: str) -> str | None:
     for opening, closing in (("\\boxed{", "}"), ("\\(", "\\)"), ("<", ">"), ("**", "**"), ("$", "$"), ("`", "`")):
         if line.startswith(opening) and line.endswith((closing, closing + ".")):
             line = line[len(opening) : line.rindex(closing)].strip()
-    return line.strip("*` ").removesuffix(".").strip() or None
+    return line.strip(DECORATION).removesuffix(".").strip(DECORATION) or None
 
 
 def as_number(text: str) -> float | None:
