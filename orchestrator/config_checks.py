@@ -78,7 +78,6 @@ RANGES: dict[str, Range] = {
     "trainer.keep_checkpoints": _AT_LEAST_1,
     "pipeline.groups_per_batch": _AT_LEAST_1,
     "pipeline.group_size": _AT_LEAST_2,  # an advantage is relative to the other samples of the group
-    "pipeline.min_group_size": _AT_LEAST_0,
     "pipeline.max_staleness": _AT_LEAST_0,
     "pipeline.max_refills": _AT_LEAST_0,
     "pipeline.max_attempts": _AT_LEAST_1,
@@ -149,11 +148,6 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("trainer.ranks", "pipeline.groups_per_batch", "trainer.mini_batches"),
         lambda s: s.trainer.ranks * s.trainer.mini_batches <= s.pipeline.groups_per_batch,
         "must be at most groups_per_batch / mini_batches, or some ranks never get a group",
-    ),
-    (
-        ("pipeline.min_group_size", "pipeline.group_size"),
-        lambda s: s.pipeline.min_group_size in (0, *range(2, s.pipeline.group_size + 1)),
-        "must be 0 or from 2 to pipeline.group_size",
     ),
     (
         ("trainer.micro_batch_tokens", "sampling.max_new_tokens"),

@@ -74,7 +74,7 @@ def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
             return ExitCode.INTERRUPTED
         case ChildFailedError(code=ExitCode.BAD_CONFIG | ExitCode.STALLED as code):
             return ExitCode(code)
-        case FatalError() if is_child:
+        case FatalError() | RunFailedError() if is_child:
             return ExitCode.FATAL
         case _:
             return ExitCode.FAILED

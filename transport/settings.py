@@ -124,7 +124,6 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
 
     groups_per_batch: int = 8
     group_size: int = 8
-    min_group_size: int = 0  # 0: group_size; fewer lets a group be sealed with the samples it has
     max_staleness: int = 1  # versions a sample may be behind: 0 synchronous, 1 fully asynchronous
     update: UpdateMode = UpdateMode.IN_FLIGHT
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)

@@ -24,6 +24,7 @@ import msgspec
 import structlog
 
 from orchestrator.core.dataflow import grpo_tasks
+from orchestrator.errors import RunFailedError
 from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
@@ -41,10 +42,13 @@ from ranker.protocol import ConstantPredictor
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
 from transport.clock import MonotonicClock
+from transport.errors import RunExistsError
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
 
+FAILED = "failed:"
+"""How the core's reason begins when the run cannot go on."""
 FLUSH_S = 10.0
 """At the end, how long the last commands may take to reach the broker."""
 
@@ -52,11 +56,17 @@ FLUSH_S = 10.0
 async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> None:
     """Orchestrate the run until it is finished or a signal comes.
 
-    Raises: StalledError, FencedError (another orchestrator took the run over), JournalError (history is damaged).
+    Raises: StalledError, RunFailedError, FencedError (another orchestrator took the run over), RunExistsError,
+    JournalError (history is damaged).
     """
     rundir = RunDir(run_dir)
-    fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     journal, recovered = Journal.open(rundir.journal)
+    if recovered.snapshot is None and await broker.get_meta(keys.STATE) is not None:
+        raise RunExistsError(
+            f"the broker already holds a run named {broker.run!r}, and it is not the one in {run_dir}: "
+            "choose another --name"
+        )
+    fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     state, restated = recover_state(settings, journal, recovered)
     source = await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.source_position)
@@ -64,8 +74,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     clock = MonotonicClock(origin_s=recovered.now_s)
     metrics = MetricsLog(rundir.metrics)
     watchdog = Watchdog(settings.liveness.stall_s, clock)
-    ended = asyncio.Event()
-    executor = Executor(broker, fence, desk, on_finish=lambda _reason: ended.set())
+    ended = Ending()
+    executor = Executor(broker, fence, desk, on_finish=ended.finish)
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
 
     await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
@@ -103,6 +113,20 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         for loop in loops:
             loop.cancel()
     journal.close()
+    if ended.failure:
+        raise RunFailedError(ended.failure)
+
+
+class Ending(asyncio.Event):
+    """Set when the run is over, or when this process shall end. failure: why the run failed, "" when it did not."""
+
+    failure = ""
+
+    def finish(self, reason: str) -> None:
+        """The core's last word on the run."""
+        if reason.startswith(FAILED):
+            self.failure = reason.removeprefix(FAILED).strip()
+        self.set()
 
 
 def public(settings: Settings) -> Settings:

@@ -36,7 +36,8 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
     """The state after the last journaled event, and what has to be carried out (again): harmless where it already was.
 
     Stream entries are those that the state calls outstanding; of the tail's other commands, those that free or report.
-    The state before the first event is kept too, so that the whole history can be replayed.
+    The state before the first event is kept too, so that the whole history can be replayed; so is the one at which a
+    resumed run changed its settings.
     """
     if recovered.snapshot is None:
         state = PipelineState(core_settings(settings))
@@ -51,6 +52,10 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
             for index, command in enumerate(commands)
             if isinstance(command, DropRows | TrimRounds | SlotOutcome)
         ]
+    wanted = core_settings(settings)
+    if state.settings != wanted:
+        state = PipelineState.restore(state.snapshot(), settings=wanted)
+        journal.snapshot(state.snapshot(), state.seq)
     return state, [*state.outstanding(), *again]
 
 

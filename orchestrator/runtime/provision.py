@@ -108,11 +108,12 @@ class Children:
             await asyncio.gather(*(process.wait() for process in living))
 
     def last_words(self, name: str, *, max_lines: int = 12) -> str:
-        """The end of a child's log, for the error that reports its death."""
+        """The end of what a child said in words (its log lines are JSON), for the error that reports its death."""
         path = self._log_path(name)
         if not path.exists():
             return ""
-        lines = path.read_bytes()[-8192:].decode("utf-8", "replace").splitlines()
+        text = path.read_bytes()[-8192:].decode("utf-8", "replace")
+        lines = [line for line in text.splitlines() if not line.startswith("{")]
         return "\n".join(lines[-max_lines:])
 
     def _log_path(self, name: str) -> Path:

@@ -32,11 +32,11 @@ from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, python_module
 from orchestrator.runtime.rundir import RunDir
 from transport.broker import keys
-from transport.broker.base import Append, Broker, Commit, Entry
+from transport.broker.base import Broker, Entry
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.errors import RunExistsError, TransientError, first_error
-from transport.messages import WorkerLost, encode, worker_status_decoder
+from transport.messages import Event, RunResumed, WorkerLost, encode, worker_status_decoder
 from transport.settings import Settings
 from transport.types import RunName, WorkerKind
 
@@ -68,7 +68,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     view = open_view(plain=plain)
     try:
         rundir.config.write_text(render(resolved), encoding="utf-8")
-        await Supervisor(settings, rundir, view).run()
+        await Supervisor(settings, rundir, view, resume=resume).run()
     finally:
         view.close()
         rundir.unlock()
@@ -78,10 +78,11 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 class Supervisor:
     """One run's processes from first to last."""
 
-    def __init__(self, settings: Settings, rundir: RunDir, view: View) -> None:
+    def __init__(self, settings: Settings, rundir: RunDir, view: View, *, resume: bool) -> None:
         self._settings = settings
         self._rundir = rundir
         self._view = view
+        self._resume = resume
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
         self._shown = 0
@@ -100,6 +101,8 @@ class Supervisor:
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             env = {PASSWORD_VARIABLE: password} if password else {}
+            if self._resume:
+                await _append_event(broker, RunResumed())
             await self._until_stopped(self._supervise(broker, model_dir, url, env))
         self._view.note(self._summary(time.monotonic() - started_s))
 
@@ -214,9 +217,7 @@ class Supervisor:
                     status = worker_status_decoder.decode(raw)
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")
-                        fields = {"event": "WorkerLost", "worker": worker_id}
-                        entry = Entry(fields=fields, payload=encode(lost))
-                        await broker.commit(Commit(appends=(Append(stream=keys.EVENTS, entry=entry),)))
+                        await _append_event(broker, lost, worker=worker_id)
                         await broker.end_lease(worker_id)
 
     async def _watch(self, broker: Broker) -> None:
@@ -249,3 +250,8 @@ class Supervisor:
             f"metrics {os.path.relpath(self._rundir.metrics)}",
         ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
+
+
+async def _append_event(broker: Broker, event: Event, **fields: str) -> None:
+    entry = Entry(fields={"event": type(event).__name__, **fields}, payload=encode(event))
+    await broker.append(keys.EVENTS, entry)

@@ -24,9 +24,19 @@ def recorded_commands(directory: Path) -> Iterator[tuple[JournalRecord, list[Com
     seq, snapshot = first_snapshot(directory)
     if snapshot is None:
         raise JournalError(directory, 0, "there is no snapshot to replay from")
+    kept = dict(all_snapshots(directory))
     state = PipelineState.restore(snapshot)
     for record in read_records(directory, from_seq=seq + 1):
-        yield record, state.handle(record.event, record.now_s)
+        commands = state.handle(record.event, record.now_s)
+        state = _with_settings_of(kept.get(record.seq), state)
+        yield record, commands
+
+
+def _with_settings_of(kept: bytes | None, state: PipelineState) -> PipelineState:
+    """``state`` under the settings of the one kept at the same event: a resumed run may have changed them there."""
+    if kept is None or (settings := PipelineState.restore(kept).settings) == state.settings:
+        return state
+    return PipelineState.restore(state.snapshot(), settings=settings)
 
 
 def replay(directory: Path) -> list[tuple[JournalRecord, list[Command]]]:
@@ -55,6 +65,7 @@ def diverging_snapshots(directory: Path, kept: Mapping[int, bytes]) -> tuple[lis
     num_commands = 0
     for record in read_records(directory, from_seq=start + 1):
         num_commands += len(state.handle(record.event, record.now_s))
+        state = _with_settings_of(kept.get(record.seq), state)
         if record.seq in kept and state.snapshot() != kept[record.seq]:
             differing.append(record.seq)
     return differing, num_commands, state.seq
