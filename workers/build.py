@@ -61,6 +61,7 @@ def trainer_worker(run_dir: Path, model_dir: Path, rank: int, trust_remote_code:
             run_dir,
             publisher,
             MonotonicClock(),
+            rank=rank,
             trust_remote_code=trust_remote_code,
         )
 

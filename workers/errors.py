@@ -10,7 +10,8 @@ FatalError (transport.errors)
 
 TransientError (transport.errors): this process ends, and starting it again is worth a try
 ├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
-└── EngineHungError       the generation engine's thread did not answer within its deadline
+├── EngineHungError       the generation engine's thread did not answer within its deadline
+└── RanksError            the ranks of a trainer did not find one another, or one of them went away
 
 StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
@@ -64,6 +65,10 @@ class EvaluationError(FatalError):
 
 class ResumeMismatchError(FatalError):
     """The run's checkpoint rests on other settings; the message names them."""
+
+
+class RanksError(TransientError):
+    """The ranks of a trainer did not find one another in time, or one of them went away."""
 
 
 class RoundsError(FatalError):

@@ -10,7 +10,7 @@ import torch
 
 from tests.fakes.training import make_groups
 from transport.broker import keys
-from transport.broker.base import Commit, Entry, GroupWrite, RowWrite
+from transport.broker.base import Broker, Commit, Entry, GroupWrite, RowWrite
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import (
@@ -29,7 +29,6 @@ from transport.settings import AlgorithmSettings, LivenessSettings, PipelineSett
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.types import Column, RunName, WeightIdentity, WorkerId
 from workers.trainer.packing import PromptGroup
-from workers.trainer.parallel import GradientReducer
 from workers.trainer.publish import dtype_name
 from workers.trainer.worker import TrainerWorker
 
@@ -62,7 +61,10 @@ class DigestPublisher:
 
 @dataclass
 class TrainerRun:
-    """One run. Ids on the rounds log are ``<n>-1``, as the orchestrator gives them explicitly."""
+    """One run. Ids on the rounds log are ``<n>-1``, as the orchestrator gives them explicitly.
+
+    broker: in memory, unless a test puts a real one here; then url and environment say how processes reach it.
+    """
 
     model_dir: Path
     run_dir: Path
@@ -70,11 +72,13 @@ class TrainerRun:
     server: MemoryServer = field(default_factory=MemoryServer)
     sent: int = 0
     incarnation: int = 0
+    url: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        self.broker = MemoryBroker(self.server, RunName("run"))
+        self.broker: Broker = MemoryBroker(self.server, RunName("run"))
 
-    def trainer(self, publisher: DigestPublisher, reducer: GradientReducer | None = None) -> TrainerWorker:
+    def trainer(self, publisher: DigestPublisher) -> TrainerWorker:
         self.incarnation += 1
         return TrainerWorker(
             self.broker,
@@ -84,7 +88,6 @@ class TrainerRun:
             self.run_dir,
             publisher,
             MonotonicClock(),
-            reducer=reducer,
         )
 
     async def write_groups(self, groups: Sequence[PromptGroup]) -> None:

@@ -7,7 +7,6 @@ have been told so too. What a slower rank still computes, the others wait for un
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -15,12 +14,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from workers.algorithms.loss import LossMetrics
+from workers.errors import RanksError
+
+LOOPBACK = "127.0.0.1"
 
 
 class GradientReducer(Protocol):
-    """What a step needs of the other ranks."""
+    """What a step needs of the other ranks. Raises RanksError when one of them went away."""
 
     @property
     def rank(self) -> int: ...
@@ -36,6 +39,8 @@ class GradientReducer(Protocol):
         """Rank 0's value."""
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -50,35 +55,42 @@ class SingleRank:
     def agree(self, value: int) -> int:
         return value
 
+    def close(self) -> None:
+        pass
+
 
 class RankGroup:
-    """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs).
-
-    init_method: ``tcp://host:port`` or ``file:///path``, the same for all; default: torchrun's environment.
-    """
+    """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``."""
 
     def __init__(
-        self, rank: int, world_size: int, *, device: torch.device, timeout_s: float, init_method: str = "env://"
+        self, rank: int, world_size: int, store: Store | None, *, device: torch.device, timeout_s: float
     ) -> None:
+        """store: None for torchrun's own, which its environment names."""
         self.rank = rank
         self.world_size = world_size
         self._device = device
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
 
     def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
+        try:
+            return self._reduce(gradient, metrics)
+        except RuntimeError as error:
+            raise RanksError(f"rank {self.rank} lost the others while it summed gradients: {error}") from error
+
+    def _reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
         dist.all_reduce(gradient)
         sums, largest = metrics.to_vectors()
-        packed = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        total = torch.tensor(sums, dtype=torch.float64, device=self._device)
         maximum = torch.tensor(largest, dtype=torch.float64, device=self._device)
-        dist.all_reduce(packed)
+        dist.all_reduce(total)
         dist.all_reduce(maximum, dist.ReduceOp.MAX)
-        return LossMetrics.from_vectors(packed.tolist(), maximum.tolist())
+        return LossMetrics.from_vectors(total.tolist(), maximum.tolist())
 
     def agree(self, value: int) -> int:
         chosen = torch.tensor(value, dtype=torch.int64, device=self._device)
@@ -89,8 +101,13 @@ class RankGroup:
         dist.destroy_process_group()
 
 
-def join_ranks(world_size: int, *, device: torch.device, timeout_s: float) -> GradientReducer:
-    """The ranks of this job: torchrun's RANK says which one this process is. Raises KeyError without it."""
-    if world_size == 1:
-        return SingleRank()
-    return RankGroup(int(os.environ["RANK"]), world_size, device=device, timeout_s=timeout_s)
+def open_store(world_size: int, timeout_s: float) -> TCPStore:
+    """Rank 0's meeting point, on a free port of the loopback interface (ranks of several hosts use torchrun)."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(LOOPBACK, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
+def join_store(port: int, world_size: int, timeout_s: float) -> TCPStore:
+    """Another rank's view of it. Raises torch.distributed.DistNetworkError when nobody is there."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)

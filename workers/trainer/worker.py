@@ -58,8 +58,10 @@ from workers.trainer.checkpoint import (
     restore,
 )
 from workers.trainer.final_model import save_final_model
+from workers.trainer.load import choose_device
 from workers.trainer.packing import PromptGroup
 from workers.trainer.parallel import GradientReducer, SingleRank
+from workers.trainer.ranks import meet_ranks
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.setup import build_step
 from workers.trainer.step import PieceDone, TrainStep
@@ -91,7 +93,7 @@ class TrainerWorker:
     """One rank of the trainer. Rank 0 publishes, tells and saves; the others only compute.
 
     model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  rows: where columns live; the broker's
-    own hashes by default.
+    own hashes by default.  rank: which of the ``trainer.ranks`` this is.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class TrainerWorker:
         clock: Clock,
         *,
         rows: RowStore | None = None,
-        reducer: GradientReducer | None = None,
+        rank: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         self._broker = broker
@@ -116,7 +118,8 @@ class TrainerWorker:
         self._run_dir = run_dir
         self._publisher = publisher
         self._clock = clock
-        self._reducer = reducer or SingleRank()
+        self._rank = rank
+        self._reducer: GradientReducer = SingleRank()
         self._trust_remote_code = trust_remote_code
         self._store = CheckpointStore(run_dir / CHECKPOINTS, keep=settings.trainer.keep_checkpoints)
         self._fingerprint = fingerprint(settings, model_dir)
@@ -146,7 +149,7 @@ class TrainerWorker:
             reader = self._reader()
             async with asyncio.TaskGroup() as group:
                 helping = [group.create_task(reader.read(), name="read rounds")]
-                if self._reducer.rank == 0:
+                if self._rank == 0:
                     helping.append(group.create_task(self._tell_again(), name="tell again"))
                 await self._work(step, reader)
                 for task in helping:
@@ -154,8 +157,9 @@ class TrainerWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            self._torch.shutdown(wait=False, cancel_futures=True)
-            if self._reducer.rank == 0:
+            self._torch.submit(self._reducer.close)
+            self._torch.shutdown(wait=False)
+            if self._rank == 0:
                 self._publisher.close()
 
     def activity(self) -> Activity:
@@ -165,9 +169,19 @@ class TrainerWorker:
 
     async def _start(self) -> TrainStep:
         """Load weights, take over the role, publish what we hold, say from where we read on."""
+        liveness = self._settings.liveness
+        self._reducer = await meet_ranks(
+            self._broker,
+            self._rank,
+            self._settings.trainer.ranks,
+            self._in_torch,
+            device=choose_device(self._settings.trainer.device),
+            join_timeout_s=liveness.startup_s,
+            reduce_timeout_s=liveness.stall_s,
+        )
         step, checkpoint = await self._in_torch(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
-        if self._reducer.rank == 0:
+        if self._rank == 0:
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
             await self._publish(step)
             assert self._weights is not None  # just published
@@ -200,9 +214,9 @@ class TrainerWorker:
             self._broker,
             self._rows,
             self._clock,
-            self._fence if self._reducer.rank == 0 else None,
+            self._fence if self._rank == 0 else None,
             cursor=self._ledger.cursor,
-            rank=self._reducer.rank,
+            rank=self._rank,
             world_size=self._reducer.world_size,
             needs_reference=self._settings.algorithm.kl_coef > 0,
             stall_s=self._settings.liveness.stall_s,
@@ -320,7 +334,7 @@ class TrainerWorker:
 
         It is told of only when the final model is there too, because the run ends with it. Raises CheckpointError.
         """
-        if self._reducer.rank != 0:
+        if self._rank != 0:
             return
         self._ledger.cursor = entry_id
         saved = await self._save(step)
@@ -333,7 +347,7 @@ class TrainerWorker:
 
     async def _checkpoint(self, step: TrainStep) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
-        if self._reducer.rank != 0:
+        if self._rank != 0:
             return
         try:
             saved = await self._save(step)
@@ -364,7 +378,7 @@ class TrainerWorker:
     # -- out
 
     async def _publish(self, step: TrainStep) -> None:
-        if self._reducer.rank != 0:
+        if self._rank != 0:
             return
         self._doing = "publishing"
         cast = getattr(torch, self._settings.generation.dtype)
@@ -385,7 +399,7 @@ class TrainerWorker:
 
     async def _tell(self, event: Event, **fields: str | int) -> None:
         """Append an event, once, if this rank speaks for all."""
-        if self._reducer.rank != 0:
+        if self._rank != 0:
             return
         self._told[type(event).__name__] = (event, fields)
         await self._broker.append(keys.EVENTS, event_entry(event, worker=self._worker_id, **fields), fence=self._fence)

@@ -1,0 +1,114 @@
+"""Two data-parallel ranks as processes on a real broker: the same weights as one, whoever got which group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+
+from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
+from tests.fakes.training import make_groups
+from transport.broker import keys
+from transport.broker.connect import connect
+from transport.broker.embedded import EmbeddedServer
+from transport.messages import StepDone, TrainerReady, encode
+from transport.settings import BrokerSettings
+from transport.types import RunName
+from workers.models import prepare_model
+
+BATCHES = 3
+pytestmark = pytest.mark.timeout(180)  # eight processes that import torch, on a machine that may be busy
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model("random:qwen3-tiny", cache_dir=tmp_path_factory.mktemp("models"), say=lambda line: None)
+
+
+@pytest.fixture
+async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
+    async with AsyncExitStack() as stack:
+        server = EmbeddedServer(tmp_path / "broker", appendfsync="no")
+        await server.start()
+        stack.push_async_callback(server.stop)
+        settings = tiny_settings(ranks=2)
+        run = TrainerRun(model_dir, tmp_path / "run", settings)
+        run.broker = await connect(BrokerSettings(), RunName("run"), url=server.url, password=server.password)
+        stack.push_async_callback(run.broker.close)
+        await run.broker.put_meta(keys.SETTINGS, encode(settings))
+        run.environment = {**os.environ, "STREAMRL_BROKER_PASSWORD": server.password}
+        run.url = server.url
+        yield run
+
+
+async def start_rank(run: TrainerRun, rank: int) -> asyncio.subprocess.Process:
+    arguments = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers", "train", "--index", str(rank), *arguments, env=run.environment
+    )
+
+
+async def send_batch(run: TrainerRun, batch: int, *, checkpoint: bool = False) -> None:
+    """Two groups on one rank, one on the other, then a pad for the first; and a round packed for one rank."""
+    groups = make_groups(seed=batch, batch=batch)
+    await run.write_groups(groups)
+    await run.write_rows(groups)
+    first, second, third = (round_of([group], batch, 0).ranks[0] for group in groups)
+    packed_for_one = round_of(groups[2:], batch, 1)
+    padded = msgspec.structs.replace(packed_for_one, ranks=((), third))
+    await run.send(msgspec.structs.replace(packed_for_one, round_id=f"{batch}.0", ranks=(first, second)))
+    await run.send(padded if batch else packed_for_one, close_of(groups, batch, checkpoint=checkpoint))
+
+
+async def train_on_one_rank(run: TrainerRun, directory: Path) -> dict[int, str]:
+    single = TrainerRun(run.model_dir, directory, tiny_settings())
+    for batch in range(BATCHES):
+        await single.send_batch(batch)
+    await single.finish()
+    publisher = DigestPublisher()
+    await single.trainer(publisher).run()
+    return publisher.digests
+
+
+async def test_two_ranks_train_what_one_does(run: TrainerRun, tmp_path: Path) -> None:
+    for batch in range(BATCHES):
+        await send_batch(run, batch)
+    await run.finish()
+    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    assert [await rank.wait() for rank in ranks] == [0, 0]
+    (ready,) = await run.told(TrainerReady)
+    assert isinstance(ready, TrainerReady)
+    assert ready.dp_size == 2
+    steps = [event for event in await run.told(StepDone) if isinstance(event, StepDone)]
+    assert [(step.weights.version, step.num_rows) for step in steps] == [(1, 9), (2, 9), (3, 9)]
+    await train_on_one_rank(run, tmp_path / "single")
+    found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
+    assert found.keys() == expected.keys()
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
+
+
+async def test_a_killed_rank_takes_both_back_to_the_checkpoint(run: TrainerRun, tmp_path: Path) -> None:
+    await send_batch(run, 0, checkpoint=True)
+    await send_batch(run, 1)
+    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    await run.until_told(StepDone, 2)
+    ranks[1].send_signal(signal.SIGKILL)
+    await ranks[1].wait()
+    await send_batch(run, 2)  # rank 0 finds out when it sums gradients
+    assert await ranks[0].wait() == 1
+    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    await run.finish()
+    assert [await rank.wait() for rank in ranks] == [0, 0]
+    ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
+    assert [(weights.epoch, weights.version) for weights in ready] == [(1, 0), (2, 1)]
+    await train_on_one_rank(run, tmp_path / "single")
+    found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
