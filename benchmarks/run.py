@@ -45,7 +45,9 @@ class Bench:
 
     def environment(self, seed: int | None = None) -> dict[str, str]:
         """Ours, without what an outer ``make bench`` hands down, and with caches that start empty."""
-        inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+        }
         return inherited | {
             "XDG_CACHE_HOME": str(self.work / "cache"),
             "STREAMRL_CACHE": str(self.work / f"models-{seed}"),
