@@ -7,6 +7,7 @@ StreamError (transport.errors)
 └── RunFailedError              1: the run cannot go on
     ├── ChildFailedError        the child's own 2 or 3, else 1
     ├── StalledError            3: no progress for ``liveness.stall_s``
+    ├── ForeignEntryError       1: somebody else wrote to a stream that only the orchestrator may write
     └── Interrupted             130: a signal asked for the end
 """
 
@@ -57,6 +58,18 @@ class ChildFailedError(RunFailedError):
 
 class StalledError(RunFailedError):
     """Nothing progressed for too long; the message names the stage."""
+
+
+class ForeignEntryError(RunFailedError):
+    """Entry ``entry_id`` of ``stream`` is not of this run, and keeps out everything that should follow it."""
+
+    def __init__(self, stream: str, entry_id: str) -> None:
+        super().__init__(
+            f"stream {stream} holds entry {entry_id}, which this run never wrote: keep others away from the broker, "
+            "and take the stream back with XDEL and XSETID before --resume"
+        )
+        self.stream = stream
+        self.entry_id = entry_id
 
 
 class Interrupted(RunFailedError):

@@ -75,7 +75,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     metrics = MetricsLog(rundir.metrics)
     watchdog = Watchdog(settings.liveness.stall_s, clock)
     ended = Ending()
-    executor = Executor(broker, fence, desk, on_finish=ended.finish)
+    executor = Executor(broker, fence, desk, on_finish=ended.finish, last_seq=state.seq)
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
 
     await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))

@@ -13,10 +13,11 @@ from typing import Protocol, TypeAlias, assert_never
 import structlog
 
 from orchestrator.core.outbox import CommandId, entry_id
+from orchestrator.errors import ForeignEntryError
 from orchestrator.runtime.prompts import Prompt
 from transport import faults
 from transport.broker import keys
-from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite
+from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, parse_entry_id
 from transport.messages import (
     AbortRollouts,
     AdmitGroups,
@@ -56,11 +57,15 @@ class PromptDesk(Protocol):
 class Executor:
     """Carries out commands; ``submit`` never waits, ``run`` does the I/O."""
 
-    def __init__(self, broker: Broker, fence: Fence, desk: PromptDesk, on_finish: Callable[[str], None]) -> None:
+    def __init__(
+        self, broker: Broker, fence: Fence, desk: PromptDesk, on_finish: Callable[[str], None], *, last_seq: int
+    ) -> None:
+        """last_seq: position of the last event applied before this process: no command has a later id yet."""
         self._broker = broker
         self._fence = fence
         self._desk = desk
         self._on_finish = on_finish
+        self._last_seq = last_seq
         self._waiting: list[Issued] = []
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -95,6 +100,7 @@ class Executor:
         if admitted:
             writes = tuple(self._group_write(group) for group in admitted)
             await self._broker.commit(Commit(fence=self._fence, groups=writes))
+        self._last_seq = max([self._last_seq, *(command_id[0] for command_id, _ in batch)])
         appends: dict[str, list[tuple[str, Entry]]] = {}
         for command_id, command in batch:
             for stream, entry in stream_entries(command_id, command):
@@ -105,11 +111,17 @@ class Executor:
             await self._apply(command)
 
     async def _append(self, stream: str, entries: list[tuple[str, Entry]]) -> None:
+        """Append what is not there yet. Raises ForeignEntryError when it is kept out by an entry that is not ours."""
         if stream.startswith("plans:"):
+            added = 0
             for identity, entry in entries:
-                await self._broker.enqueue(stream, entry, entry_id=identity, fence=self._fence)
+                added += await self._broker.enqueue(stream, entry, entry_id=identity, fence=self._fence) is not None
         else:
-            await self._broker.append_many(stream, entries, fence=self._fence)
+            added = await self._broker.append_many(stream, entries, fence=self._fence)
+        if added < len(entries):
+            last = await self._broker.last_id(stream)
+            if parse_entry_id(last)[0] > self._last_seq:
+                raise ForeignEntryError(stream, last)
 
     async def _apply(self, command: Command) -> None:
         """The commands that are not stream entries."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import redis
 
 REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.05
@@ -124,6 +125,12 @@ class LiveRun:
 
     def audit(self) -> subprocess.CompletedProcess[str]:
         return self.command("inspect", str(self.run_dir), "--audit")
+
+    def redis(self) -> redis.Redis:
+        """A plain client of the run's embedded broker, as its user's redis-cli would be."""
+        broker = self.run_dir / "broker"
+        port = int((broker / "broker.port").read_text())
+        return redis.Redis(port=port, password=(broker / "broker.password").read_text().strip())
 
     # -- killing
 
