@@ -87,6 +87,8 @@ def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
             return ExitCode.INTERRUPTED
         case ChildFailedError(code=ExitCode.BAD_CONFIG | ExitCode.STALLED as code):
             return ExitCode(code)
+        case ChildFailedError():
+            return ExitCode.FAILED
         case FatalError() | RunFailedError() if is_child:
             return ExitCode.FATAL
         case _:

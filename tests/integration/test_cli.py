@@ -130,7 +130,7 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path):
         (DataError("x"), ExitCode.BAD_CONFIG, ExitCode.BAD_CONFIG),
         (StalledError("x"), ExitCode.STALLED, ExitCode.STALLED),
         (Interrupted("x"), ExitCode.INTERRUPTED, ExitCode.INTERRUPTED),
-        (RunFailedError("x"), ExitCode.FAILED, ExitCode.FAILED),
+        (RunFailedError("x"), ExitCode.FAILED, ExitCode.FATAL),
         (ChildFailedError("orchestrator", 3, "x"), ExitCode.STALLED, ExitCode.STALLED),
         (ChildFailedError("orchestrator", 2, "x"), ExitCode.BAD_CONFIG, ExitCode.BAD_CONFIG),
         (ChildFailedError("train-0", 4, "x"), ExitCode.FAILED, ExitCode.FAILED),
