@@ -181,6 +181,25 @@ async def test_the_final_model_is_a_plain_directory(run: TrainerRun, model_dir: 
     assert not list(directory.glob("*.py"))
 
 
+async def test_after_a_broker_lost_its_tail_the_trainer_tells_again_what_counts(run: TrainerRun) -> None:
+    await run.send_batch(0, checkpoint=True)
+    before = run.server.snapshot()
+    publisher = DigestPublisher()
+    task = asyncio.create_task(run.trainer(publisher).run())
+    await run.until_told(CheckpointSaved)
+    run.server.restore(before)
+    assert await run.events() == []
+    await run.until_told(StepDone)
+    kinds = [type(event) for event in await run.events()]
+    assert kinds == [TrainerReady, CheckpointSaved, StepDone]
+    (entry,) = await run.broker.read(keys.WEIGHTS, "0-0", count=9)
+    assert manifest_decoder.decode(entry.entry.payload).weights.digest == publisher.digests[1]
+    await run.send_batch(1)
+    await run.finish()
+    await task
+    assert sorted(publisher.digests) == [0, 1, 2]
+
+
 async def test_the_trainer_that_was_replaced_can_tell_nothing_more(run: TrainerRun) -> None:
     await run.send_batch(0)
     publisher = DigestPublisher()

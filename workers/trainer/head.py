@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 SOFTMAX_ROWS = 128
 """Rows of logits handled at once: 25 MB of fp32 at 49152 words, so that its passes stay near the cache."""
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 2048
 """Rows whose gradient is kept (in the compute dtype) for one matrix product into the weight's gradient."""
 
 TokenGradient = Callable[[Tensor, slice], Tensor]
