@@ -96,7 +96,10 @@ class RolloutInfo(Struct, frozen=True, kw_only=True):
 
 
 class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
-    """A row was inserted (only its first valid insert is told). oldest: weights of its oldest span."""
+    """A row was inserted (only its first valid insert is told). oldest: weights of its oldest span.
+
+    engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
+    """
 
     row_id: RowId
     worker_id: WorkerId
@@ -105,6 +108,8 @@ class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
     oldest: WeightIdentity
     newest: WeightIdentity
     num_bytes: int = 0
+    queued_s: float = 0.0
+    engine_s: float = 0.0
 
 
 class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -138,31 +143,40 @@ class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RoundDone(Struct, frozen=True, kw_only=True, tag=True):
-    """The trainer has accumulated one round. busy_s: seconds of compute in it. refused: rows its ledger knew."""
+    """The trainer has accumulated one round. busy_s: seconds of compute in it. refused: rows its ledger knew.
+
+    stepped_s: seconds of optimizer steps between the round before and this one (several mini-batches).
+    """
 
     round_id: str
     num_rows: int
     num_tokens: int
     busy_s: float
     refused: tuple[RowId, ...] = ()
+    stepped_s: float = 0.0
 
 
 class StepDone(Struct, frozen=True, kw_only=True, tag=True):
-    """A batch was trained and ``weights`` are published. metrics: loss, grad_norm, lr, ... (floats by name)."""
+    """A batch was trained and ``weights`` are published. metrics: loss, grad_norm, lr, ... (floats by name).
+
+    stepped_s: seconds of the optimizer step after its last round.
+    """
 
     batch: int
     weights: WeightIdentity
     num_rows: int
     num_tokens: int
     metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    stepped_s: float = 0.0
 
 
 class CheckpointSaved(Struct, frozen=True, kw_only=True, tag=True):
-    """A checkpoint is durable. cursor: last entry of the rounds log that it contains."""
+    """A checkpoint is durable. cursor: last entry of the rounds log that it contains. seconds: writing it took."""
 
     weights: WeightIdentity
     cursor: str
     path: str
+    seconds: float = 0.0
 
 
 class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):

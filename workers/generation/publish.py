@@ -50,6 +50,8 @@ def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> Ro
         oldest=completion.spans[0].weights,
         newest=completion.spans[-1].weights,
         num_bytes=sum(map(len, columns.values())),
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
     )
     entry = event_entry(
         finished,

@@ -135,6 +135,7 @@ class TrainerWorker:
         self._checkpoint_due = False
         self._doing = STARTING
         self._busy_s = 0.0
+        self._stepped_s = 0.0  # of optimizer steps since the last RoundDone or StepDone
         self._batch = BatchTally(started_s=clock.now_s())
         self._counters = {"rounds": 0.0, "rows": 0.0, "tokens": 0.0, "refused": 0.0}
 
@@ -260,7 +261,9 @@ class TrainerWorker:
             num_tokens=done.num_tokens,
             busy_s=busy_s,
             refused=refused,
+            stepped_s=self._stepped_s,
         )
+        self._stepped_s = 0.0
         await self._tell(event, round=command.round_id, rows=done.num_rows, tokens=done.num_tokens)
 
     def _enter(self, command: TrainRound) -> tuple[RowId, ...]:
@@ -297,8 +300,10 @@ class TrainerWorker:
         self._open = None
         self._batch.num_rows += command.num_rows
         self._batch.num_tokens += command.num_tokens
-        self._batch.busy_s += self._clock.now_s() - started_s
-        self._busy_s += self._clock.now_s() - started_s
+        stepped_s = self._clock.now_s() - started_s
+        self._stepped_s += stepped_s
+        self._batch.busy_s += stepped_s
+        self._busy_s += stepped_s
         if command.finishes_batch:
             await self._finish_batch(step, command, entry_id)
 
@@ -323,8 +328,10 @@ class TrainerWorker:
                 num_rows=self._batch.num_rows,
                 num_tokens=self._batch.num_tokens,
                 metrics=metrics,
+                stepped_s=self._stepped_s,
             )
             await self._tell(event, batch=command.batch, version=self._ledger.version)
+        self._stepped_s = 0.0
         self._batch = BatchTally(started_s=now_s)
         if command.checkpoint or self._checkpoint_due:
             await self._checkpoint(step)
@@ -362,6 +369,7 @@ class TrainerWorker:
         """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
         assert self._weights is not None  # rank 0 published before it read anything
         self._doing = "saving a checkpoint"
+        started_s = self._clock.now_s()
         meta = CheckpointMeta(
             version=self._ledger.version,
             epoch=self._fence.epoch,
@@ -373,7 +381,8 @@ class TrainerWorker:
         )
         path = await self._in_torch(lambda: self._store.save(step, self._ledger, meta))
         faults.point("train.checkpoint_saved")
-        return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path))
+        seconds = self._clock.now_s() - started_s
+        return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path), seconds=seconds)
 
     # -- out
 
