@@ -87,6 +87,7 @@ RANGES: dict[str, Range] = {
     "liveness.heartbeat_s": _ABOVE_0,
     "liveness.lease_s": _ABOVE_0,
     "liveness.startup_s": _ABOVE_0,
+    "liveness.warn_s": _ABOVE_0,
     "liveness.stall_s": _ABOVE_0,
     "liveness.max_restarts": _AT_LEAST_0,
     "eval.problems": _AT_LEAST_0,
@@ -188,6 +189,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("liveness.lease_s", "liveness.heartbeat_s"),
         lambda s: s.liveness.lease_s >= 2 * s.liveness.heartbeat_s,
         "must be at least twice liveness.heartbeat_s, or one late heartbeat loses a healthy worker",
+    ),
+    (
+        ("liveness.warn_s", "liveness.stall_s"),
+        lambda s: s.liveness.warn_s < s.liveness.stall_s,
+        "must be below liveness.stall_s, or the run stops before it has said what blocks it",
     ),
     (
         ("liveness.stall_s", "liveness.lease_s", "pipeline.rollout_timeout_s"),

@@ -19,7 +19,7 @@ from orchestrator.audit import AuditReport, CheckpointRecord, RoundsLog, audit
 from orchestrator.config import resolve
 from orchestrator.core.outbox import entry_id
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.live import batch_line, printable
+from orchestrator.runtime.live import batch_line, blocked_line, printable
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.reconcile import rows_without
 from orchestrator.runtime.rundir import RunDir
@@ -163,7 +163,7 @@ async def _print_run(console: Console, rundir: RunDir, broker: Broker) -> None:
         console.print(batch_line(lines[-1]), markup=False)
     raw = await broker.get_meta(keys.STATUS)
     if raw is not None and (blocked := json.loads(raw).get("blocked")):
-        console.print(f"blocked: {blocked}", markup=False)
+        console.print(printable(blocked_line(blocked)), markup=False)
     console.print(await _stream_table(broker))
     console.print(await _worker_table(broker))
     await _print_dead_letters(console, broker)

@@ -6,7 +6,7 @@ to MessagePack whole, so a snapshot is the state and nothing is remembered elsew
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -56,8 +56,33 @@ class Training(msgspec.Struct, kw_only=True):
     finish_id: CommandId | None = None
 
 
+WaitStage: TypeAlias = Literal["prompts", "weights", "generation", "scoring", "training", "deciding"]
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pipeline waits for. owner: who should act, worker ids where they are known, else a role.
+
+    since_s: on the run's clock, when the wait became this one; progress within a stage makes it another one.
+    """
+
+    stage: WaitStage
+    waits_for: str
+    owner: str
+    since_s: float
+
+    def is_same(self, other: Wait) -> bool:
+        """Whether nothing of it has changed."""
+        return (self.stage, self.waits_for, self.owner) == (other.stage, other.waits_for, other.owner)
+
+    def __str__(self) -> str:
+        return f"{self.stage} waits for {self.waits_for}; to act: {self.owner}"
+
+
 class Pipeline(msgspec.Struct, kw_only=True):
-    """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet."""
+    """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet.
+
+    wait: what it waited for at the last tick.
+    """
 
     settings: CoreSettings
     now_s: float = 0.0
@@ -75,6 +100,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     retention: Retention = msgspec.field(default_factory=Retention)
     stop_reason: str = ""
     finish_reason: str = ""
+    wait: Wait | None = None
 
     @property
     def stopping(self) -> bool:

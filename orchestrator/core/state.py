@@ -20,12 +20,13 @@ from orchestrator.core.fleet import Worker
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
-from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.pipeline import Pipeline, Wait
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.slots import REQUEST_KEY, Slots
 from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
+from orchestrator.core.waits import current_wait, note_wait
 from orchestrator.core.weights import Weights
 from transport.messages import (
     BrokerUsage,
@@ -148,8 +149,12 @@ class PipelineState:
         """A summary for status and metrics."""
         return view(self._p)
 
+    def wait(self) -> Wait | None:
+        """What the run waits for now, since when, and who should act; None once it is over."""
+        return current_wait(self._p)
+
     def describe_wait(self) -> str:
-        """One sentence on what the run waits for, for the watchdog."""
+        """The same in words, and where everything is."""
         return describe_wait(self._p)
 
     def worker_ids(self) -> list[WorkerId]:
@@ -247,6 +252,7 @@ class PipelineState:
         self._rollouts.expire()
         self._rounds.expire_pacing()
         self._weights.expire()
+        note_wait(self._p)
 
     # -- the trainer
 

@@ -10,7 +10,8 @@ from collections import Counter
 import msgspec
 
 from orchestrator.core.batches import MISSING, Stage
-from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.pipeline import Pipeline, Wait
+from orchestrator.core.waits import current_wait
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 
 
@@ -43,7 +44,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting_prompts: read and not admitted.  pending, running, scoring, ready: groups (ready: and not in a round).
     rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
-    blocked: what holds admission or dispatch now, "" when nothing does.
+    wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
     """
 
     seq: int
@@ -64,7 +65,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     over_budget: bool
     stop_reason: str
     finish_reason: str
-    blocked: str
+    wait: Wait | None
     batches: tuple[BatchView, ...]
     workers: tuple[WorkerView, ...]
 
@@ -93,15 +94,17 @@ def view(pipeline: Pipeline) -> PipelineView:
         over_budget=p.retention.over_budget,
         stop_reason=p.stop_reason,
         finish_reason=p.finish_reason,
-        blocked=_blocked(p, stages[Stage.PENDING]),
+        wait=current_wait(p),
         batches=batches,
         workers=tuple(_worker_views(p)),
     )
 
 
 def describe_wait(pipeline: Pipeline) -> str:
-    """What holds the run up, and where the groups of the batch in training are."""
+    """What holds the run up and since when, and where the groups of the batch in training are."""
     p = pipeline
+    wait = current_wait(p)
+    blocked = f"{wait}, since {p.now_s - wait.since_s:.0f} s" if wait else ""
     where = ""
     if p.training.batch in p.batches:
         one = _batch_view(p, p.training.batch)
@@ -110,7 +113,7 @@ def describe_wait(pipeline: Pipeline) -> str:
     rounds = f"{len(p.training.rounds)} rounds at the trainer" if p.training.rounds else ""
     untrained = p.training.batch - p.training.trained_version
     steps = f"{untrained} closed batches wait for the trainer's step" if untrained else ""
-    return "; ".join(part for part in (_blocked(p, len(p.pending)), where, *holders, rounds, steps) if part)
+    return "; ".join(part for part in (blocked, where, *holders, rounds, steps) if part)
 
 
 def rows_told(pipeline: Pipeline, *stages: Stage) -> list[RowId]:
@@ -151,20 +154,3 @@ def _worker_views(p: Pipeline) -> list[WorkerView]:
         )
         for worker in p.fleet.workers.values()
     ]
-
-
-def _blocked(p: Pipeline, num_pending: int) -> str:
-    """The first thing that the pipeline waits for, in the order in which it needs them."""
-    if p.finished:
-        return ""
-    if not p.training.dp_size:
-        return "no trainer is ready"
-    if not p.fleet.workers:
-        return "no generation worker has joined"
-    if p.prompts.requested and not p.prompts.waiting and p.next_batch <= p.training.trained_version:
-        return "the prompt source has not answered"
-    if num_pending and not any(worker.fit for worker in p.fleet.workers.values()):
-        return "no generation worker could load the newest weights"
-    if num_pending and not any(worker.in_flight for worker in p.fleet.workers.values()):
-        return "every generation worker has weights that are too old"
-    return "admission is closed: the broker is over its byte budget" if p.retention.over_budget else ""

@@ -73,7 +73,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
     clock = MonotonicClock(origin_s=recovered.now_s)
     metrics = MetricsLog(rundir.metrics)
-    watchdog = Watchdog(settings.liveness.stall_s, clock)
+    watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()
     executor = Executor(broker, fence, desk, on_finish=ended.finish, last_seq=state.seq)
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
@@ -101,8 +101,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
                 keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, decider.restate), name="reconcile"
             ),
             group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
-            group.create_task(publish_status(broker, state, membership, metrics, clock), name="status"),
-            group.create_task(watchdog.watch(state.describe_wait), name="watchdog"),
+            group.create_task(publish_status(broker, state, membership, metrics, watchdog, clock), name="status"),
+            group.create_task(watchdog.watch(state), name="watchdog"),
         ]
         await ended.wait()
         try:

@@ -62,11 +62,20 @@ def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
     return "  ".join(parts)
 
 
+def blocked_line(blocked: Mapping[str, Any]) -> str:
+    """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
+    return (
+        f"blocked: {blocked['stage']} waits for {blocked['waits_for']}; to act: {blocked['owner']}; "
+        f"no progress for {blocked['still_s']:.0f} s"
+    )
+
+
 class PlainView:
-    """Lines on stdout, flushed, one a batch."""
+    """Lines on stdout, flushed, one a batch, and one whenever something else blocks or nothing does any more."""
 
     def __init__(self) -> None:
         self._num_batches: int | None = None
+        self._blocked: tuple[str, ...] = ()
 
     def note(self, text: str) -> None:
         print(printable(text), flush=True)
@@ -76,6 +85,12 @@ class PlainView:
 
     def status(self, status: Mapping[str, Any]) -> None:
         self._num_batches = status.get("num_batches")
+        blocked = status.get("blocked")
+        named = tuple(str(blocked[name]) for name in ("stage", "waits_for", "owner")) if blocked else ()
+        if named == self._blocked:
+            return
+        self._blocked = named
+        self.note(blocked_line(blocked) if blocked else "it goes on")
 
     def close(self) -> None: ...
 
@@ -113,9 +128,19 @@ def _headline(status: Mapping[str, Any]) -> Text:
         f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}",
         f"groups: {groups}",
         "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
-        f"waiting: {status['blocked']}" if status.get("blocked") else "",
+        _waiting(status.get("wait"), status.get("elapsed_s", 0.0)),
     ]
-    return Text("\n".join(part for part in parts if part), style="bold")
+    text = Text("\n".join(part for part in parts if part), style="bold")
+    if blocked := status.get("blocked"):
+        text.append("\n" + printable(blocked_line(blocked)), style="bold red")
+    return text
+
+
+def _waiting(wait: Mapping[str, Any] | None, elapsed_s: float) -> str:
+    """What the pipeline waits for at this moment; a healthy one does too."""
+    if not wait:
+        return ""
+    return printable(f"{wait['stage']} waits for {wait['waits_for']}  {max(0.0, elapsed_s - wait['since_s']):.0f} s")
 
 
 def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ import msgspec
 from orchestrator.core.state import PipelineState
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog, UsageWindow
+from orchestrator.runtime.watchdog import Watchdog
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
@@ -20,7 +21,12 @@ TIME_TO_LIVE_S = 10.0
 
 
 async def publish_status(
-    broker: Broker, state: PipelineState, membership: Membership, metrics: MetricsLog, clock: Clock
+    broker: Broker,
+    state: PipelineState,
+    membership: Membership,
+    metrics: MetricsLog,
+    watchdog: Watchdog,
+    clock: Clock,
 ) -> None:
     """Publish the status, forever."""
     usage = UsageWindow()
@@ -30,6 +36,7 @@ async def publish_status(
             "run": broker.run,
             "elapsed_s": round(clock.now_s(), 1),
             **view,
+            "blocked": watchdog.blocked(state),
             "queues": await broker.streams(),
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,

@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from orchestrator.config import PASSWORD_VARIABLE, Resolved, render
-from orchestrator.errors import ChildFailedError, Interrupted
+from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, python_module
@@ -187,8 +187,18 @@ class Supervisor:
                 for task in others:
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise first_error(failures) from None
+            raise self._explained(first_error(failures)) from None
         await self._show(broker)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """A stall as one paragraph: what blocked, where to look, how to go on."""
+        if not isinstance(error, ChildFailedError) or error.code != ExitCode.STALLED:
+            return error
+        reason = self._children.last_words(error.name, max_lines=1).removeprefix("streamrl-orchestrator: ")
+        return StalledError(
+            f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of whoever should have acted. "
+            f"Everything is kept; go on with: streamrl-orchestrator run --resume {self._resume_args()}"
+        )
 
     def _fleet(self) -> list[tuple[WorkerKind, int]]:
         settings = self._settings

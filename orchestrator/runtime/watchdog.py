@@ -1,51 +1,114 @@
-"""No progress is an event too: it is named, and in the end it stops the run with its own exit code.
+"""No progress is an event too: after one limit it is said everywhere, after a second it stops the run.
 
-Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that).
+    progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
+                 still for stall_s ──► StalledError: exit code 3, everything kept for --resume
+
+Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
+the run waits for (``core/waits.py``). Invariant: what can repeat for ever while nothing gets done is no progress.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Any, Protocol
 
+import msgspec
 import structlog
 
+from orchestrator.core.pipeline import Wait
 from orchestrator.errors import StalledError
 from transport.clock import Clock
-from transport.messages import BrokerUsage, Event, RolloutFailed, Tick, WeightsFailed, WorkerLost, WorkerReported
+from transport.messages import (
+    BrokerUsage,
+    Event,
+    RolloutFailed,
+    RowsMissing,
+    Tick,
+    TrainerReady,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
+from transport.settings import LivenessSettings
 
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
-NO_PROGRESS = (Tick, BrokerUsage, WorkerReported, RolloutFailed, WeightsFailed, WorkerLost)
+NO_PROGRESS = (Tick, BrokerUsage, WorkerReported, RolloutFailed, RowsMissing, WeightsFailed, WorkerLost)
 """Events that may repeat forever while nothing gets done."""
+
+
+class Waiting(Protocol):
+    """Who knows what the run waits for (core.state.PipelineState)."""
+
+    def wait(self) -> Wait | None: ...
+
+    def describe_wait(self) -> str: ...
 
 
 class Watchdog:
     """Counts seconds since the last event that means progress."""
 
-    def __init__(self, stall_s: float, clock: Clock) -> None:
-        self._stall_s = stall_s
+    def __init__(self, liveness: LivenessSettings, clock: Clock) -> None:
+        self._liveness = liveness
         self._clock = clock
         self._progress_s = clock.now_s()
-        self._warned = False
+        self._reached: dict[tuple[str, str], int] = {}
+        self._warned_of: Wait | None = None
 
     def observe(self, event: Event) -> None:
-        if not isinstance(event, NO_PROGRESS):
+        if self._is_progress(event):
             self._progress_s = self._clock.now_s()
-            self._warned = False
+            self._warned_of = None
 
-    def check(self, describe: Callable[[], str]) -> None:
-        """Warn at half the limit, with what ``describe`` says is blocked. Raises StalledError at the limit."""
-        still_s = self._clock.now_s() - self._progress_s
-        if still_s >= self._stall_s:
-            raise StalledError(f"no progress for {still_s:.0f} s: {describe()}; everything is kept for --resume")
-        if still_s >= self._stall_s / 2 and not self._warned:
-            self._warned = True
-            log.warning("no progress", seconds=round(still_s), blocked=describe())
+    def blocked(self, state: Waiting) -> dict[str, Any] | None:
+        """For the status: the wait and for how long nothing progressed, once that is over ``warn_s``."""
+        still_s = self._still_s()
+        wait = state.wait()
+        if still_s < self._liveness.warn_s or wait is None:
+            return None
+        return {**msgspec.to_builtins(wait), "still_s": round(still_s, 1)}
 
-    async def watch(self, describe: Callable[[], str]) -> None:
+    def check(self, state: Waiting) -> None:
+        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``."""
+        still_s = self._still_s()
+        if still_s >= self._liveness.stall_s:
+            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")
+        wait = state.wait()
+        if still_s < self._liveness.warn_s or wait is None:
+            return
+        if self._warned_of is None or not wait.is_same(self._warned_of):
+            self._warned_of = wait
+            named = msgspec.to_builtins(wait)
+            log.warning("no progress", seconds=round(still_s), **named, detail=state.describe_wait())
+
+    async def watch(self, state: Waiting) -> None:
         """Check forever."""
         while True:
             await asyncio.sleep(CHECK_S)
-            self.check(describe)
+            self.check(state)
+
+    def _still_s(self) -> float:
+        return self._clock.now_s() - self._progress_s
+
+    def _is_progress(self, event: Event) -> bool:
+        """What every restart of a process brings counts once: it joins, says that it is ready, loads weights."""
+        match event:
+            case WorkerJoined():
+                return self._is_first("joined", event.worker_id, 0)
+            case TrainerReady():
+                return self._is_first("ready", event.worker_id, event.weights.version)
+            case WeightsLoaded():
+                return self._is_first("loaded", event.worker_id, event.weights.version)
+            case _:
+                return not isinstance(event, NO_PROGRESS)
+
+    def _is_first(self, what: str, worker_id: str, version: int) -> bool:
+        """Whether no incarnation of this worker came so far."""
+        key = (what, worker_id.rpartition(".")[0])
+        if version <= self._reached.get(key, -1):
+            return False
+        self._reached[key] = version
+        return True

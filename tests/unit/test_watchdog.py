@@ -5,31 +5,114 @@ from __future__ import annotations
 import pytest
 import structlog
 
+from orchestrator.core.pipeline import Wait
 from orchestrator.errors import StalledError
 from orchestrator.runtime.watchdog import Watchdog
 from transport.clock import ManualClock
-from transport.messages import RoundDone, Tick
+from transport.messages import (
+    Event,
+    RoundDone,
+    RowsMissing,
+    Tick,
+    TrainerReady,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+)
+from transport.settings import LivenessSettings
+from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind
 
 PROGRESS = RoundDone(round_id="1-0", num_rows=1, num_tokens=1, busy_s=0.1)
+LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)
+
+
+class Waiting:
+    """A run that waits at one stage."""
+
+    def __init__(self, stage: str = "scoring") -> None:
+        self.stage = stage
+
+    def wait(self) -> Wait:
+        return Wait(stage=self.stage, waits_for="the scores of 2 groups", owner="score-0.1", since_s=3.0)
+
+    def describe_wait(self) -> str:
+        return str(self.wait())
+
+
+def joined(worker: str) -> WorkerJoined:
+    return WorkerJoined(worker_id=WorkerId(worker), kind=WorkerKind.GENERATE)
+
+
+def ready(worker: str, version: int) -> TrainerReady:
+    return TrainerReady(worker_id=WorkerId(worker), weights=WeightIdentity(epoch=1, version=version))
+
+
+def loaded(worker: str, version: int) -> WeightsLoaded:
+    return WeightsLoaded(worker_id=WorkerId(worker), weights=WeightIdentity(epoch=1, version=version))
 
 
 def test_time_alone_is_no_progress():
     clock = ManualClock()
-    watchdog = Watchdog(10.0, clock)
+    watchdog = Watchdog(LIMITS, clock)
     clock.advance(9.0)
     watchdog.observe(Tick())
     clock.advance(1.0)
-    with pytest.raises(StalledError, match=r"no progress for 10 s: training waits for weights; .*--resume"):
-        watchdog.check(lambda: "training waits for weights")
+    with pytest.raises(StalledError, match=r"no progress for 10 s: scoring waits for .*; to act: score-0\.1"):
+        watchdog.check(Waiting())
 
 
-def test_it_warns_once_at_half_the_limit_and_again_after_progress():
+def test_it_warns_once_of_each_wait_and_again_after_progress():
     clock = ManualClock()
-    watchdog = Watchdog(10.0, clock)
+    watchdog = Watchdog(LIMITS, clock)
+    state = Waiting()
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):
-            clock.advance(6.0)
-            watchdog.check(lambda: "scoring")
-            watchdog.check(lambda: "scoring")
+            clock.advance(3.0)
+            watchdog.check(state)
+            clock.advance(1.0)
+            watchdog.check(state)
+            watchdog.check(state)
+            state.stage = "training"
+            watchdog.check(state)
             watchdog.observe(PROGRESS)
-    assert [entry["blocked"] for entry in logs] == ["scoring", "scoring"]
+            state.stage = "scoring"
+    said = [(entry["stage"], entry["seconds"], entry["owner"], entry["since_s"]) for entry in logs]
+    assert said == [("scoring", 4, "score-0.1", 3.0), ("training", 4, "score-0.1", 3.0)] * 2
+
+
+def test_the_status_names_what_blocks_from_the_first_limit_on():
+    clock = ManualClock()
+    watchdog = Watchdog(LIMITS, clock)
+    clock.advance(3.9)
+    assert watchdog.blocked(Waiting()) is None
+    clock.advance(0.1)
+    assert watchdog.blocked(Waiting()) == {
+        "stage": "scoring",
+        "waits_for": "the scores of 2 groups",
+        "owner": "score-0.1",
+        "since_s": 3.0,
+        "still_s": 4.0,
+    }
+    watchdog.observe(PROGRESS)
+    assert watchdog.blocked(Waiting()) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "further"),
+    [
+        (joined("generate-0.1"), joined("generate-0.2"), joined("generate-1.1")),
+        (ready("train-0.1", 2), ready("train-0.2", 2), ready("train-0.2", 3)),
+        (loaded("generate-0.1", 0), loaded("generate-0.2", 0), loaded("generate-0.2", 1)),
+        (PROGRESS, WorkerLost(worker_id=WorkerId("generate-0.1"), reason="its process ended"), PROGRESS),
+        (PROGRESS, RowsMissing(row_ids=(RowId("0/0/0"),)), PROGRESS),
+    ],
+    ids=["joins", "is ready", "loads", "is lost", "asks again"],
+)
+def test_what_a_crash_loop_repeats_is_no_progress(first: Event, again: Event, further: Event):
+    clock = ManualClock()
+    watchdog = Watchdog(LIMITS, clock)
+    for event, still_s in ((first, 0.0), (again, 5.0), (further, 0.0)):
+        clock.advance(5.0)
+        watchdog.observe(event)
+        blocked = watchdog.blocked(Waiting())
+        assert (blocked["still_s"] if blocked else 0.0) == still_s

@@ -73,6 +73,9 @@ CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "model"
 
 BROKER_POLL_S = 1.0
+STALLS = 2
+"""A trainer that hears nothing for so many ``stall_s`` ends: long after the orchestrator's watchdog, which names what
+blocks the run, would have ended it; so nobody orchestrates any more."""
 RETOLD = ("TrainerReady", "CheckpointSaved", "StepDone")
 """Events that the run cannot go on without; a lost RoundDone only delays the next round."""
 
@@ -220,7 +223,7 @@ class TrainerWorker:
             rank=self._rank,
             world_size=self._reducer.world_size,
             needs_reference=self._settings.algorithm.kl_coef > 0,
-            stall_s=self._settings.liveness.stall_s,
+            stall_s=STALLS * self._settings.liveness.stall_s,
         )
 
     # -- the log
