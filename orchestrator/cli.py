@@ -119,6 +119,18 @@ def inspect(
     raise typer.Exit(inspection.main(run_dir, audit=audit))
 
 
+@app.command(help="Write a run's trace for Perfetto, and draw it: what every worker did, and why it was idle.")
+def timeline(
+    run_dir: RunDirectory,
+    svg: Annotated[bool, typer.Option("--svg", help="Also draw it as timeline.svg.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also draw it as timeline.png (needs streamrl[plots]).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory to write to. [the run's]", show_default=False)] = None,
+) -> None:
+    from orchestrator.api import timeline as drawing
+
+    raise typer.Exit(drawing.main(run_dir, svg=svg, png=png, out=out))
+
+
 @app.command(help="Replay a run's journal: the same events must give the same commands.")
 def replay(run_dir: RunDirectory) -> None:
     from orchestrator.sim import replay as replaying

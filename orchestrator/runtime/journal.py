@@ -178,6 +178,19 @@ def read_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecor
                 yield record
 
 
+def read_whole_records(directory: Path) -> Iterator[JournalRecord]:
+    """All records, for a reader that is not the writer: of a live run, or after a crash that nobody recovered from yet.
+
+    What cannot be read of the last segment ends it: as a rule a write in progress. Changes nothing. Raises JournalError
+    for damage in an earlier segment.
+    """
+    try:
+        yield from read_records(directory)
+    except JournalError as error:
+        if error.path != max(_segments(directory), default=None):
+            raise
+
+
 def _frames(path: Path) -> Iterator[tuple[int, JournalRecord]]:
     raw = path.read_bytes()
     offset = 0

@@ -1,0 +1,60 @@
+"""``streamrl-orchestrator timeline``: a run's trace and picture, from its journal alone.
+
+Works on a run that is over, that crashed, and on a live one: the journal is read as far as it is whole. Owns: files.
+Never: what a span or a bubble is (orchestrator/report).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from orchestrator.errors import ConfigError
+from orchestrator.report.drawing import to_svg, write_png
+from orchestrator.report.spans import Timeline, build_timeline
+from orchestrator.report.timeline_drawing import draw_timeline
+from orchestrator.report.trace import trace_events
+from orchestrator.runtime.journal import read_whole_records
+from orchestrator.runtime.rundir import RunDir
+
+TRACE = "trace.json"
+
+
+def main(run_dir: Path, *, svg: bool, png: bool, out: Path | None) -> int:
+    """Write ``trace.json``, and with ``svg`` or ``png`` a picture, into ``out`` (the run's directory). Returns 0."""
+    timeline = read_timeline(run_dir)
+    directory = out or run_dir
+    directory.mkdir(parents=True, exist_ok=True)
+    written = [directory / TRACE]
+    write_trace(timeline, directory / TRACE)
+    drawing = draw_timeline(timeline, title=run_dir.name)
+    if svg:
+        written.append(directory / "timeline.svg")
+        written[-1].write_text(to_svg(drawing), encoding="utf-8")
+    if png:
+        written.append(directory / "timeline.png")
+        write_png(drawing, written[-1])
+    for path in written:
+        print(path)
+    print("open trace.json in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """The timeline of the run in ``run_dir``. Raises: ConfigError: there is none; JournalError: it is damaged."""
+    rundir = RunDir(run_dir)
+    if not rundir.journal.is_dir():
+        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
+    return build_timeline(read_whole_records(rundir.journal))
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the Chrome trace, one event a line, beside ``path`` first: a reader never sees half a file."""
+    beside = path.with_suffix(".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(trace_events(timeline)):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("\n]}\n")
+    os.replace(beside, path)

@@ -1,0 +1,246 @@
+"""Where a run's idle seconds went: every instant of every stage is busy, or idle for one cause.
+
+A generation worker with C slots that runs r samples is idle by the share ``1 - min(r, C) / C``: half-empty slots are
+half an idle worker. The first that holds names the cause:
+
+    weights    it is loading new weights, whatever runs beside that
+    other      samples that it has claimed wait for a slot (admission, prompts being computed)
+    skew       samples still run somewhere in the stage: it has none left while the long ones of all finish
+    weights    nothing runs: the trainer publishes, or another worker loads
+    pipeline   nothing runs and the trainer works: the stage waits for the other one
+    scoring    nothing runs, the trainer waits too, and finished groups have no advantages yet
+    other      none of these: broker, orchestrator, data, starting up
+
+The trainer is idle whenever it neither accumulates nor steps:
+
+    weights    it publishes a version
+    other      it saves a checkpoint
+    pipeline, skew   it waits while samples run on a share f of all slots: f of the wait is the pipeline's, since full
+               slots would have taken that long too, and 1 - f is the tail's
+    scoring    nothing runs, and finished groups have no advantages yet
+    weights    nothing runs, and a generation worker loads
+    other      none of these
+
+A worker counts from joining to its loss or the end, the trainer from its first TrainerReady. Source: the two kinds of
+bubble are StreamRL's (section 3); the split of the rest is ours, because "idle" alone names nobody who could act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from orchestrator.report.spans import TRAINER, SpanKind, Timeline
+
+
+class Cause(StrEnum):
+    """Why a stage was idle."""
+
+    PIPELINE = "pipeline"
+    SKEW = "skew"
+    WEIGHTS = "weights"
+    SCORING = "scoring"
+    OTHER = "other"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Seconds of one track in one window. present_s: it could have worked; what is not idle was busy."""
+
+    present_s: float = 0.0
+    idle_s: dict[Cause, float] = field(default_factory=dict[Cause, float])
+
+    @property
+    def busy_s(self) -> float:
+        return self.present_s - sum(self.idle_s.values())
+
+    def add(self, cause: Cause, seconds: float) -> None:
+        if seconds > 0:
+            self.idle_s[cause] = self.idle_s.get(cause, 0.0) + seconds
+
+    def __iadd__(self, other: Usage) -> Usage:
+        self.present_s += other.present_s
+        for cause, seconds in other.idle_s.items():
+            self.add(cause, seconds)
+        return self
+
+
+def usage_by_window(timeline: Timeline, edges: Sequence[float]) -> dict[str, list[Usage]]:
+    """Per track (generation workers and the trainer) its usage in each window [edges[i], edges[i + 1]).
+
+    Args:  edges: [W + 1] seconds of the run's clock, ascending.
+    """
+    sweep = _Sweep(timeline, len(edges) - 1)
+    changes = [change for change in _changes(timeline) if change[0] < edges[-1]]
+    position = 0
+    for window, edge in enumerate(edges):
+        while position < len(changes) and changes[position][0] <= edge:
+            sweep.apply(changes[position], in_window=window - 1)
+            position += 1
+        sweep.settle(edge, in_window=window - 1)
+    return sweep.usage
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """Their sum."""
+    summed = Usage()
+    for usage in usages:
+        summed += usage
+    return summed
+
+
+def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, float]]:
+    """What ``metrics.jsonl`` says of each (trainer epoch, batch), over the time since the batch trained before it.
+
+    ``bubble_<stage>_<cause>_s``: idle seconds, of generation summed over its workers (two idle workers for one second
+    are two).  ``<stage>_present_s``: what they are part of.
+    """
+    edges = [0.0, *(trained.at_s for trained in timeline.trained)]
+    usage = usage_by_window(timeline, edges)
+    lines: dict[tuple[int, int], dict[str, float]] = {}
+    for window, trained in enumerate(timeline.trained):
+        line: dict[str, float] = {}
+        for stage, tracks in stages(timeline).items():
+            of_stage = total([usage[track][window] for track in tracks])
+            line |= {f"bubble_{stage}_{cause}_s": round(of_stage.idle_s.get(cause, 0.0), 4) for cause in Cause}
+            line[f"{stage}_present_s"] = round(of_stage.present_s, 4)
+        lines[trained.epoch, trained.batch] = line
+    return lines
+
+
+def stages(timeline: Timeline) -> Mapping[str, list[str]]:
+    """Stage -> its tracks."""
+    return {"generation": timeline.workers, TRAINER: [TRAINER]}
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+_Change = tuple[float, str, str, int]
+"""(when, what, track, by how much)."""
+
+
+def _changes(timeline: Timeline) -> list[_Change]:
+    return sorted(_unordered_changes(timeline))
+
+
+def _unordered_changes(timeline: Timeline) -> Iterator[_Change]:
+    for presence in timeline.presences:
+        yield presence.start_s, "present", presence.track, presence.capacity
+        yield presence.end_s, "present", presence.track, -presence.capacity
+    for span in timeline.spans:
+        yield span.start_s, span.kind.value, span.track, 1
+        yield span.end_s, span.kind.value, span.track, -1
+        if span.queued_s > 0:
+            yield span.start_s - span.queued_s, "queued", span.track, 1
+            yield span.start_s, "queued", span.track, -1
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A generation worker at one instant of the sweep. settled_s, settled: up to where it is accounted for."""
+
+    capacity: int = 0
+    running: int = 0
+    queued: int = 0
+    loading: int = 0
+    settled_s: float = 0.0
+    settled: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
+
+
+class _Sweep:
+    """Goes through all changes in order of time, once.
+
+    The cause that lies in the stage is the same for all its workers, so its seconds are kept as running sums, and a
+    worker is looked at only when something of its own changes: the cost does not grow with workers times samples.
+    """
+
+    def __init__(self, timeline: Timeline, num_windows: int) -> None:
+        tracks = [*timeline.workers, TRAINER]
+        self.usage = {track: [Usage() for _ in range(num_windows)] for track in tracks}
+        self._workers = {track: _Worker() for track in timeline.workers}
+        self._now_s = 0.0
+        self._stage_s = dict.fromkeys(Cause, 0.0)
+        self._capacity = 0
+        self._active: dict[str, int] = dict.fromkeys((*SpanKind, "queued", "present"), 0)
+
+    def apply(self, change: _Change, *, in_window: int) -> None:
+        """Account up to the change, then make it. in_window: which window lies before it; -1 is before all."""
+        at_s, what, track, by = change
+        self._advance(at_s, in_window)
+        if track not in self._workers:
+            self._active[what] += by
+            return
+        worker = self._workers[track]
+        self._settle(track, worker, in_window)
+        match what:
+            case "present":
+                worker.capacity += by
+                self._capacity += by
+            case "queued":
+                worker.queued += by
+            case SpanKind.LOAD:
+                worker.loading += by
+                self._active[what] += by
+            case _:
+                worker.running += by
+                self._active[what] += by
+
+    def settle(self, at_s: float, *, in_window: int) -> None:
+        """Account everything up to ``at_s``, the end of a window."""
+        self._advance(at_s, in_window)
+        for track, worker in self._workers.items():
+            self._settle(track, worker, in_window)
+
+    def _advance(self, at_s: float, in_window: int) -> None:
+        seconds = at_s - self._now_s
+        if seconds <= 0:
+            return
+        self._stage_s[self._cause_in_stage()] += seconds
+        if self._active["present"] and in_window >= 0:
+            usage = self.usage[TRAINER][in_window]
+            usage.present_s += seconds
+            for cause, share in self._trainer_causes():
+                usage.add(cause, seconds * share)
+        self._now_s = at_s
+
+    def _settle(self, track: str, worker: _Worker, in_window: int) -> None:
+        """Account what ``worker`` did since it was last looked at."""
+        seconds = self._now_s - worker.settled_s
+        if seconds > 0 and worker.capacity and in_window >= 0:
+            usage = self.usage[track][in_window]
+            usage.present_s += seconds
+            share = 1.0 - min(worker.running, worker.capacity) / worker.capacity
+            if worker.loading or worker.queued:
+                usage.add(Cause.WEIGHTS if worker.loading else Cause.OTHER, share * seconds)
+            else:
+                for cause, until_now in self._stage_s.items():
+                    usage.add(cause, share * (until_now - worker.settled[cause]))
+        worker.settled_s = self._now_s
+        worker.settled = dict(self._stage_s)
+
+    def _cause_in_stage(self) -> Cause:
+        active = self._active
+        if active[SpanKind.SAMPLE]:
+            return Cause.SKEW
+        if active[SpanKind.PUBLISH] or active[SpanKind.LOAD]:
+            return Cause.WEIGHTS
+        if active[SpanKind.ROUND] or active[SpanKind.STEP] or active[SpanKind.CHECKPOINT]:
+            return Cause.PIPELINE
+        return Cause.SCORING if active[SpanKind.SCORING] else Cause.OTHER
+
+    def _trainer_causes(self) -> list[tuple[Cause, float]]:
+        """(cause, share) of the trainer's idleness at this instant; [] while it is busy."""
+        active = self._active
+        if active[SpanKind.ROUND] or active[SpanKind.STEP]:
+            return []
+        if active[SpanKind.PUBLISH]:
+            return [(Cause.WEIGHTS, 1.0)]
+        if active[SpanKind.CHECKPOINT]:
+            return [(Cause.OTHER, 1.0)]
+        if active[SpanKind.SAMPLE]:
+            full = min(1.0, active[SpanKind.SAMPLE] / self._capacity) if self._capacity else 1.0
+            return [(Cause.PIPELINE, full), (Cause.SKEW, 1.0 - full)]
+        if active[SpanKind.SCORING]:
+            return [(Cause.SCORING, 1.0)]
+        return [(Cause.WEIGHTS if active[SpanKind.LOAD] else Cause.OTHER, 1.0)]

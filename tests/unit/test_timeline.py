@@ -1,0 +1,213 @@
+"""From the events of a run to spans, a trace that opens, and a picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from orchestrator.api import timeline as command
+from orchestrator.errors import ConfigError
+from orchestrator.report.drawing import escaped, to_svg, write_png
+from orchestrator.report.spans import SCORING, TRAINER, SpanKind, Timeline, build_timeline
+from orchestrator.report.timeline_drawing import draw_timeline, nice_step
+from orchestrator.report.trace import trace_events, waits
+from orchestrator.runtime.journal import Journal, JournalError
+from transport.messages import (
+    CheckpointSaved,
+    Event,
+    GroupScored,
+    JournalRecord,
+    RolloutFailed,
+    RolloutFinished,
+    RoundDone,
+    StepDone,
+    TrainerReady,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+)
+from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
+
+W0, W1 = (WeightIdentity(epoch=1, version=version) for version in (0, 1))
+WORKER = WorkerId("generate-0.1")
+HOSTILE = "<script>alert(1)</script>\x1b[2J"
+
+
+def finished(sample: int, engine_s: float, queued_s: float = 0.0) -> RolloutFinished:
+    return RolloutFinished(
+        row_id=RowId(f"0/0/{sample}"),
+        worker_id=WORKER,
+        response_tokens=7,
+        finish_reason=FinishReason.STOP,
+        oldest=W0,
+        newest=W0,
+        engine_s=engine_s,
+        queued_s=queued_s,
+    )
+
+
+def records(*events: tuple[float, Event]) -> list[JournalRecord]:
+    return [JournalRecord(seq=seq, now_s=now_s, event=event) for seq, (now_s, event) in enumerate(events, 1)]
+
+
+STEP = StepDone(batch=0, weights=W1, num_rows=2, num_tokens=14, stepped_s=0.5, metrics={"publish_s": 0.5})
+RUN = records(
+    (1.0, WorkerJoined(worker_id=WORKER, kind=WorkerKind.GENERATE, capacity=4)),
+    (1.0, WorkerJoined(worker_id=WorkerId("train-0.1"), kind=WorkerKind.TRAIN)),
+    (2.0, TrainerReady(worker_id=WorkerId("train-0.1"), weights=W0)),
+    (5.0, finished(0, 2.0, queued_s=1.0)),
+    (6.0, finished(1, 3.0)),
+    (6.5, GroupScored(group_id=GroupId("0/0"), rewards=(1.0, 0.0), response_tokens=(7, 7), signal=True)),
+    (8.0, RoundDone(round_id="0.0", num_rows=2, num_tokens=14, busy_s=1.0)),
+    (9.0, STEP),
+    (9.5, CheckpointSaved(weights=W1, cursor="9-0", path="somewhere", seconds=0.5)),
+    (10.0, WeightsLoaded(worker_id=WORKER, weights=W1, seconds=0.5)),
+    (11.0, RolloutFailed(group_id=GroupId("1/0"), worker_id=WORKER, samples=(0,), reason=HOSTILE)),
+)
+
+
+def times(timeline: Timeline, kind: SpanKind) -> list[tuple[str, float, float]]:
+    return [(span.track, span.start_s, span.end_s) for span in timeline.spans if span.kind is kind]
+
+
+def test_spans_begin_where_the_events_say():
+    timeline = build_timeline(RUN)
+    assert times(timeline, SpanKind.SAMPLE) == [(WORKER, 3.0, 5.0), (WORKER, 3.0, 6.0)]
+    assert times(timeline, SpanKind.SCORING) == [(SCORING, 6.0, 6.5)]
+    assert times(timeline, SpanKind.ROUND) == [(TRAINER, 7.0, 8.0)]
+    assert times(timeline, SpanKind.STEP) == [(TRAINER, 8.0, 8.5)]
+    assert times(timeline, SpanKind.PUBLISH) == [(TRAINER, 8.5, 9.0)]
+    assert times(timeline, SpanKind.CHECKPOINT) == [(TRAINER, 9.0, 9.5)]
+    assert times(timeline, SpanKind.LOAD) == [(WORKER, 9.5, 10.0)]
+    assert [(trained.batch, trained.at_s) for trained in timeline.trained] == [(0, 9.0)]
+    assert timeline.end_s == 11.0
+
+
+def test_samples_that_run_together_get_lanes_of_their_own():
+    timeline = build_timeline(records((5.0, finished(0, 4.0)), (5.0, finished(1, 2.0)), (9.0, finished(2, 3.0))))
+    assert [(span.start_s, span.lane) for span in timeline.spans] == [(1.0, 0), (3.0, 1), (6.0, 0)]
+
+
+def test_what_is_told_again_counts_once():
+    again = records(*((r.now_s, r.event) for r in RUN), (12.0, STEP), (12.0, RUN[8].event), (12.0, RUN[5].event))
+    timeline = build_timeline(again)
+    assert len(timeline.trained) == 1
+    for kind in (SpanKind.CHECKPOINT, SpanKind.SCORING, SpanKind.PUBLISH):
+        assert len(times(timeline, kind)) == 1
+
+
+def test_a_lost_worker_is_present_until_it_was_lost():
+    timeline = build_timeline(
+        [*RUN[:1], JournalRecord(seq=2, now_s=4.0, event=WorkerLost(worker_id=WORKER, reason=""))]
+    )
+    (presence,) = timeline.presences
+    assert (presence.start_s, presence.end_s, presence.capacity) == (1.0, 4.0, 4)
+
+
+def test_a_step_between_mini_batches_lies_before_the_next_round():
+    one = RoundDone(round_id="0.0", num_rows=1, num_tokens=1, busy_s=1.0)
+    two = RoundDone(round_id="0.1", num_rows=1, num_tokens=1, busy_s=1.0, stepped_s=0.5)
+    timeline = build_timeline(records((1.0, one), (3.0, two)))
+    assert times(timeline, SpanKind.STEP) == [(TRAINER, 1.5, 2.0)]
+
+
+def test_waits_are_named_by_their_cause():
+    found = [(wait.track, wait.start_s, wait.end_s, wait.name) for wait in waits(build_timeline(RUN))]
+    assert (TRAINER, 2.0, 7.0, "wait: skew") in found
+    assert (WORKER, 6.0, 11.0, "wait: pipeline") in found
+
+
+def test_the_trace_is_whole(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    command.write_trace(build_timeline(RUN), path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "i", "C"}
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert set(named.values()) == {"orchestrator", "trainer", "scoring", WORKER}
+    assert all(event["pid"] in named for event in events)
+    sample = next(event for event in events if event["name"] == "0/0/0 stop")
+    assert (sample["ts"], sample["dur"], sample["args"]) == (3_000_000, 2_000_000, {"tokens": 7, "queued_s": 1.0})
+    spans = sorted((e["pid"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X")
+    for (pid, tid, ts, dur), (next_pid, next_tid, next_ts, _) in pairwise(spans):
+        assert (pid, tid) != (next_pid, next_tid) or ts + dur <= next_ts, "spans of one thread overlap"
+
+
+def test_a_trace_of_nothing_is_a_trace(tmp_path: Path):
+    command.write_trace(build_timeline([]), tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_drawing_is_well_formed_and_shows_every_track():
+    svg = to_svg(draw_timeline(build_timeline(RUN), title=f"run {HOSTILE}"))
+    words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    assert {WORKER, "scoring", "trainer", "skew bubble"} <= set(words)
+    assert "<script" not in svg
+    assert "\x1b" not in svg
+
+
+def test_the_drawing_of_an_empty_run_is_well_formed():
+    ElementTree.fromstring(to_svg(draw_timeline(build_timeline([]))))
+
+
+def test_a_png_is_drawn(tmp_path: Path):
+    image_module = pytest.importorskip("PIL.Image", reason="extra plots is not installed")
+    write_png(draw_timeline(build_timeline(RUN)), tmp_path / "timeline.png")
+    with image_module.open(tmp_path / "timeline.png") as image:
+        assert image.width == 2400
+        assert len(image.getcolors(1 << 20)) > 5
+
+
+@pytest.mark.parametrize(("span", "step"), [(0.0, 0.0), (11.0, 1.0), (12.1, 2.0), (343.0, 50.0), (0.3, 0.05)])
+def test_an_axis_has_few_round_numbers(span: float, step: float):
+    assert nice_step(span, 12) == pytest.approx(step)
+
+
+def test_hostile_words_lose_markup_and_controls():
+    assert escaped('<b a="1">\x1b[31m&\x07') == "&lt;b a=&quot;1&quot;&gt;[31m&amp;"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def journal_of(run_dir: Path) -> Path:
+    journal, _ = Journal.open(run_dir / "journal")
+    journal.append(RUN)
+    journal.close()
+    (segment,) = (run_dir / "journal").glob("segment-*.log")
+    return segment
+
+
+def test_the_command_writes_what_was_asked_for(tmp_path: Path):
+    journal_of(tmp_path / "run")
+    assert command.main(tmp_path / "run", svg=True, png=False, out=tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["timeline.svg", "trace.json"]
+
+
+def test_a_torn_journal_is_drawn_as_far_as_it_goes_and_left_as_it_is(tmp_path: Path):
+    segment = journal_of(tmp_path)
+    torn = segment.read_bytes()[:-3]
+    segment.write_bytes(torn)
+    assert command.read_timeline(tmp_path).end_s == 10.0
+    assert segment.read_bytes() == torn
+
+
+def test_damage_in_the_middle_of_history_is_named(tmp_path: Path):
+    segment = journal_of(tmp_path)
+    segment.write_bytes(segment.read_bytes()[:-3])
+    (tmp_path / "journal" / "segment-000000000012.log").write_bytes(b"")
+    with pytest.raises(JournalError):
+        command.read_timeline(tmp_path)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no run"):
+        command.read_timeline(tmp_path)
+
+
+def test_every_event_of_the_trace_names_its_place():
+    for event in trace_events(build_timeline(RUN)):
+        assert {"ph", "pid", "tid", "name"} <= event.keys()
