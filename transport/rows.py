@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from transport.broker.base import Broker, Commit, CommitResult
 from transport.errors import MessageError
 from transport.messages import rollout_info_decoder
-from transport.types import Column, GroupId, RowId
+from transport.types import USER_PREFIX, Column, GroupId, RowId
+from transport.user_columns import check_value
 
 COLUMN_DTYPES: Mapping[Column, np.dtype[Any]] = {
     Column.PROMPT_IDS: np.dtype("<i4"),
@@ -90,6 +91,9 @@ def check_columns(columns: Mapping[Column, bytes]) -> None:
         raise MessageError("a response has no tokens")
     if Column.LOSS_MASK in arrays and arrays[Column.LOSS_MASK].max(initial=0) > 1:
         raise MessageError("a loss mask holds something else than 0 and 1")
+    for column, raw in columns.items():
+        if column.startswith(USER_PREFIX):
+            check_value(column, raw)
     if Column.ROLLOUT_INFO in columns:
         _check_info(columns[Column.ROLLOUT_INFO], lengths.get(Column.RESPONSE_IDS))
 

@@ -5,6 +5,7 @@ Owns: names and shapes only. Never: I/O, decisions. Invariant: everything here i
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Literal, NewType
 
@@ -18,6 +19,10 @@ GroupId = NewType("GroupId", str)
 """``<batch>/<slot>``, e.g. ``12/3``; a refill takes the next unused slot number, so no id is ever used twice."""
 RowId = NewType("RowId", str)
 """``<batch>/<slot>/<sample>`` without the attempt, so that the first valid insert wins."""
+
+USER_PREFIX = "x_"
+"""How names of columns and tasks begin that a user declared: nothing of a run ever reads, replaces or removes them."""
+_USER_NAME = re.compile(rf"{USER_PREFIX}[a-z0-9_]{{1,60}}")
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; readers accept this version and the one before."""
@@ -110,8 +115,25 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+def is_user_name(name: str) -> bool:
+    """Whether ``name`` is one that a user may give to a column or a task: ``x_``, then letters, digits, underscores."""
+    return _USER_NAME.fullmatch(name) is not None
+
+
 class Column(StrEnum):
-    """The columns of a row (one sample) and of its group (what its samples share)."""
+    """The columns of a row (one sample) and of its group (what its samples share).
+
+    ``Column("x_anything")`` is a user's column: it behaves like a member and is equal to every other of its name, but
+    is not listed. See user_columns.py for what it holds.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> Column | None:
+        if not isinstance(value, str) or not is_user_name(value):
+            return None
+        column = str.__new__(cls, value)
+        column._name_ = column._value_ = value
+        return column
 
     # of the group, written when its prompt is admitted
     PROMPT_IDS = "prompt_ids"  # int32 [P]

@@ -24,11 +24,11 @@ from transport.errors import PeerUnavailableError
 from transport.messages import MessageDecoder, encode
 from transport.rows import check_commit
 from transport.tensors.manifest import checksum
-from transport.types import Column, GroupId, RowId, Struct, parse_row_id
+from transport.types import USER_PREFIX, Column, GroupId, RowId, Struct, parse_row_id
 from transport.units import Part, UnitClient
 
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
-"""Columns that grow with the response. The others are a few bytes and stay in the broker."""
+"""Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
 
 
 class Locator(Struct, frozen=True, kw_only=True):
@@ -41,6 +41,11 @@ class Locator(Struct, frozen=True, kw_only=True):
 
 
 _locator_decoder = MessageDecoder(Locator)
+
+
+def in_unit(column: Column) -> bool:
+    """Whether a column's bytes lie in a unit: those that grow with the response, and all of users."""
+    return column in UNIT_COLUMNS or column.startswith(USER_PREFIX)
 
 
 class UnitRows:
@@ -86,7 +91,7 @@ class UnitRows:
     async def _store(self, row: RowWrite) -> Mapping[Column, bytes]:
         """Put the bulky columns of a row into a unit. Returns its columns with locators in their place."""
         attempt = uuid.uuid4().hex
-        bulky = {column: raw for column, raw in row.columns.items() if column in UNIT_COLUMNS}
+        bulky = {column: raw for column, raw in row.columns.items() if in_unit(column)}
         if not bulky:
             return row.columns
         group_id, _ = parse_row_id(row.row_id)
@@ -159,7 +164,7 @@ def _by_unit(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, list[tuple[int
     result: dict[str, list[tuple[int, Column, Part]]] = {}
     for index, row in enumerate(rows):
         for column, raw in row.items():
-            if column in UNIT_COLUMNS:
+            if in_unit(column):
                 at = _locator_decoder.decode(raw)
                 part = Part(key=at.key, nbytes=at.nbytes, checksum=at.checksum)
                 result.setdefault(at.unit, []).append((index, column, part))

@@ -259,10 +259,19 @@ class Broker(Protocol):
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
         """Store the run's tasks in place of former ones; their notices go to the queue ``tasks:<name>``. Idempotent.
+        Tasks of users stay.
 
         Declared before rows are written: a unit that was complete before is not noticed. A notice has the readable
         fields task, unit (row or group id) and group, and no payload; there is exactly one for each unit.
         """
+        ...
+
+    async def add_user_task(self, task: TaskSpec) -> None:
+        """Store one user's task (``x_...``) beside all others, in place of a former one of its name. Idempotent."""
+        ...
+
+    async def remove_user_task(self, name: str) -> None:
+        """Forget a user's task and its queue. Nothing happens when there is none."""
         ...
 
     async def commit(self, commit: Commit) -> CommitResult: ...

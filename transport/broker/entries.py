@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from transport.broker.base import Append, Commit, DeadLetter, Entry, parse_entry_id
 from transport.errors import MessageError
 from transport.messages import MAX_MESSAGE_BYTES
-from transport.types import TaskSpec
+from transport.types import USER_PREFIX, TaskSpec, is_user_name
 
 PAYLOAD = "payload"
 DEAD_PREFIX = "dead_"
@@ -55,13 +55,23 @@ def _check_appends(appends: Sequence[Append]) -> None:
         check_entry(append.entry)
 
 
-def check_tasks(tasks: Sequence[TaskSpec]) -> None:
-    """Raises ValueError for a task that reads nothing (it would be ready before any row) or a name used twice."""
+def check_tasks(tasks: Sequence[TaskSpec], *, of_user: bool = False) -> None:
+    """Raises ValueError for a task that reads nothing (it would be ready before any row), a name used twice, or a name
+    that is not of its owner: users' tasks begin with ``x_`` and the run's do not."""
     for task in tasks:
         if not task.reads:
             raise ValueError(f"task {task.name} reads no column")
+        check_task_name(task.name, of_user=of_user)
     if len({task.name for task in tasks}) != len(tasks):
         raise ValueError("two tasks have one name")
+
+
+def check_task_name(name: str, *, of_user: bool) -> None:
+    """Raises ValueError for a user's task under a name of the run's, or the other way round."""
+    if of_user and not is_user_name(name):
+        raise ValueError(f"task {name!r} is not a user's: its name begins with {USER_PREFIX!r}, then a-z, 0-9 or _")
+    if not of_user and name.startswith(USER_PREFIX):
+        raise ValueError(f"task {name!r} is a user's, and would outlive what declares it")
 
 
 def entry_from_fields(flat: Sequence[bytes]) -> Entry:

@@ -13,6 +13,7 @@ from importlib.resources import files
 import msgspec
 
 from transport.broker import keys
+from transport.types import USER_PREFIX
 
 MAX_DEAD_LETTERS = 10_000
 """Kept of the dead-letter stream. Each is a bug or a poisoned input: more would be read by nobody."""
@@ -27,6 +28,7 @@ _KEY_NAMES: dict[str, str | int] = {
     "dead": keys.DEAD,
     "tasks": keys.tasks(""),
     "lease": keys.LEASE_PREFIX,
+    "user": USER_PREFIX,
     "max_dead": MAX_DEAD_LETTERS,
 }
 

@@ -29,10 +29,17 @@ from transport.broker.base import (
     ServerInfo,
     parse_entry_id,
 )
-from transport.broker.entries import check_commit, check_entry, check_ids, check_tasks, dead_letter
+from transport.broker.entries import (
+    check_commit,
+    check_entry,
+    check_ids,
+    check_task_name,
+    check_tasks,
+    dead_letter,
+)
 from transport.broker.memory_server import Group, MemoryServer, RunState
 from transport.errors import FencedError
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
+from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 __all__ = ["MemoryBroker", "MemoryServer"]
 
@@ -207,9 +214,22 @@ class MemoryBroker:
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
         check_tasks(tasks)
         with self._step() as state:
-            state.tasks = tuple(tasks)
+            of_users = (task for task in state.tasks if task.name.startswith(USER_PREFIX))
+            state.tasks = (*tasks, *of_users)
             for task in tasks:
                 state.stream(keys.tasks(task.name)).is_queue = True
+
+    async def add_user_task(self, task: TaskSpec) -> None:
+        check_tasks([task], of_user=True)
+        with self._step() as state:
+            state.tasks = (*(other for other in state.tasks if other.name != task.name), task)
+            state.stream(keys.tasks(task.name)).is_queue = True
+
+    async def remove_user_task(self, name: str) -> None:
+        check_task_name(name, of_user=True)
+        with self._step() as state:
+            state.tasks = tuple(task for task in state.tasks if task.name != name)
+            state.streams.pop(keys.tasks(name), None)
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)

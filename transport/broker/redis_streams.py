@@ -33,6 +33,7 @@ from transport.broker.entries import (
     check_commit,
     check_entry,
     check_ids,
+    check_task_name,
     check_tasks,
     dead_letter,
     entry_from_fields,
@@ -227,8 +228,16 @@ class RedisBroker:
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
         check_tasks(tasks)
-        specs = [[task.name, msgspec.json.encode(task, order="sorted").decode()] for task in tasks]
-        await self._again("declare_tasks", {"tasks": specs})
+        await self._again("declare_tasks", {"replace": 1, "tasks": _specs(tasks)})
+
+    async def add_user_task(self, task: TaskSpec) -> None:
+        check_tasks([task], of_user=True)
+        await self._again("declare_tasks", {"replace": 0, "tasks": _specs([task])})
+
+    async def remove_user_task(self, name: str) -> None:
+        check_task_name(name, of_user=True)
+        await self._link.command("HDEL", self._key(keys.TASK_SPECS), name)
+        await self.delete_stream(keys.tasks(name))
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
@@ -313,6 +322,10 @@ def _fields(request: Request, entry: Entry) -> list[object]:
     if entry.payload or not flat:
         flat += [PAYLOAD, request.blob(entry.payload)]
     return flat
+
+
+def _specs(tasks: Iterable[TaskSpec]) -> list[list[str]]:
+    return [[task.name, msgspec.json.encode(task, order="sorted").decode()] for task in tasks]
 
 
 def _appends(request: Request, appends: Iterable[Append]) -> list[object]:

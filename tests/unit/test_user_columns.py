@@ -1,0 +1,74 @@
+"""Users' columns: names that are allowed, values that come back exactly, bytes that are refused."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from transport.errors import MessageError
+from transport.types import Column, is_user_name
+from transport.user_columns import check_value, decode_value, encode_value
+
+NAME = Column("x_notes")
+DTYPES = ["?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", ">i4"]
+
+
+def test_a_users_column_is_a_column() -> None:
+    assert Column("x_notes") == NAME == "x_notes"
+    assert {NAME: 1}[Column("x_notes")] == 1
+    assert f"{NAME}" == NAME.value == NAME.name == "x_notes"
+    assert NAME not in list(Column)
+    assert Column("reward") is Column.REWARD
+
+
+@pytest.mark.parametrize("name", ["notes", "x_", "x_A", "x_a b", "x_" + "a" * 61, "x_a:b", "", 7])
+def test_other_names_are_none(name: object) -> None:
+    with pytest.raises(ValueError, match="is not a valid Column"):
+        Column(name)
+    assert not is_user_name(str(name))
+
+
+@given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=3, min_side=0))))
+def test_arrays_come_back_exactly(array: np.ndarray) -> None:
+    raw = encode_value(array)
+    check_value(NAME, raw)
+    back = decode_value(NAME, raw)
+    assert isinstance(back, np.ndarray)
+    assert (back.shape, back.dtype) == (array.shape, array.dtype.newbyteorder("<"))
+    assert np.array_equal(back, array, equal_nan=array.dtype.kind == "f")
+
+
+@given(st.text())
+def test_texts_come_back_exactly(text: str) -> None:
+    raw = encode_value(text)
+    check_value(NAME, raw)
+    assert decode_value(NAME, raw) == text
+
+
+@pytest.mark.parametrize("value", [b"bytes", None, {}, [1j], np.zeros([1] * 9), np.array(["a"])])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="no column holds"):
+        encode_value(value)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_value_or_a_named_error(raw: bytes) -> None:
+    assert _refusal(check_value, raw) == _refusal(decode_value, raw)
+
+
+def _refusal(read: Callable[[Column, bytes], object], raw: bytes) -> str:
+    try:
+        read(NAME, raw)
+    except MessageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_array_cut_short_is_refused() -> None:
+    raw = encode_value(np.arange(5, dtype=np.int32))
+    for end in range(len(raw)):
+        with pytest.raises(MessageError):
+            check_value(NAME, raw[:end])
