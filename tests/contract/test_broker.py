@@ -254,6 +254,56 @@ async def test_reject_buries_acknowledges_and_tells_in_one_step(broker: Broker) 
     assert await broker.length(keys.EVENTS) == 1
 
 
+async def bury(broker: Broker, name: str) -> Delivery:
+    await broker.enqueue(QUEUE, entry(name, b"\xc1"))
+    (delivery,) = await broker.claim(QUEUE, "c", count=1)
+    await broker.reject(delivery, f"{name} raised")
+    return delivery
+
+
+async def test_a_retried_dead_letter_is_back_in_its_queue_as_if_it_were_new(broker: Broker) -> None:
+    await bury(broker, "a")
+    await bury(broker, "b")
+    first, second = await broker.dead_letters()
+    assert [letter.reason for letter in (first, second)] == ["a raised", "b raised"]
+    entry_id = await broker.retry_dead(second.letter_id)
+    assert await broker.dead_letters() == [first]
+    (again,) = await broker.claim(QUEUE, "d", count=9)
+    assert (again.entry_id, again.entry, again.deliveries) == (entry_id, entry("b", b"\xc1"), 1)
+    (held,) = await broker.pending(QUEUE)
+    assert (held.consumer, held.deliveries) == ("d", 1)
+
+
+async def test_a_dead_letter_is_retried_once_and_a_queue_that_is_gone_comes_back(broker: Broker) -> None:
+    await bury(broker, "a")
+    await broker.delete_stream(QUEUE)
+    (letter,) = await broker.dead_letters()
+    tries = await asyncio.gather(*(broker.retry_dead(letter.letter_id) for _ in range(3)))
+    assert sum(entry_id is not None for entry_id in tries) == 1
+    assert names(await broker.claim(QUEUE, "c", count=9)) == ["a"]
+    assert (await broker.streams())[QUEUE] == 1
+
+
+async def test_a_dropped_dead_letter_is_gone(broker: Broker) -> None:
+    await bury(broker, "a")
+    (letter,) = await broker.dead_letters()
+    assert await broker.drop_dead(letter.letter_id)
+    assert not await broker.drop_dead(letter.letter_id)
+    assert await broker.retry_dead(letter.letter_id) is None
+    assert await broker.dead_letters() == []
+    assert await broker.length(QUEUE) == 0
+
+
+async def test_foreign_bytes_among_the_dead_letters_are_not_retried(broker: Broker) -> None:
+    await broker.append(keys.DEAD, entry("foreign"))
+    (letter,) = await broker.dead_letters()
+    assert await broker.retry_dead(letter.letter_id) is None
+    assert await broker.dead_letters() == [letter]
+    assert await broker.drop_dead(letter.letter_id)
+    with pytest.raises(ValueError, match="not an entry id"):
+        await broker.retry_dead("all")
+
+
 async def test_trimming_a_queue_never_removes_what_is_held_or_waiting(broker: Broker) -> None:
     for i in range(1, 5):
         await broker.enqueue(QUEUE, entry(str(i)), entry_id=f"{i}-0")

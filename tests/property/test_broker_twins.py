@@ -77,7 +77,10 @@ writes = st.builds(
 calls = st.builds(
     Call,
     name=st.sampled_from(
-        ["append", "append_at", "enqueue", "claim", "renew", "reclaim", "reject", "trim", "drop", "delete", "epoch"]
+        [
+            *("append", "append_at", "enqueue", "claim", "renew", "reclaim", "reject", "trim", "drop", "delete"),
+            *("epoch", "retry", "forget"),
+        ]
     ),
     queue=st.sampled_from(QUEUES),
     consumer=st.sampled_from(["c0", "c1"]),
@@ -140,6 +143,16 @@ class Player:
     async def _reject(self, call: Call) -> object:
         held = self._delivery(call.number)
         return held and await self._broker.reject(held, "bad", appends=[Append(stream="events", entry=call.entry)])
+
+    async def _letter(self, number: int) -> str:
+        letters = await self._broker.dead_letters()
+        return letters[number].letter_id if number < len(letters) else "1-1"
+
+    async def _retry(self, call: Call) -> object:
+        return await self._broker.retry_dead(await self._letter(call.number)) is not None
+
+    async def _forget(self, call: Call) -> object:
+        return await self._broker.drop_dead(await self._letter(call.number))
 
     async def _trim(self, call: Call) -> object:
         upto = await self._broker.last_id(call.queue)

@@ -151,8 +151,12 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """An entry that was given up: its id in the queue it came from, and the reason. The newest 10,000 are kept."""
+    """An entry that was given up, and the reason. The newest 10,000 are kept.
 
+    letter_id: among the dead letters, for ``retry_dead`` and ``drop_dead``.  entry_id: in the queue it came from.
+    """
+
+    letter_id: str
     entry_id: str
     queue: str
     reason: str
@@ -254,7 +258,21 @@ class Broker(Protocol):
         ...
 
     async def pending(self, queue: str, *, count: int = 100) -> list[Pending]: ...
-    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]: ...
+    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
+        """The oldest ``count`` dead letters, oldest first."""
+        ...
+
+    async def retry_dead(self, letter_id: str) -> str | None:
+        """Put a dead letter back into its queue as a new entry, delivered to nobody yet: one step.
+
+        Returns the entry's id; None when there is no such letter (any more), and then nothing happens. Not for queues
+        whose writer chooses the ids: the new entry's id would be above all of its own.
+        """
+        ...
+
+    async def drop_dead(self, letter_id: str) -> bool:
+        """Forget a dead letter. Returns whether it was there."""
+        ...
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:

@@ -81,11 +81,12 @@ def entry_from_fields(flat: Sequence[bytes]) -> Entry:
     return Entry(fields={name: _text(value) for name, value in pairs.items()}, payload=payload)
 
 
-def dead_letter(buried: Entry) -> DeadLetter:
-    """What ``bury`` in prelude.lua wrote, taken apart again."""
+def dead_letter(letter_id: str, buried: Entry) -> DeadLetter:
+    """What ``bury`` in prelude.lua wrote as ``letter_id``, taken apart again."""
     said = {name: value for name, value in buried.fields.items() if name.startswith(DEAD_PREFIX)}
     fields = {name: value for name, value in buried.fields.items() if name not in said}
     return DeadLetter(
+        letter_id=letter_id,
         entry_id=said.get("dead_id", ""),
         queue=said.get("dead_queue", ""),
         reason=said.get("dead_reason", ""),

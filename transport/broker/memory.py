@@ -208,7 +208,26 @@ class MemoryBroker:
     async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
         with self._step() as state:
             stream = state.streams.get(keys.DEAD)
-            return [dead_letter(entry.entry) for entry in stream.entries[:count]] if stream else []
+            found = stream.entries[:count] if stream else []
+            return [dead_letter(entry.entry_id, entry.entry) for entry in found]
+
+    async def retry_dead(self, letter_id: str) -> str | None:
+        parse_entry_id(letter_id)
+        await asyncio.sleep(0)
+        with self._step(appends=True) as state:
+            letter = state.letter(letter_id)
+            if letter is None or not letter.queue:
+                return None
+            state.forget_letter(letter_id)
+            stream = state.stream(letter.queue)
+            stream.is_queue = True
+            return stream.add(letter.entry, None, self._server.now_ms())
+
+    async def drop_dead(self, letter_id: str) -> bool:
+        parse_entry_id(letter_id)
+        await asyncio.sleep(0)
+        with self._step() as state:
+            return state.forget_letter(letter_id)
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:

@@ -138,7 +138,20 @@ class RunState:
         stream = self.stream(keys.DEAD)
         stream.add(buried, None, now_ms)
         del stream.entries[:-MAX_DEAD_LETTERS]
-        return dead_letter(buried)
+        return dead_letter(stream.last_id, buried)
+
+    def letter(self, letter_id: str) -> DeadLetter | None:
+        """The dead letter of this id, if it is there."""
+        stream = self.streams.get(keys.DEAD, Stream())
+        found = [entry.entry for entry in stream.entries if entry.entry_id == letter_id]
+        return dead_letter(letter_id, found[0]) if found else None
+
+    def forget_letter(self, letter_id: str) -> bool:
+        """Take a dead letter out. Returns whether it was there."""
+        stream = self.streams.get(keys.DEAD, Stream())
+        before = len(stream.entries)
+        stream.entries = [entry for entry in stream.entries if entry.entry_id != letter_id]
+        return len(stream.entries) < before
 
 
 class MemoryServer:

@@ -197,12 +197,12 @@ class RedisBroker:
         request = Request({"queue": queue, "consumer": consumer, "idle_ms": ceil(1000 * idle_s)})
         request.body.update(max_deliveries=max_deliveries, count=count)
         reply = await self._once("reclaim", request)
-        taken, dead = cast("tuple[list[tuple[bytes, int, _Fields]], list[_Fields]]", reply)
+        taken, dead = cast("tuple[list[tuple[bytes, int, _Fields]], list[tuple[bytes, _Fields]]]", reply)
         deliveries = [
             Delivery(queue=queue, entry_id=raw_id.decode(), entry=entry_from_fields(flat), deliveries=number)
             for raw_id, number, flat in taken
         ]
-        return deliveries, [dead_letter(entry_from_fields(flat)) for flat in dead]
+        return deliveries, [dead_letter(raw_id.decode(), entry_from_fields(flat)) for raw_id, flat in dead]
 
     async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
         request = Request({"queue": delivery.queue, "id": delivery.entry_id, "reason": reason})
@@ -223,7 +223,16 @@ class RedisBroker:
 
     async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
         reply = await self._link.command("XRANGE", self._key(keys.DEAD), "-", "+", "COUNT", count)
-        return [dead_letter(entry.entry) for entry in _log_entries(cast("list[tuple[bytes, _Fields]]", reply))]
+        letters = _log_entries(cast("list[tuple[bytes, _Fields]]", reply))
+        return [dead_letter(letter.entry_id, letter.entry) for letter in letters]
+
+    async def retry_dead(self, letter_id: str) -> str | None:
+        parse_entry_id(letter_id)
+        return cast("bytes", await self._once("retry_dead", Request({"id": letter_id}))).decode() or None
+
+    async def drop_dead(self, letter_id: str) -> bool:
+        parse_entry_id(letter_id)
+        return await self._once("drop_dead", Request({"id": letter_id})) == 1
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:

@@ -95,6 +95,7 @@ local function acknowledge(queue, id)
 end
 
 -- Give up a pending entry. Its fields are kept, and what is said about them starts with "dead_".
+-- Reply: {letter id, fields}, nil when the entry is gone.
 local function bury(queue, id, reason)
   local entry = redis.call('XRANGE', key(queue), id, id)[1]
   acknowledge(queue, id)
@@ -105,7 +106,7 @@ local function bury(queue, id, reason)
   for _, value in ipairs(entry[2]) do
     fields[#fields + 1] = value
   end
-  redis.call('XADD', key(KEY.dead), 'MAXLEN', KEY.max_dead, '*', unpack(fields))
+  local letter = redis.call('XADD', key(KEY.dead), 'MAXLEN', KEY.max_dead, '*', unpack(fields))
   redis.call('SADD', key(KEY.streams), KEY.dead)
-  return fields
+  return { letter, fields }
 end

@@ -1,5 +1,5 @@
 -- Take over pending entries whose lease ran out, or bury those that were delivered too often.
--- Request: queue, consumer, idle_ms, max_deliveries, count.  Reply: {{id, deliveries, fields} ...}, {fields ...}.
+-- Request: queue, consumer, idle_ms, max_deliveries, count.  Reply: {{id, deliveries, fields} ...}, {{letter id, fields} ...}.
 
 local function expired(request)
   local pending =
