@@ -24,7 +24,7 @@ from workers.trainer import attention
 from workers.trainer.load import check_packing, load_module
 from workers.trainer.model import PolicyModel
 from workers.trainer.packing import PromptGroup, pack
-from workers.trainer.step import TrainStep
+from workers.trainer.step import TrainStep, global_norm
 
 CPU = torch.device("cpu")
 
@@ -175,6 +175,13 @@ def test_the_clipped_gradient_has_the_norm_asked_for(tmp_path: Path, monkeypatch
     step.accumulate(make_groups())
     step.close(batch=0, num_rows=9, num_tokens=34)
     assert norms == pytest.approx([0.5], rel=1e-4)
+
+
+def test_the_norm_of_many_elements_is_exact() -> None:
+    gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    assert global_norm(gradient) == pytest.approx(gradient.norm(dtype=torch.float64).item(), rel=1e-6)
+    gradient[5] = float("inf")
+    assert not np.isfinite(global_norm(gradient))
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_said(tmp_path: Path) -> None:

@@ -17,16 +17,14 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from transport import faults
 from transport.errors import MessageError
@@ -34,14 +32,12 @@ from transport.ledger import CHECKPOINT_PREFIX, FILE_NAME, Ledger, checkpoint_di
 from transport.settings import Settings
 from transport.tensors.manifest import checksum
 from workers.errors import CheckpointError, ResumeMismatchError
-from workers.trainer.step import TrainStep
 
 log = structlog.get_logger(__name__)
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 META_FILE = "meta.json"
-RANDOM_STATE = "torch_random_state"
 HEADROOM_BYTES = 1024 * 1024
 """For the small files and the headers."""
 
@@ -51,6 +47,14 @@ class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     nbytes: int
     checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file of tensors that is yet to be written. nbytes: of the tensors."""
+
+    nbytes: int
+    write: Callable[[Path], None]
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,25 +116,26 @@ class CheckpointStore:
         self._keep = max(keep, 1)
         self._saved: tuple[int, int] | None = None
 
-    def save(self, step: TrainStep, ledger: Ledger, meta: CheckpointMeta) -> Path:
+    def save(self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta) -> Path:
         """Write a checkpoint and put it in place; ``meta.files`` is filled in here.
+
+        files: by name, MODEL_FILE and OPTIMIZER_FILE; after a save of the same version theirs are taken again.
 
         Raises: CheckpointError: the disk is full or refuses; nothing of the attempt is left, older ones are untouched.
         """
         target = self._directory / f"{CHECKPOINT_PREFIX}{meta.version}"
-        tensors = {MODEL_FILE: dict(step.policy.masters), OPTIMIZER_FILE: optimizer_tensors(step)}
-        needed = sum(t.nbytes for file in tensors.values() for t in file.values()) + HEADROOM_BYTES
+        needed = sum(file.nbytes for file in files.values()) + HEADROOM_BYTES
         aside = self._directory / f"writing-{meta.version}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._clear_remains()
             self._require_space(target, needed)
             aside.mkdir()
-            for name, content in tensors.items():
+            for name, file in files.items():
                 if self._saved == (meta.epoch, meta.version):
                     os.link(target / name, aside / name)  # the last save again, with a later cursor
                 else:
-                    save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, aside / name)
+                    file.write(aside / name)
             (aside / FILE_NAME).write_bytes(ledger.to_bytes())
             marks = {path.name: _mark(path) for path in sorted(aside.iterdir())}
             meta = msgspec.structs.replace(meta, files=marks)
@@ -179,38 +184,6 @@ class CheckpointStore:
     def _prune(self) -> None:
         for path in list(checkpoint_dirs(self._directory).values())[self._keep :]:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def optimizer_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name, and the random state. Nothing of a parameter that never stepped."""
-    state = step.optimizer.state
-    tensors = {
-        f"{key}.{name}": torch.as_tensor(value)
-        for name, parameter in step.policy.masters.items()
-        for key, value in state.get(parameter, {}).items()
-    }
-    return tensors | {RANDOM_STATE: torch.get_rng_state()}
-
-
-def restore(step: TrainStep, checkpoint: Checkpoint) -> None:
-    """Make ``step`` what it was when it was saved, bit for bit.
-
-    Raises: CheckpointError: the tensors are not those of this model.
-    """
-    weights = load_file(checkpoint.path / MODEL_FILE)
-    saved = load_file(checkpoint.path / OPTIMIZER_FILE)
-    masters = step.policy.masters
-    wrong = sorted(weights.keys() ^ masters.keys()) or [n for n, p in masters.items() if weights[n].shape != p.shape]
-    if wrong:
-        raise CheckpointError(checkpoint.path, 0, f"its tensors are not those of this model: {', '.join(wrong[:4])}")
-    with torch.no_grad():
-        for name, parameter in masters.items():
-            parameter.copy_(weights[name])
-    torch.set_rng_state(saved.pop(RANDOM_STATE))
-    for key, tensor in saved.items():
-        kind, _, name = key.partition(".")
-        step.optimizer.state[masters[name]][kind] = tensor.to(masters[name].device)
-    step.policy.refresh()
 
 
 def _verified(path: Path) -> Checkpoint:

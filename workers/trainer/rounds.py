@@ -27,7 +27,7 @@ from transport.rows import RowStore, decode_array, decode_scalar
 from transport.types import Column, GroupId, RowId, row_id
 from workers.errors import RoundsError
 from workers.generation.publish import event_entry
-from workers.trainer.packing import PromptGroup, TrainingSample
+from workers.trainer.samples import PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """The trainer worker: trains the rounds log, publishes each version, saves checkpoints.
 
-    rounds ─► RoundsReader ─► TrainStep (one torch thread) ─► RoundDone
+    rounds ─► RoundsReader ─► Learner (one thread) ─► RoundDone
                               CloseMiniBatch: step ─► publish ─► manifest on weights, StepDone ─► checkpoint
                               FinishTraining: last checkpoint, final model, end
 
@@ -8,21 +8,21 @@ Owns: the order of these effects. Never: decides what is trained. Invariants: th
 a checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get
 to tell of is done again by the next one, from its checkpoint, under a new epoch.
 
-Torch runs in a thread of its own, so that leases are renewed and the next round's rows come in while it works.
+The learner (learner.py) runs in a thread of its own, so that leases are renewed and the next round's rows come in
+while it works.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 import structlog
-import torch
 
 from transport import faults
 from transport.broker import keys
@@ -49,22 +49,10 @@ from transport.types import RowId, WeightIdentity, WorkerId, row_id
 from workers.errors import CheckpointError, RoundsError
 from workers.generation.publish import event_entry
 from workers.lifecycle import Activity
-from workers.trainer.checkpoint import (
-    Checkpoint,
-    CheckpointMeta,
-    CheckpointStore,
-    check_fingerprint,
-    fingerprint,
-    restore,
-)
-from workers.trainer.final_model import save_final_model
-from workers.trainer.load import choose_device
-from workers.trainer.packing import PromptGroup
-from workers.trainer.parallel import GradientReducer, SingleRank
-from workers.trainer.ranks import meet_ranks
+from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
+from workers.trainer.learner import Learner, PieceDone
 from workers.trainer.rounds import Fetched, RoundsReader
-from workers.trainer.setup import build_step
-from workers.trainer.step import PieceDone, TrainStep
+from workers.trainer.samples import PromptGroup
 
 log = structlog.get_logger(__name__)
 
@@ -82,21 +70,11 @@ RETOLD = ("TrainerReady", "CheckpointSaved", "StepDone")
 T = TypeVar("T")
 
 
-class Publisher(Protocol):
-    """Makes a version of the weights readable (publish.WeightPublisher)."""
-
-    def publish(
-        self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
-    ) -> WeightManifest: ...
-
-    def close(self) -> None: ...
-
-
 class TrainerWorker:
     """One rank of the trainer. Rank 0 publishes, tells and saves; the others only compute.
 
-    model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  rows: where columns live; the broker's
-    own hashes by default.  rank: which of the ``trainer.ranks`` this is.
+    model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  learner: what is trained.
+    rows: where columns live; the broker's own hashes by default.  rank: which of the ``trainer.ranks`` this is.
     """
 
     def __init__(
@@ -106,28 +84,23 @@ class TrainerWorker:
         worker_id: WorkerId,
         model_dir: Path,
         run_dir: Path,
-        publisher: Publisher,
+        learner: Learner,
         clock: Clock,
         *,
         rows: RowStore | None = None,
         rank: int = 0,
-        trust_remote_code: bool = False,
     ) -> None:
         self._broker = broker
         self._rows = rows or BrokerRows(broker)
         self._settings = settings
         self._worker_id = worker_id
-        self._model_dir = model_dir
         self._run_dir = run_dir
-        self._publisher = publisher
+        self._learner = learner
         self._clock = clock
         self._rank = rank
-        self._reducer: GradientReducer = SingleRank()
-        self._trust_remote_code = trust_remote_code
         self._store = CheckpointStore(run_dir / CHECKPOINTS, keep=settings.trainer.keep_checkpoints)
         self._fingerprint = fingerprint(settings, model_dir)
-        threads = settings.trainer.threads
-        self._torch = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
+        self._thread = ThreadPoolExecutor(1, "learner")
         self._fence = Fence(role=ROLE, epoch=0)
         self._ledger = Ledger()
         self._source_position = ""
@@ -149,69 +122,53 @@ class TrainerWorker:
         broker's errors when it stays away.
         """
         try:
-            step = await self._start()
+            await self._start()
             reader = self._reader()
             async with asyncio.TaskGroup() as group:
                 helping = [group.create_task(reader.read(), name="read rounds")]
                 if self._rank == 0:
                     helping.append(group.create_task(self._tell_again(), name="tell again"))
-                await self._work(step, reader)
+                await self._work(reader)
                 for task in helping:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            self._torch.submit(self._reducer.close)
-            self._torch.shutdown(wait=False)
-            if self._rank == 0:
-                self._publisher.close()
+            self._thread.submit(self._learner.shut_down)
+            self._thread.shutdown(wait=False)
 
     def activity(self) -> Activity:
         return Activity(doing=self._doing, busy_s=self._busy_s, weights=self._weights, counters=dict(self._counters))
 
     # -- start
 
-    async def _start(self) -> TrainStep:
+    async def _start(self) -> None:
         """Load weights, take over the role, publish what we hold, say from where we read on."""
-        liveness = self._settings.liveness
-        self._reducer = await meet_ranks(
-            self._broker,
-            self._rank,
-            self._settings.trainer.ranks,
-            self._in_torch,
-            device=choose_device(self._settings.trainer.device),
-            join_timeout_s=liveness.startup_s,
-            reduce_timeout_s=liveness.stall_s,
-        )
-        step, checkpoint = await self._in_torch(self._load)
+        await self._learner.join(self._broker, self._in_thread)
+        checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
-            await self._publish(step)
+            await self._publish()
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
             event = TrainerReady(
-                worker_id=self._worker_id, weights=self._weights, cursor=cursor, dp_size=self._reducer.world_size
+                worker_id=self._worker_id, weights=self._weights, cursor=cursor, dp_size=self._learner.world_size
             )
             await self._tell(event, cursor=cursor, version=self._weights.version)
         log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
-        return step
 
-    def _load(self) -> tuple[TrainStep, Checkpoint | None]:
-        step = build_step(
-            self._settings, self._model_dir, reducer=self._reducer, trust_remote_code=self._trust_remote_code
-        )
+    def _load(self) -> Checkpoint | None:
         checkpoint = self._store.load_latest()
-        version = self._reducer.agree(checkpoint.meta.version if checkpoint else 0)
-        if checkpoint is None:
-            return step, None
-        if checkpoint.meta.version != version:
-            raise CheckpointError(checkpoint.path, 0, f"rank 0 goes on from version {version}")
-        check_fingerprint(checkpoint, self._fingerprint)
-        restore(step, checkpoint)
-        self._ledger = checkpoint.ledger
-        self._source_position = checkpoint.meta.source_position
-        return step, checkpoint
+        version = self._learner.agree(checkpoint.meta.version if checkpoint else 0)
+        if checkpoint is not None:
+            if checkpoint.meta.version != version:
+                raise CheckpointError(checkpoint.path, 0, f"rank 0 goes on from version {version}")
+            check_fingerprint(checkpoint, self._fingerprint)
+            self._ledger = checkpoint.ledger
+            self._source_position = checkpoint.meta.source_position
+        self._learner.load(checkpoint)
+        return checkpoint
 
     def _reader(self) -> RoundsReader:
         return RoundsReader(
@@ -221,14 +178,14 @@ class TrainerWorker:
             self._fence if self._rank == 0 else None,
             cursor=self._ledger.cursor,
             rank=self._rank,
-            world_size=self._reducer.world_size,
+            world_size=self._learner.world_size,
             needs_reference=self._settings.algorithm.kl_coef > 0,
             stall_s=STALLS * self._settings.liveness.stall_s,
         )
 
     # -- the log
 
-    async def _work(self, step: TrainStep, reader: RoundsReader) -> None:
+    async def _work(self, reader: RoundsReader) -> None:
         """Carry out commands in the log's order; ends after FinishTraining."""
         self._batch = BatchTally(started_s=self._clock.now_s())
         while True:
@@ -236,25 +193,25 @@ class TrainerWorker:
             fetched = await reader.queue.get()
             match fetched.command:
                 case TrainRound() as command:
-                    await self._train(step, command, fetched)
+                    await self._train(command, fetched)
                 case CloseMiniBatch() as command:
-                    await self._close(step, command, fetched.entry_id)
+                    await self._close(command, fetched.entry_id)
                 case FinishTraining():
-                    await self._finish(step, fetched.entry_id)
+                    await self._finish(fetched.entry_id)
                     return
                 case _ as unreachable:
                     assert_never(unreachable)
 
-    async def _train(self, step: TrainStep, command: TrainRound, fetched: Fetched) -> None:
+    async def _train(self, command: TrainRound, fetched: Fetched) -> None:
         started_s = self._clock.now_s()
         refused: tuple[RowId, ...] = ()
         if command.kind == "train":
             self._doing = "training"
             refused = self._enter(command)
-            done = await self._in_torch(lambda: step.accumulate(without_rows(fetched.groups, refused)))
+            done = await self._in_thread(lambda: self._learner.accumulate(without_rows(fetched.groups, refused)))
         else:
             self._doing = "recording logprobs"
-            done = await self._in_torch(lambda: step.record_logprobs(fetched.groups))
+            done = await self._in_thread(lambda: self._learner.record_logprobs(fetched.groups))
         faults.point("train.round_accumulated")
         busy_s = self._clock.now_s() - started_s
         self._count(done, refused, busy_s)
@@ -291,13 +248,15 @@ class TrainerWorker:
         for name, number in added.items():
             self._counters[name] += number
 
-    async def _close(self, step: TrainStep, command: CloseMiniBatch, entry_id: str) -> None:
+    async def _close(self, command: CloseMiniBatch, entry_id: str) -> None:
         """One optimizer step, unless nothing was left of the mini-batch; at the end of its batch, a version."""
         self._doing = "stepping"
         started_s = self._clock.now_s()
         if command.num_rows:
-            metrics = await self._in_torch(
-                lambda: step.close(batch=command.batch, num_rows=command.num_rows, num_tokens=command.num_tokens)
+            metrics = await self._in_thread(
+                lambda: self._learner.close(
+                    batch=command.batch, num_rows=command.num_rows, num_tokens=command.num_tokens
+                )
             )
             self._batch.steps.append(metrics)
         self._open = None
@@ -308,19 +267,19 @@ class TrainerWorker:
         self._batch.busy_s += stepped_s
         self._busy_s += stepped_s
         if command.finishes_batch:
-            await self._finish_batch(step, command, entry_id)
+            await self._finish_batch(command, entry_id)
 
-    async def _finish_batch(self, step: TrainStep, command: CloseMiniBatch, entry_id: str) -> None:
+    async def _finish_batch(self, command: CloseMiniBatch, entry_id: str) -> None:
         if command.batch != self._ledger.version:
             raise RoundsError(
                 f"batch {command.batch} was closed, but the weights are of version {self._ledger.version}"
             )
         faults.point("train.stepped")
-        step.forget_logprobs()
+        self._learner.forget_logprobs()
         self._ledger.version, self._ledger.cursor = command.batch + 1, entry_id
         self._source_position = command.source_position
         publish_started_s = self._clock.now_s()
-        await self._publish(step)
+        await self._publish()
         faults.point("train.published")
         now_s = self._clock.now_s()
         metrics = self._batch.metrics(now_s, publish_s=now_s - publish_started_s)
@@ -337,9 +296,9 @@ class TrainerWorker:
         self._stepped_s = 0.0
         self._batch = BatchTally(started_s=now_s)
         if command.checkpoint or self._checkpoint_due:
-            await self._checkpoint(step)
+            await self._checkpoint()
 
-    async def _finish(self, step: TrainStep, entry_id: str) -> None:
+    async def _finish(self, entry_id: str) -> None:
         """The last checkpoint contains the last command: whoever reads it knows that nothing is left.
 
         It is told of only when the final model is there too, because the run ends with it. Raises CheckpointError.
@@ -347,20 +306,17 @@ class TrainerWorker:
         if self._rank != 0:
             return
         self._ledger.cursor = entry_id
-        saved = await self._save(step)
+        saved = await self._save()
         self._doing = "saving the model"
-        target = self._run_dir / FINAL_MODEL
-        await self._in_torch(
-            lambda: save_final_model(step.policy, self._model_dir, target, trust_remote_code=self._trust_remote_code)
-        )
+        await self._in_thread(lambda: self._learner.save_final(self._run_dir / FINAL_MODEL))
         await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
 
-    async def _checkpoint(self, step: TrainStep) -> None:
+    async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
         if self._rank != 0:
             return
         try:
-            saved = await self._save(step)
+            saved = await self._save()
         except CheckpointError as error:
             self._checkpoint_due = True
             log.error("no checkpoint; trying again after the next batch", error=str(error))
@@ -368,7 +324,7 @@ class TrainerWorker:
         self._checkpoint_due = False
         await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
 
-    async def _save(self, step: TrainStep) -> CheckpointSaved:
+    async def _save(self) -> CheckpointSaved:
         """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
         assert self._weights is not None  # rank 0 published before it read anything
         self._doing = "saving a checkpoint"
@@ -382,20 +338,19 @@ class TrainerWorker:
             fingerprint=self._fingerprint,
             files={},
         )
-        path = await self._in_torch(lambda: self._store.save(step, self._ledger, meta))
+        path = await self._in_thread(lambda: self._store.save(self._learner.tensor_files(), self._ledger, meta))
         faults.point("train.checkpoint_saved")
         seconds = self._clock.now_s() - started_s
         return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path), seconds=seconds)
 
     # -- out
 
-    async def _publish(self, step: TrainStep) -> None:
+    async def _publish(self) -> None:
         if self._rank != 0:
             return
         self._doing = "publishing"
-        cast = getattr(torch, self._settings.generation.dtype)
         version, epoch = self._ledger.version, self._fence.epoch
-        manifest = await self._in_torch(lambda: self._publisher.publish(epoch, version, step.policy.masters, cast))
+        manifest = await self._in_thread(lambda: self._learner.publish(epoch, version))
         self._weights, self._manifest = manifest.weights, manifest
         await self._announce(manifest)
 
@@ -435,8 +390,8 @@ class TrainerWorker:
                     event, fields = self._told[name]
                     await self._tell(event, **fields)
 
-    async def _in_torch(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 @dataclass(slots=True)
