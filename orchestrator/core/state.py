@@ -23,6 +23,7 @@ from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.pipeline import Pipeline, Wait
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
+from orchestrator.core.running import RunningView, longest_running
 from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.slots import REQUEST_KEY, Slots
 from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
@@ -148,6 +149,10 @@ class PipelineState:
     def view(self) -> PipelineView:
         """A summary for status and metrics."""
         return view(self._p)
+
+    def longest_running(self) -> tuple[RunningView, ...]:
+        """The groups that have been generated for the longest, for people."""
+        return longest_running(self._p)
 
     def wait(self) -> Wait | None:
         """What the run waits for now, since when, and who should act; None once it is over."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from orchestrator.runtime.history import Curves
 from transport.messages import Command, Event, GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
 from transport.types import GroupId, WorkerId
 
@@ -53,15 +54,22 @@ def batch_of(group_or_row: str) -> int:
 
 
 class MetricsLog:
-    """Tallies batches from the events and appends a line to ``path`` when one is trained."""
+    """Tallies batches from the events and appends a line to ``path`` when one is trained.
+
+    For the live page it also keeps the curves, the names of the reward's components and the newest scored group.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open: dict[int, _BatchTally] = {}
         self._scored: set[GroupId] = set()
-        self._written = {(line["epoch"], line["batch"]) for line in read_metrics(path)}
+        lines = read_metrics(path)
+        self._written = {(line["epoch"], line["batch"]) for line in lines}
         self._last_step_s: float | None = None
         self.last_line: dict[str, Any] = {}
+        self.curves = Curves(lines)
+        self.components: set[str] = set()
+        self.newest_group: GroupScored | None = None
 
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""
@@ -84,6 +92,8 @@ class MetricsLog:
         return self._open.setdefault(batch, _BatchTally())
 
     def _score(self, event: GroupScored) -> None:
+        self.newest_group = event
+        self.components |= event.components.keys()
         tally = self._tally(batch_of(event.group_id))
         tally.rewards.extend(event.rewards)
         tally.response_tokens.extend(event.response_tokens)
@@ -115,6 +125,7 @@ class MetricsLog:
                 "tokens_per_s": sum(tally.response_tokens) / seconds,
             }
         self.last_line = line
+        self.curves.add(line)
         self._scored = {group for group in self._scored if batch_of(group) >= event.batch - 64}
         if key in self._written:
             return None

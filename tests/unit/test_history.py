@@ -1,0 +1,106 @@
+"""What the live page draws of the past stays bounded, and says what happened."""
+
+from __future__ import annotations
+
+from orchestrator.runtime.history import CELLS, MAX_LANES, MAX_POINTS, Curves, LaneHistory
+from transport.messages import WorkerStatus
+from transport.types import WorkerId, WorkerKind
+
+
+def status(worker: str, doing: str, *, elapsed_s: float = 0.0, busy_s: float = 0.0) -> dict[WorkerId, WorkerStatus]:
+    worker_id = WorkerId(worker)
+    return {
+        worker_id: WorkerStatus(
+            worker_id=worker_id,
+            kind=WorkerKind(worker.partition("-")[0]),
+            host="here",
+            pid=1,
+            protocol=1,
+            doing=doing,
+            elapsed_s=elapsed_s,
+            busy_s=busy_s,
+        )
+    }
+
+
+def lane(history: LaneHistory, place: str) -> dict[str, str]:
+    return next(lane for lane in history.as_dict()["lanes"] if lane["place"] == place)
+
+
+def doings(history: LaneHistory, place: str, last: int) -> list[str]:
+    states = history.as_dict()["states"]
+    return ["" if letter == " " else states[ord(letter) - ord("a")] for letter in lane(history, place)["doing"][-last:]]
+
+
+def test_a_cell_has_the_last_state_in_it_and_the_share_that_was_computed():
+    history = LaneHistory()
+    history.note(status("generate-0.1", "waiting"), 0.0)
+    history.note(status("generate-0.1", "decoding", elapsed_s=1.0, busy_s=0.5), 1.0)
+    history.note(status("generate-0.1", "decoding", elapsed_s=2.0, busy_s=1.5), 2.4)
+    history.note(status("generate-0.1", "loading", elapsed_s=2.0, busy_s=1.5), 2.9)
+    assert doings(history, "generate-0", 3) == ["waiting", "decoding", "loading"]
+    assert lane(history, "generate-0")["busy"][-3:] == "049"
+
+
+def test_seconds_that_nobody_looked_at_are_empty():
+    history = LaneHistory()
+    history.note(status("score-0.1", "scoring"), 0.0)
+    history.note(status("score-0.1", "waiting"), 3.0)
+    assert doings(history, "score-0", 4) == ["scoring", "", "", "waiting"]
+    history.note({}, 10_000.0)
+    assert history.as_dict()["lanes"] == [], "nobody was there for as long as a lane is"
+
+
+def test_a_replaced_process_goes_on_in_its_predecessors_lane():
+    history = LaneHistory()
+    history.note(status("train-0.9", "training", elapsed_s=9.0, busy_s=8.0), 0.0)
+    both = status("train-0.10", "starting", elapsed_s=0.1) | status("train-0.9", "training", elapsed_s=9.0)
+    history.note(both, 1.0)
+    assert doings(history, "train-0", 2) == ["training", "starting"]
+    assert lane(history, "train-0")["busy"][-1] == "0", "the shares of two processes are not mixed"
+
+
+def test_lanes_are_bounded_and_in_the_order_of_their_numbers():
+    history = LaneHistory()
+    statuses = {}
+    for index in range(MAX_LANES + 5):
+        statuses |= status(f"generate-{index}.1", "decoding")
+    for second in range(3 * CELLS):
+        history.note(statuses if second % CELLS < 2 else {}, float(second))
+    history.note(statuses, 3.0 * CELLS)
+    answer = history.as_dict()
+    assert [lane["place"] for lane in answer["lanes"]] == [f"generate-{index}" for index in range(MAX_LANES)]
+    assert answer["lanes_left_out"] == 5
+    assert all(len(lane["doing"]) == len(lane["busy"]) == CELLS for lane in answer["lanes"])
+
+
+def test_more_states_than_letters_share_the_last():
+    history = LaneHistory()
+    for number in range(40):
+        history.note(status("generate-0.1", f"state {number}"), float(number))
+    assert lane(history, "generate-0")["doing"][-1] == "z"
+    assert len(history.as_dict()["states"]) == 26
+
+
+def test_a_long_runs_curve_is_thinned_and_reaches_from_its_first_batch_to_its_last():
+    curves = Curves()
+    for batch in range(5000):
+        curves.add({"batch": batch, "reward": batch / 5000})
+        assert len(curves.as_dict()["batch"]) <= MAX_POINTS + 1
+    batches = curves.as_dict()["batch"]
+    assert batches[0] == 0
+    assert batches[-1] == 4999
+    assert batches == sorted(batches)
+    assert len(batches) > MAX_POINTS / 2
+
+
+def test_a_batch_that_is_trained_again_takes_back_what_came_after_it():
+    curves = Curves({"batch": batch, "epoch": 1, "reward": 0.0} for batch in range(5))
+    curves.add({"batch": 3, "epoch": 2, "reward": 1.0})
+    assert curves.as_dict()["batch"] == [0, 1, 2, 3]
+    assert curves.as_dict()["reward"] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_number_that_a_batch_lacks_is_a_gap_and_so_is_one_that_is_none():
+    curves = Curves([{"batch": 0, "loss": float("nan"), "name": "text"}, {"batch": 1, "loss": 0.123456789, "kl": 2.0}])
+    assert curves.as_dict() == {"batch": [0, 1], "kl": [None, 2.0], "loss": [None, 0.12346]}
