@@ -152,4 +152,26 @@ def serve(
 
     raise typer.Exit(
         process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
+@app.command(help="Write a run's report: one HTML file with its curves, timeline, idle seconds, failures and samples.")
+def report(
+    run_dir: RunDirectory,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [report.html of the run]", show_default=False)
+    ] = None,
+) -> None:
+    from orchestrator.report import finish
+
+    raise typer.Exit(finish.report(run_dir, out))
+
+
+@app.command(help="Put several runs side by side in one HTML file: results, settings that differ, curves, timelines.")
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of the runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("comparison.html"),
+) -> None:
+    from orchestrator.report import finish
+
+    raise typer.Exit(finish.compare(run_dirs, out))
+
+
     )

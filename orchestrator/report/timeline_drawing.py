@@ -7,6 +7,7 @@ the accounting (bubbles.py), the shapes (drawing.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from orchestrator.report.bubbles import Cause, Usage, usage_by_window
@@ -155,9 +156,5 @@ def nice_step(span: float, most: int) -> float:
     """The smallest of 1, 2, 5 x 10^n that divides ``span`` into at most ``most`` parts; 0 for an empty span."""
     if span <= 0:
         return 0.0
-    power = 1e-9
-    while True:
-        for digit in (1, 2, 5):
-            if span / (digit * power) <= most:
-                return digit * power
-        power *= 10
+    power = 10.0 ** math.floor(math.log10(span / most))
+    return next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= most)

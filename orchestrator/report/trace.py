@@ -21,6 +21,8 @@ WAITS = 1
 """Thread of a process on which its waits are drawn; its work follows."""
 LOADS = 2
 FIRST_LANE = 3
+MAX_SPANS = 200_000
+"""Of a longer run the newest are kept: a browser opens no more than some 50 MB."""
 IN_ORDER = (ORCHESTRATOR, TRAINER, SCORING)
 """Processes with a fixed place; generation workers follow."""
 
@@ -29,7 +31,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """All events of the trace, in no order: the format asks for none."""
     places = {track: place for place, track in enumerate([*IN_ORDER, *timeline.workers], 1)}
     yield from _names(timeline, places)
-    for span in timeline.spans:
+    for span in timeline.spans[-MAX_SPANS:]:
         yield _complete(span, places[span.track])
     for mark in timeline.marks:
         place = places.get(mark.track, places[ORCHESTRATOR])

@@ -1,0 +1,65 @@
+"""What is left to write when a run has ended, however it ended; and the commands that write it again.
+
+Owns: ``report.html``, ``trace.json``, and the keys of ``metrics.jsonl`` that only the journal knows. Those come at the
+end and not with each line, because how long a sample ran is known when it ends: at a batch's step the samples of the
+next one that already run are still unknown, and full slots would look empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.api.timeline import TRACE, write_trace
+from orchestrator.errors import ConfigError
+from orchestrator.report.comparison import render_comparison
+from orchestrator.report.page import render_report
+from orchestrator.report.record import read_run
+from orchestrator.runtime.rundir import RunDir
+
+REPORT = "report.html"
+
+
+def finish_run(rundir: RunDir) -> Path:
+    """Write everything. Returns the report's path. The caller holds the run's lock: nobody else writes its metrics.
+
+    Raises: ConfigError: it has no journal yet; JournalError; OSError.
+    """
+    run = read_run(rundir.path)
+    if run.all_lines:
+        write_metrics(rundir.metrics, run.all_lines)
+    write_trace(run.timeline, rundir.path / TRACE)
+    return write_page(rundir.path / REPORT, render_report(run))
+
+
+def write_metrics(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a metrics file whole."""
+    write_page(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write ``text`` beside ``path`` first, so that a reader never sees half of it."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def report(run_dir: Path, out: Path | None) -> int:
+    """``streamrl-orchestrator report``: write the page of a run, which may be live. Returns 0."""
+    print(write_page(out or run_dir / REPORT, render_report(read_run(run_dir))))
+    return 0
+
+
+def compare(run_dirs: Sequence[Path], out: Path) -> int:
+    """``streamrl-orchestrator compare``: several runs on one page. Returns 0."""
+    if len(run_dirs) < 2:
+        raise ConfigError("a comparison needs two runs or more")
+    print(write_page(out, render_comparison([read_run(run_dir) for run_dir in run_dirs])))
+    return 0

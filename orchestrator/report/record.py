@@ -1,0 +1,112 @@
+"""Everything a report says of one run, read from its directory: journal, metrics, configuration, samples.
+
+Owns: reading and joining. Never: how it looks, and never changes a file. Invariant: what is missing (no trained batch
+yet, no samples kept, an old journal) is left out, not guessed; only a directory without a journal is refused.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, usage_by_window
+from orchestrator.report.samples import SAMPLES, read_samples
+from orchestrator.report.spans import Timeline, build_timeline
+from orchestrator.runtime.journal import read_whole_records
+from orchestrator.runtime.metrics import batch_of, read_metrics
+from orchestrator.runtime.rundir import RunDir
+from transport.messages import GroupScored, JournalRecord
+from transport.types import GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    config: config.toml as it stands, with where each value came from.
+    all_lines: of metrics.jsonl, in its order, with lengths and bubbles from the journal added.
+    lines: the last one of each batch, in order of batch: what a chart shows of one that was trained again.
+    components: names of the reward's components.  samples: newest first, text as the model wrote it: hostile.
+    usage: track -> seconds over the whole run.
+    """
+
+    name: str
+    config: str
+    all_lines: Sequence[Mapping[str, Any]]
+    lines: Sequence[Mapping[str, Any]]
+    components: Sequence[str]
+    samples: Sequence[Mapping[str, Any]]
+    timeline: Timeline
+    usage: Mapping[str, Usage]
+
+    def usage_of(self, stage: str) -> Usage:
+        """Seconds of all tracks of a stage together."""
+        return total([self.usage[track] for track in stages(self.timeline)[stage]])
+
+    def settings(self) -> dict[str, object]:
+        """Dotted key -> value, as configured."""
+        return {
+            f"{section}.{key}": value
+            for section, keys in tomllib.loads(self.config).items()
+            for key, value in keys.items()
+        }
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a run, live or over. Raises: ConfigError: there is none; JournalError: its history is damaged."""
+    rundir = RunDir(run_dir)
+    if not rundir.journal.is_dir():
+        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
+    scored: dict[GroupId, GroupScored] = {}
+    timeline = build_timeline(_noting_scores(read_whole_records(rundir.journal), scored))
+    lines = joined(read_metrics(rundir.metrics), timeline, scored.values())
+    return RunRecord(
+        name=run_dir.resolve().name,
+        config=rundir.config.read_text(encoding="utf-8") if rundir.config.exists() else "",
+        all_lines=lines,
+        lines=last_of_each_batch(lines),
+        components=sorted({name for event in scored.values() for name in event.components}),
+        samples=read_samples(run_dir / SAMPLES),
+        timeline=timeline,
+        usage={track: usage for track, (usage,) in usage_by_window(timeline, [0.0, timeline.end_s]).items()},
+    )
+
+
+def _noting_scores(records: Iterable[JournalRecord], scored: dict[GroupId, GroupScored]) -> Iterator[JournalRecord]:
+    """The records, one at a time (a long run's do not fit in memory); each group's scores are noted once on the way."""
+    for record in records:
+        if isinstance(record.event, GroupScored):
+            scored[record.event.group_id] = record.event
+        yield record
+
+
+def joined(
+    lines: Iterable[Mapping[str, Any]], timeline: Timeline, scored: Iterable[GroupScored]
+) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl with what only the journal knows: quantiles of the lengths, bubbles by cause."""
+    tokens: dict[int, list[int]] = {}
+    for event in scored:
+        tokens.setdefault(batch_of(event.group_id), []).extend(event.response_tokens)
+    bubbles = bubbles_by_batch(timeline)
+    return [
+        {**line, **quantiles(tokens.get(line["batch"], ())), **bubbles.get((line["epoch"], line["batch"]), {})}
+        for line in lines
+    ]
+
+
+def quantiles(tokens: Sequence[int]) -> dict[str, int]:
+    """P50 and P90 of response lengths, tokens: the smallest length that so many of the samples do not exceed."""
+    ordered = sorted(tokens)
+    if not ordered:
+        return {}
+    return {f"response_tokens_p{q}": ordered[max(0, -(-len(ordered) * q // 100) - 1)] for q in (50, 90)}
+
+
+def last_of_each_batch(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A batch that was trained again after a restart shows as it was trained last."""
+    last = {line["batch"]: line for line in lines}
+    return [last[batch] for batch in sorted(last)]

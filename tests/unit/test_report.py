@@ -1,0 +1,227 @@
+"""One page of a run, and pages that compare: complete, self-contained, and safe whatever a model wrote."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.report import finish
+from orchestrator.report.comparison import differing_settings, labels
+from orchestrator.report.curves import Series, draw_chart, series_of
+from orchestrator.report.record import quantiles, read_run
+from orchestrator.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
+from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.rundir import RunDir
+from transport.messages import (
+    Event,
+    GroupScored,
+    JournalRecord,
+    RolloutFinished,
+    StepDone,
+    TrainerReady,
+    WorkerJoined,
+    WorkerLost,
+)
+from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
+
+HOSTILE = "</pre><script>alert(1)</script><img src=http://evil onerror=alert(1)>\x1b[2J\x07"
+W0, W1, W2 = (WeightIdentity(epoch=1, version=version) for version in range(3))
+WORKER = WorkerId("generate-0.1")
+
+
+def make_run(run_dir: Path, *, lr: float = 1e-5, reward: float = 0.5, hostile: bool = False) -> Path:
+    """A directory as a finished run of two batches leaves it."""
+    events: list[tuple[float, Event]] = [
+        (1.0, WorkerJoined(worker_id=WORKER, kind=WorkerKind.GENERATE, capacity=2)),
+        (1.0, TrainerReady(worker_id=WorkerId("train-0.1"), weights=W0)),
+    ]
+    for batch, weights in enumerate((W1, W2)):
+        start_s = 2.0 + 4 * batch
+        finished = RolloutFinished(
+            row_id=RowId(f"{batch}/0/0"),
+            worker_id=WORKER,
+            response_tokens=9,
+            finish_reason=FinishReason.STOP,
+            oldest=W0,
+            newest=W0,
+            engine_s=1.0,
+        )
+        scored = GroupScored(
+            group_id=GroupId(f"{batch}/0"),
+            rewards=(reward,),
+            response_tokens=(9,),
+            signal=True,
+            components={HOSTILE if hostile else "right": 1.0},
+        )
+        step = StepDone(batch=batch, weights=weights, num_rows=1, num_tokens=9, stepped_s=0.5)
+        events += [(start_s + 1, finished), (start_s + 1.5, scored), (start_s + 3, step)]
+    events.append((11.0, WorkerLost(worker_id=WORKER, reason=HOSTILE if hostile else "its process ended")))
+    journal, _ = Journal.open(run_dir / "journal")
+    journal.append([JournalRecord(seq=seq, now_s=now_s, event=event) for seq, (now_s, event) in enumerate(events, 1)])
+    journal.close()
+    lines = [
+        {"batch": batch, "version": batch + 1, "epoch": 1, "time_s": 5.0 + 4 * batch, "reward": reward, "right": 1.0}
+        for batch in range(2)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run_dir / "config.toml").write_text(f'[run]\nname = "x"  # --set\n\n[trainer]\nlr = {lr}  # default\n')
+    text = HOSTILE if hostile else "Answer: 3"
+    sample = {"row": "1/0/0", "reward": reward, "prompt": text, "response": text, "components": {"right": text}}
+    (run_dir / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    return run_dir
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def check_harmless(page: str) -> None:
+    """Nothing in it runs, loads or links; no control characters."""
+    tags = Tags(page)
+    assert not {"script", "img", "link", "iframe", "a", "object", "form"} & {tag for tag, _ in tags.tags}
+    assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on") or name == "src"]
+    assert not {char for char in page if not char.isprintable()} - {"\n"}
+    policies = [
+        attributes for tag, attributes in tags.tags if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert [policy["content"] for policy in policies] == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_the_report_shows_every_part_of_a_run(tmp_path: Path):
+    make_run(tmp_path / "first")
+    assert finish.report(tmp_path / "first", None) == 0
+    page = (tmp_path / "first" / "report.html").read_text()
+    check_harmless(page)
+    text = Tags(page).text
+    for expected in ("reward", "reward components", "response length", "generate-0.1", "its process ended"):
+        assert expected in text
+    assert "# --set" in text, "the configuration says where each value came from"
+    assert "Answer: 3" in text
+    assert "2 batches in 11 s" in text
+
+
+def test_hostile_text_does_nothing_in_the_report(tmp_path: Path):
+    make_run(tmp_path / "run", hostile=True)
+    finish.report(tmp_path / "run", None)
+    page = (tmp_path / "run" / "report.html").read_text()
+    check_harmless(page)
+    assert "<script>alert(1)</script>" in Tags(page).text, "it is shown as what it is: text"
+
+
+def test_hostile_names_do_nothing_in_a_comparison(tmp_path: Path):
+    runs = [make_run(tmp_path / name, hostile=True) for name in ("<b>one", "two")]
+    (runs[1] / "config.toml").write_text("[data]\nsuffix = '<script>alert(1)</script>'\n")
+    finish.compare(runs, tmp_path / "comparison.html")
+    check_harmless((tmp_path / "comparison.html").read_text())
+
+
+def test_a_comparison_puts_runs_side_by_side(tmp_path: Path):
+    runs = [make_run(tmp_path / "a" / "x", lr=1e-5, reward=0.25), make_run(tmp_path / "b" / "x", lr=2e-5, reward=0.75)]
+    finish.compare(runs, tmp_path / "comparison.html")
+    text = Tags((tmp_path / "comparison.html").read_text()).text
+    for expected in ("x (1)", "x (2)", "0.250", "0.750", "trainer.lr", "2e-05", "generation idle: skew"):
+        assert expected in text
+    read = [read_run(run) for run in runs]
+    assert differing_settings(read) == [["trainer.lr", "1e-05", "2e-05"]]
+    assert labels(read) == ["x (1)", "x (2)"]
+
+
+def test_one_run_is_no_comparison(tmp_path: Path):
+    with pytest.raises(ConfigError, match="two runs"):
+        finish.compare([make_run(tmp_path / "run")], tmp_path / "comparison.html")
+
+
+def test_a_run_without_a_trained_batch_has_a_report(tmp_path: Path):
+    Journal.open(tmp_path / "run" / "journal")
+    finish.report(tmp_path / "run", None)
+    page = (tmp_path / "run" / "report.html").read_text()
+    check_harmless(page)
+    assert "No batch was trained" in page
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no run"):
+        finish.report(tmp_path, None)
+
+
+def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
+    run_dir = make_run(tmp_path / "run")
+    before = read_metrics(run_dir / "metrics.jsonl")
+    report = finish.finish_run(RunDir(run_dir))
+    after = read_metrics(run_dir / "metrics.jsonl")
+    assert report == run_dir / "report.html"
+    assert json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    assert [line.items() >= old.items() for line, old in zip(after, before, strict=True)] == [True, True]
+    assert after[0]["response_tokens_p50"] == after[0]["response_tokens_p90"] == 9
+    # batch 0 ends at 5 s: joined at 1, one of two slots busy in [2, 3], scored at 3.5, stepping in [4.5, 5]
+    assert after[0]["bubble_generation_skew_s"] == 0.5
+    assert after[0]["bubble_generation_scoring_s"] == 0.5
+    assert after[0]["bubble_generation_pipeline_s"] == 0.5
+    assert after[0]["generation_present_s"] == 4.0
+    finish.finish_run(RunDir(run_dir))
+    assert read_metrics(run_dir / "metrics.jsonl") == after, "a second time changes nothing"
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def history(*rows: str) -> bytes:
+    return json.dumps({"samples": [{"row": row, "response": HOSTILE} for row in rows]}).encode()
+
+
+def test_samples_are_kept_once_and_few_of_a_batch(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    keeper = SampleKeeper(path)
+    keeper.keep(history("0/1/0", "0/0/0"))
+    keeper.keep(history("0/2/0", "0/1/0", "0/0/0"))
+    again = SampleKeeper(path)  # the run was resumed
+    again.keep(history("1/0/0", "0/3/0", "0/1/0"))
+    assert [sample["row"] for sample in read_samples(path)] == ["1/0/0", "0/1/0", "0/0/0"]
+    assert MAX_OF_BATCH == 2
+
+
+def test_a_torn_line_of_samples_is_left_out(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    SampleKeeper(path).keep(history("0/0/0"))
+    path.write_text(path.read_text() + '{"row": "0/1')
+    assert [sample["row"] for sample in read_samples(path)] == ["0/0/0"]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_quantiles_are_lengths_that_occur():
+    assert quantiles(range(1, 11)) == {"response_tokens_p50": 5, "response_tokens_p90": 9}
+    assert quantiles([7]) == {"response_tokens_p50": 7, "response_tokens_p90": 7}
+    assert quantiles([]) == {}
+
+
+def test_a_chart_leaves_out_what_is_no_number():
+    series = series_of("loss", [{"batch": 0, "loss": float("nan")}, {"batch": 1, "loss": 2.0}, {"batch": 2}], "loss")
+    assert series.points == [(1.0, 2.0)]
+    assert draw_chart("loss", [series]) is not None
+    assert draw_chart("loss", [Series(name="loss", points=())]) is None
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1e-12, 2e-12), (-1e9, 1e9)])
+def test_a_chart_has_an_axis_for_any_range(values: tuple[float, float]):
+    chart = draw_chart("x", [Series(name="x", points=list(enumerate(values)))])
+    assert chart is not None
+    assert 2 <= len([words for words in chart.words if words.anchor == "end"]) <= 8
