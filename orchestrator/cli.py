@@ -131,27 +131,6 @@ def timeline(
     raise typer.Exit(drawing.main(run_dir, svg=svg, png=png, out=out))
 
 
-@app.command(help="Replay a run's journal: the same events must give the same commands.")
-def replay(run_dir: RunDirectory) -> None:
-    from orchestrator.sim import replay as replaying
-
-    raise typer.Exit(replaying.main(run_dir))
-
-
-@app.command(
-    help="The orchestrator process alone; `run` starts it. Reads <run-dir>/config.toml, and the broker's password from "
-    "STREAMRL_BROKER_PASSWORD. Exits with 4 where starting it again is no use."
-)
-def serve(
-    run_name: Annotated[str, typer.Option("--run", help="Name of the run.")],
-    broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
-    run_dir: Annotated[Path, typer.Option(help="Directory of the run: config.toml, journal, metrics.")],
-    model_dir: Annotated[Path, typer.Option(help="Hugging Face directory with the model's tokenizer.")],
-) -> None:
-    from orchestrator.runtime import process
-
-    raise typer.Exit(
-        process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
 @app.command(help="Write a run's report: one HTML file with its curves, timeline, idle seconds, failures and samples.")
 def report(
     run_dir: RunDirectory,
@@ -174,4 +153,25 @@ def compare(
     raise typer.Exit(finish.compare(run_dirs, out))
 
 
+@app.command(help="Replay a run's journal: the same events must give the same commands.")
+def replay(run_dir: RunDirectory) -> None:
+    from orchestrator.sim import replay as replaying
+
+    raise typer.Exit(replaying.main(run_dir))
+
+
+@app.command(
+    help="The orchestrator process alone; `run` starts it. Reads <run-dir>/config.toml, and the broker's password from "
+    "STREAMRL_BROKER_PASSWORD. Exits with 4 where starting it again is no use."
+)
+def serve(
+    run_name: Annotated[str, typer.Option("--run", help="Name of the run.")],
+    broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
+    run_dir: Annotated[Path, typer.Option(help="Directory of the run: config.toml, journal, metrics.")],
+    model_dir: Annotated[Path, typer.Option(help="Hugging Face directory with the model's tokenizer.")],
+) -> None:
+    from orchestrator.runtime import process
+
+    raise typer.Exit(
+        process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
     )
