@@ -76,9 +76,11 @@ def run(
     if dry_run:
         typer.echo(config.render(resolved), nl=False)
         return
+    from orchestrator.api.server import check_secret
     from orchestrator.runtime import supervisor
     from orchestrator.runtime.problems import load_problems
 
+    check_secret(resolved.settings.api)
     load_problems(resolved.settings)  # a mistake in the data is answered before anything starts
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 

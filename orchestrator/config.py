@@ -3,7 +3,7 @@
 Owns: precedence, the origin of every value, the wording of errors. Never: starts anything.
 Invariant: what ``resolve`` returns is complete, of the right types, in range and possible; a password is in no message.
 
-    defaults  <  preset  <  files, in order  <  --set, in order  <  environment (the broker's password only)
+    defaults  <  preset  <  files, in order  <  --set, in order  <  environment (secrets only)
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from transport.settings import Section, Settings
 
 PASSWORD = "broker.password"
 PASSWORD_VARIABLE = "STREAMRL_BROKER_PASSWORD"
-SECRET = (PASSWORD, "broker.url")
+SECRET_VARIABLE = "STREAMRL_SECRET"
+FROM_ENVIRONMENT = {PASSWORD: PASSWORD_VARIABLE, "api.secret": SECRET_VARIABLE}
+"""Secrets, and the variable that may hold each: it wins, and no file repeats it."""
+SECRET = (*FROM_ENVIRONMENT, "broker.url")
 """Shown in no error: a mistyped URL may hold a password that was not recognised as one."""
 
 FIXED_ON_RESUME = (
@@ -81,15 +84,16 @@ def resolve(
     """Read, merge and check a configuration.
 
     Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
-             environ: only STREAMRL_BROKER_PASSWORD is looked at.
+             environ: only the variables of FROM_ENVIRONMENT are looked at.
     Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.
     """
     layers: list[list[Setting]] = [read_preset(preset)] if preset else []
     layers += [read_file(path) for path in files]
     layers.append([parse_override(argument) for argument in overrides])
-    if environ.get(PASSWORD_VARIABLE):
-        where = f"environment {PASSWORD_VARIABLE}"
-        layers.append([Setting(path=("broker", "password"), value=environ[PASSWORD_VARIABLE], where=where)])
+    for key, variable in FROM_ENVIRONMENT.items():
+        if environ.get(variable):
+            path = tuple(key.split("."))
+            layers.append([Setting(path=path, value=environ[variable], where=f"environment {variable}")])
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
     for layer in layers:
@@ -258,14 +262,14 @@ def check_resume(stored: Settings, resolved: Resolved) -> None:
 
 
 def render(resolved: Resolved) -> str:
-    """The configuration as TOML, each line with where its value came from. A password is left out."""
+    """The configuration as TOML, each line with where its value came from. Secrets are left out."""
     lines: list[str] = []
     for section in SECTIONS:
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         for key in (key for key in FIELDS if key.startswith(f"{section}.")):
             value = value_of(resolved.settings, key)
             origin = resolved.origins[key]
-            if key == PASSWORD and value:
+            if key in FROM_ENVIRONMENT and value:
                 value, origin = "", f"{origin}; set, not shown"
             lines.append(f"{key.partition('.')[2]} = {to_toml(value)}  # {origin}")
     return "\n".join(lines) + "\n"

@@ -90,6 +90,7 @@ RANGES: dict[str, Range] = {
     "liveness.warn_s": _ABOVE_0,
     "liveness.stall_s": _ABOVE_0,
     "liveness.max_restarts": _AT_LEAST_0,
+    "api.port": Range(low=0, high=65535),
     "eval.problems": _AT_LEAST_0,
     "eval.seed": _AT_LEAST_0,
 }
@@ -105,6 +106,7 @@ FORMS: dict[str, tuple[str, str]] = {
     "generation.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
     "trainer.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
     "scoring.reward": (r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:function"),
+    "api.host": (r"\S+", "an address or a host name"),
     "broker.url": (r"|(rediss?|unix)://.+", "redis://host:port, rediss://host:port or unix://path"),
 }
 

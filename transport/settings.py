@@ -156,6 +156,15 @@ class LivenessSettings(Section, frozen=True, kw_only=True):
     max_restarts: int = 10  # of one local process
 
 
+class ApiSettings(Section, frozen=True, kw_only=True):
+    """The orchestrator's HTTP service: health, status, metrics, the live page, control."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"  # off loopback every request needs the secret
+    port: int = 0  # 0: a free one; <run-dir>/api.address says which
+    secret: str = ""  # or in STREAMRL_SECRET; on loopback, empty: one is made for control, in <run-dir>/api.secret
+
+
 class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems."""
 
@@ -179,4 +188,5 @@ class Settings(Section, frozen=True, kw_only=True):
     pipeline: PipelineSettings = PipelineSettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
+    api: ApiSettings = ApiSettings()
     eval: EvalSettings = EvalSettings()

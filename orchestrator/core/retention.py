@@ -24,6 +24,7 @@ class Retention(msgspec.Struct, kw_only=True):
     """Checkpoints that are kept, oldest first, and the bytes retained in the broker."""
 
     checkpoints: list[Checkpoint] = msgspec.field(default_factory=list[Checkpoint])
+    retained_bytes: int = 0
     force_checkpoint: bool = False
     over_budget: bool = False
 
@@ -48,6 +49,7 @@ class Retention(msgspec.Struct, kw_only=True):
 
     def use(self, retained_bytes: int, max_retained_bytes: int) -> None:
         """Bytes that the broker holds: at the limit a checkpoint will be forced, above it admission closes."""
+        self.retained_bytes = retained_bytes
         self.force_checkpoint = retained_bytes >= max_retained_bytes
         self.over_budget = retained_bytes > max_retained_bytes
 

@@ -62,6 +62,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_samples: int
     rounds_outstanding: int
     outstanding: int
+    retained_bytes: int
     over_budget: bool
     stop_reason: str
     finish_reason: str
@@ -91,6 +92,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         in_flight_samples=sum(worker.in_flight for worker in p.fleet.workers.values()),
         rounds_outstanding=len(p.training.rounds),
         outstanding=len(p.outbox.open) + len(p.outbox.rounds),
+        retained_bytes=p.retention.retained_bytes,
         over_budget=p.retention.over_budget,
         stop_reason=p.stop_reason,
         finish_reason=p.finish_reason,

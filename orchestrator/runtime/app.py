@@ -3,7 +3,7 @@
                        events log ──► read_events ─┐
                             leases ──► membership ─┤            ┌─► journal (first)
      prompt source ──► prompt desk ────────────────┼─► inbox ─► decide ─► PipelineState.handle ─► commands
-                             clock ──► tick ───────┤            └─► metrics, watchdog                 │
+                             clock ──► tick ───────┤            └─► metrics, watchdog, status ─► HTTP │
                      retained bytes ─► watch_usage ┘                                                  ▼
       rounds, plans:<worker>, control:<worker>, group columns ◄── broker ◄───────────────────── executor
 
@@ -23,6 +23,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from orchestrator.api.routes import Api, build_app
+from orchestrator.api.server import control_secret, open_listener, serve_http
 from orchestrator.core.dataflow import grpo_tasks
 from orchestrator.errors import RunFailedError
 from orchestrator.runtime.decide import Decider, recover_state
@@ -36,7 +38,7 @@ from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.prompts import open_source
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.status import publish_status
+from orchestrator.runtime.status import StatusBoard, publish_status
 from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
 from transport.broker import keys
@@ -85,9 +87,11 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
 
     inbox = new_inbox()
+    board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     async with asyncio.TaskGroup() as group:
         loops = [
             group.create_task(read_events(broker, inbox, recovered.cursor), name="events"),
@@ -101,9 +105,15 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
                 keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, decider.restate), name="reconcile"
             ),
             group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
-            group.create_task(publish_status(broker, state, membership, metrics, watchdog, clock), name="status"),
+            group.create_task(
+                publish_status(broker, state, membership, metrics, watchdog, clock, board), name="status"
+            ),
             group.create_task(watchdog.watch(state), name="watchdog"),
         ]
+        if listener is not None:
+            secret = control_secret(settings.api, rundir.api_secret)
+            web = build_app(Api(board, rundir.metrics).routes(), host=settings.api.host, secret=secret)
+            loops.append(group.create_task(serve_http(web, listener), name="http"))
         await ended.wait()
         try:
             async with asyncio.timeout(FLUSH_S):
@@ -131,4 +141,8 @@ class Ending(asyncio.Event):
 
 def public(settings: Settings) -> Settings:
     """The settings without secrets, as they are stored in the broker."""
-    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, password=""))
+    return msgspec.structs.replace(
+        settings,
+        broker=msgspec.structs.replace(settings.broker, password=""),
+        api=msgspec.structs.replace(settings.api, secret=""),
+    )

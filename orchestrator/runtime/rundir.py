@@ -8,6 +8,8 @@
   checkpoints/      step-<version>/ of the trainer
   model/            the final model, a plain Hugging Face directory
   logs/             one file a process
+  api.address       host:port of the HTTP service
+  api.secret        what control over HTTP asks for, unless api.secret was set
   lock              held while a supervisor lives
 """
 
@@ -59,6 +61,14 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def api_address(self) -> Path:
+        return self.path / "api.address"
+
+    @property
+    def api_secret(self) -> Path:
+        return self.path / "api.secret"
 
     def exists(self) -> bool:
         """Whether a run has been started here before."""

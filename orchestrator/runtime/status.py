@@ -1,9 +1,25 @@
-"""The run's status as JSON under one key, for the live view and whoever asks with redis-cli."""
+"""What the run is doing now, as one JSON object: for the live view, ``/status`` and whoever asks with redis-cli.
+
+run, elapsed_s       name; seconds on the run's clock
+...                  every field of ``core.view.PipelineView``: trained_version, num_batches, newest {epoch, version,
+                     digest}, waiting_prompts, pending, running, scoring, ready, in_flight_samples,
+                     rounds_outstanding, retained_bytes, stop_reason, finish_reason, ...
+                     wait: what is waited for now, also when all is well: {stage, waits_for, owner, since_s}
+                     batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
+blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
+generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
+                     loading, fit}]
+queues               {stream: entries}
+workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
+                     "epoch.version.digest", counters {name: total}, idle 0..1, tokens_per_s}]; the last two are
+                     missing in the first seconds
+last                 the last line of metrics.jsonl, {} before the first batch
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from typing import Any
 
 import msgspec
 
@@ -20,6 +36,24 @@ TIME_TO_LIVE_S = 10.0
 """A status older than this is none: the orchestrator is away."""
 
 
+class StatusBoard:
+    """The newest status, and how old it is. ``latest`` is empty before the first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._at_s = clock.now_s()
+        self.latest: dict[str, Any] = {}
+
+    def put(self, status: dict[str, Any]) -> None:
+        self.latest = status
+        self._at_s = self._clock.now_s()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the newest status, or since there was nobody to make one."""
+        return self._clock.now_s() - self._at_s
+
+
 async def publish_status(
     broker: Broker,
     state: PipelineState,
@@ -27,8 +61,9 @@ async def publish_status(
     metrics: MetricsLog,
     watchdog: Watchdog,
     clock: Clock,
+    board: StatusBoard,
 ) -> None:
-    """Publish the status, forever."""
+    """Make the status, on the board and in the broker, forever."""
     usage = UsageWindow()
     while True:
         view = msgspec.to_builtins(state.view())
@@ -37,9 +72,11 @@ async def publish_status(
             "elapsed_s": round(clock.now_s(), 1),
             **view,
             "blocked": watchdog.blocked(state),
+            "generation": view["workers"],
             "queues": await broker.streams(),
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
         }
-        await broker.put_meta(keys.STATUS, json.dumps(status).encode(), ttl_s=TIME_TO_LIVE_S)
+        board.put(status)
+        await broker.put_meta(keys.STATUS, msgspec.json.encode(status), ttl_s=TIME_TO_LIVE_S)
         await asyncio.sleep(PUBLISH_S)

@@ -25,7 +25,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.config import PASSWORD_VARIABLE, Resolved, render
+from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.metrics import read_metrics
@@ -86,6 +86,7 @@ class Supervisor:
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
         self._shown = 0
+        self._address = ""
 
     async def run(self) -> None:
         """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
@@ -174,7 +175,9 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 serve = python_module("orchestrator", "serve", *common, *run_dir, "--model-dir", str(model_dir))
-                others = [self._keep(group, ChildSpec(name="orchestrator", argv=serve, env=env), broker)]
+                secret = {SECRET_VARIABLE: self._settings.api.secret} if self._settings.api.secret else {}
+                spec = ChildSpec(name="orchestrator", argv=serve, env={**env, **secret})
+                others = [self._keep(group, spec, broker)]
                 for kind, count in self._fleet():
                     for index in range(count):
                         argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
@@ -242,10 +245,19 @@ class Supervisor:
             raw = await broker.get_meta(keys.STATUS)
             if raw is not None:
                 self._view.status(json.loads(raw))
+                self._show_address()
         lines = read_metrics(self._rundir.metrics)
         for line in lines[self._shown :]:
             self._view.batch(line)
         self._shown = len(lines)
+
+    def _show_address(self) -> None:
+        """Where the live page is, also when the orchestrator had to take another port."""
+        path = self._rundir.api_address
+        address = path.read_text(encoding="ascii").strip() if self._settings.api.enabled and path.exists() else ""
+        if address not in ("", self._address):
+            self._address = address
+            self._view.note(f"live page http://{address}/")
 
     def _summary(self, seconds: float) -> str:
         lines = read_metrics(self._rundir.metrics)

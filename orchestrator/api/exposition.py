@@ -1,0 +1,85 @@
+"""A run's status as Prometheus text.
+
+Owns: the names of the series. Never: counting; every number is read off the status at the moment it is asked for, so
+nothing is counted twice and nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+OF_LAST_BATCH = {
+    "reward": "Mean reward of the last trained batch.",
+    "response_tokens": "Mean response length of the last trained batch, tokens.",
+    "response_tokens_max": "Longest response of the last trained batch, tokens.",
+    "staleness": "Mean staleness of the last trained batch, versions.",
+    "staleness_max": "Largest staleness of the last trained batch, versions.",
+    "samples_per_s": "Samples a second over the last trained batch.",
+    "tokens_per_s": "Response tokens a second over the last trained batch.",
+}
+GAUGES = {
+    "num_batches": "Batches that the run trains.",
+    "in_flight_samples": "Samples that generation workers owe.",
+    "retained_bytes": "Bytes of rows that the broker retains.",
+    "paused": "1 while dispatch is paused.",
+    "elapsed_s": "Seconds on the run's clock.",
+}
+GROUP_STAGES = ("pending", "running", "scoring", "ready")
+
+
+def exposition(status: Mapping[str, Any]) -> bytes:
+    """The text of ``/metrics``; only ``streamrl_up 0`` before there is a status."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Status(status))
+    return generate_latest(registry)
+
+
+class _Status(Collector):
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield GaugeMetricFamily("streamrl_up", "1 once the run has a status.", value=float(bool(status)))
+        if status:
+            yield from _run(status)
+            yield from _workers(status["workers"])
+
+
+def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily("streamrl_trained_batches", "Batches trained.", value=status["trained_version"])
+    for name, text in GAUGES.items():
+        if name in status:
+            yield GaugeMetricFamily(f"streamrl_{name}", text, value=float(status[name]))
+    for name, text in OF_LAST_BATCH.items():
+        if name in status["last"]:
+            yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(status["last"][name]))
+    yield _labelled("streamrl_groups", "Groups by stage.", "stage", {stage: status[stage] for stage in GROUP_STAGES})
+    yield _labelled("streamrl_queue_entries", "Entries of each stream.", "stream", status["queues"])
+
+
+def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    kinds = Counter(worker["kind"] for worker in workers)
+    yield _labelled("streamrl_workers", "Live workers by kind.", "kind", kinds)
+    idle = {worker["worker"]: worker["idle"] for worker in workers if "idle" in worker}
+    yield _labelled("streamrl_worker_idle_ratio", "Share of the last 10 s without work.", "worker", idle)
+    running = {worker["worker"]: worker["running"] for worker in workers}
+    yield _labelled("streamrl_worker_running_samples", "Samples that a worker decodes now.", "worker", running)
+    tokens = CounterMetricFamily("streamrl_worker_tokens", "Tokens since the worker started.", labels=["worker"])
+    for worker in workers:
+        if "tokens" in worker["counters"]:
+            tokens.add_metric([worker["worker"]], worker["counters"]["tokens"])
+    yield tokens
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
+    return family

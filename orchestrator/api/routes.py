@@ -1,0 +1,84 @@
+"""What can be asked over HTTP, and the answers.
+
+Owns: routes and their form. Never: state; it reads the board that ``runtime/status.py`` writes. Invariant: an answer
+costs no broker round trip, so that asking often cannot slow the run.
+
+    GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
+    GET /status           what the run is doing now (``runtime/status.py`` tells its form), and ``age_s``; JSON
+    GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
+    GET /metrics          the same numbers for Prometheus
+    GET /                 the live page, static files
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from orchestrator.api.answers import answer, name_error
+from orchestrator.api.exposition import exposition
+from orchestrator.api.guard import Guard
+from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.status import StatusBoard
+
+HEALTHY_AGE_S = 5.0
+"""A status is made twice a second; one that is older says that deciding or the broker stands still."""
+MAX_BATCHES = 1000
+"""Lines in one answer; a page asks on from where the answer ended."""
+STATIC = files("orchestrator.api") / "static"
+
+
+class Api:
+    """The read-only routes over one board."""
+
+    def __init__(self, board: StatusBoard, metrics: Path) -> None:
+        self._board = board
+        self._metrics = metrics
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/status", self.status),
+            Route("/batches", self.batches),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        age_s = self._board.age_s
+        healthy = age_s <= HEALTHY_AGE_S
+        reason = "" if healthy else f"no status for {age_s:.0f} s: the broker does not answer, or deciding stands still"
+        return answer({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
+
+    async def status(self, request: Request) -> Response:
+        if not self._board.latest:
+            raise HTTPException(503, "the run is starting")
+        return answer({**self._board.latest, "age_s": round(self._board.age_s, 1)})
+
+    async def batches(self, request: Request) -> Response:
+        asked = request.query_params.get("from", "0")
+        if not asked.isdecimal():
+            raise HTTPException(400, "from must be a number of a line, from 0")
+        first = int(asked)
+        lines = await asyncio.to_thread(read_metrics, self._metrics)
+        return answer({"from": first, "batches": lines[first : first + MAX_BATCHES]})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(exposition(self._board.latest), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def build_app(routes: Sequence[BaseRoute], *, host: str, secret: str) -> ASGIApp:
+    """``routes`` and the live page, behind the guard. host: what it listens on.  secret: see guard.py; never empty."""
+    page = Mount("/", StaticFiles(directory=str(STATIC), html=True))
+    app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
+    return Guard(app, host=host, secret=secret)
