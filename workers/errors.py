@@ -11,6 +11,7 @@ FatalError (transport.errors)
 TransientError (transport.errors): this process ends, and starting it again is worth a try
 ├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
 ├── EngineHungError       the generation engine's thread did not answer within its deadline
+├── RowsChangedError      rows were generated again between two passes over them: back to the checkpoint
 └── RanksError            the ranks of a trainer did not find one another, or one of them went away
 
 StreamError (transport.errors)
@@ -69,6 +70,14 @@ class ResumeMismatchError(FatalError):
 
 class RanksError(TransientError):
     """The ranks of a trainer did not find one another in time, or one of them went away."""
+
+
+class RowsChangedError(TransientError):
+    """Row ``row_id`` has other tokens than when its old-policy logprobs were recorded: its batch must start over."""
+
+    def __init__(self, row_id: str) -> None:
+        super().__init__(f"row {row_id} was generated again between two passes: going back to the checkpoint")
+        self.row_id = row_id
 
 
 class RoundsError(FatalError):

@@ -18,7 +18,7 @@ from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
 from transport.settings import TrainerSettings
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
-from workers.errors import ModelError
+from workers.errors import ModelError, RowsChangedError
 from workers.random_model import build_qwen3_tiny
 from workers.trainer import attention
 from workers.trainer.load import check_packing, load_module
@@ -72,7 +72,9 @@ def test_streamed_and_packed_equals_padded_and_whole(
     if old_logprobs == "rollout":
         groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
     step = new_step(directory, objective, micro_batch_tokens=16)
-    step._old_logprobs = {s.row_id: s.old_logprobs for g in groups for s in g.samples if s.old_logprobs is not None}
+    step._old_logprobs = {
+        s.row_id: (s.response_ids, s.old_logprobs) for g in groups for s in g.samples if s.old_logprobs is not None
+    }
     for piece in (groups[2:], groups[:1], groups[1:2]):  # rounds come in the order of generation
         step.accumulate(piece)
     rows = [sample for group in groups for sample in group.samples]
@@ -135,8 +137,15 @@ def test_logprobs_are_recorded_where_they_belong(tmp_path: Path) -> None:
     metrics = step.close(batch=0, num_rows=9, num_tokens=34)
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0, 0)
     rows = [s for g in groups for s in g.samples]
-    expected = -sum(s.advantage * s.num_loss_tokens for s in rows) / 34
+    expected = -sum(s.advantage * s.num_loss_tokens for s in rows) / sum(s.num_loss_tokens for s in rows)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_that_changed_since_their_logprobs_were_recorded_are_named(tmp_path: Path) -> None:
+    step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0))
+    step.record_logprobs(make_groups(seed=1))
+    with pytest.raises(RowsChangedError, match="0/0/0"):
+        step.accumulate(make_groups(seed=2))
 
 
 def test_rows_without_advantage_count_but_are_not_computed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -133,6 +134,29 @@ async def test_rows_that_are_missing_are_asked_for_and_then_trained(run: Trainer
     assert isinstance(missing, RowsMissing)
     assert missing.row_ids == tuple(sample.row_id for sample in groups[2].samples)
     assert 1 in publisher.digests
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+async def test_rows_that_came_back_with_other_lengths_are_normalised_by_what_they_are(
+    model_dir: Path,
+    tmp_path: Path,
+    aggregation: Literal["token_mean", "sequence_mean"],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The log's numbers are of the rows that a broker lost; the gradient is that of a log with the right ones."""
+    settings = tiny_settings()
+    algorithm = msgspec.structs.replace(settings.algorithm, aggregation=aggregation)
+    settings = msgspec.structs.replace(settings, algorithm=algorithm)
+    lost, made_again = make_groups(seed=0), make_groups(seed=1, response_tokens=((9, 2, 5), (3, 8), (1, 1, 2, 6)))
+    digests: list[dict[int, str]] = []
+    for name, said in (("before", lost), ("after", made_again)):
+        run = TrainerRun(model_dir, tmp_path / name, settings)
+        await run.write_groups(made_again)
+        await run.write_rows(made_again)
+        await run.send(round_of(said, 0, 0), close_of(said, 0))
+        digests.append(await train(run, []))
+    assert digests[0] == digests[1]
+    assert capsys.readouterr().out.count("normalised by what it held") == 1
 
 
 async def test_an_empty_mini_batch_makes_a_version_without_a_step(run: TrainerRun) -> None:

@@ -163,7 +163,8 @@ class LossMetrics:
 
     loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
     reference.  entropy: -rollout_logprob, an unbiased estimate of the sampling policy's entropy that costs no extra
-    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.
+    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.  rows, loss_tokens: all that were
+    handed over, also those that have no gradient and were not computed: the normalisers.
     """
 
     loss: float = 0.0
@@ -174,6 +175,8 @@ class LossMetrics:
     entropy: float = 0.0
     mismatch: float = 0.0
     mismatch_max: float = 0.0
+    rows: float = 0.0
+    loss_tokens: float = 0.0
 
     def __add__(self, other: LossMetrics) -> LossMetrics:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from transport.settings import TrainerSettings
 from transport.types import RowId
 from workers.algorithms.loss import LossMetrics, Objective, normaliser
+from workers.errors import RowsChangedError
 from workers.trainer.learner import PieceDone
 from workers.trainer.model import PolicyModel
 from workers.trainer.packing import PromptGroup, TrainingSample, pack, split_by_tokens
 from workers.trainer.parallel import GradientReducer, SingleRank
+
+log = structlog.get_logger(__name__)
 
 ADAM_EPSILON = 1e-8
 NORM_PIECE = 1 << 16
@@ -45,7 +49,7 @@ class TrainStep:
         self._settings = settings
         self._objective = objective
         self._reducer = reducer or SingleRank()
-        self._old_logprobs: dict[RowId, NDArray[np.float32]] = {}
+        self._old_logprobs: dict[RowId, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._metrics = LossMetrics()
         self.optimizer = _adamw(policy.masters, settings)
 
@@ -61,9 +65,9 @@ class TrainStep:
             batch = pack(piece, self._objective.aggregation, self.policy.device)
             self._metrics += self.policy.backward(batch, self._objective)
         computed = sum(len(group.samples) for group in groups)
-        return PieceDone(
-            num_rows=len(rows), num_tokens=sum(row.num_loss_tokens for row in rows), computed_rows=computed
-        )
+        num_tokens = sum(row.num_loss_tokens for row in rows)
+        self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens)
+        return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=computed)
 
     def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
         """Remember old-policy logprobs of some rows, by row id, until ``forget_logprobs``."""
@@ -72,7 +76,7 @@ class TrainStep:
             batch = pack(piece, self._objective.aggregation, self.policy.device)
             logprobs = self.policy.logprobs(batch).cpu().split(list(batch.row_lengths))
             for sample, part in zip((s for group in piece for s in group.samples), logprobs, strict=True):
-                self._old_logprobs[sample.row_id] = _spread(sample, part)
+                self._old_logprobs[sample.row_id] = sample.response_ids, _spread(sample, part)
         return PieceDone(num_rows=len(rows), num_tokens=sum(r.num_loss_tokens for r in rows), computed_rows=len(rows))
 
     def forget_logprobs(self) -> None:
@@ -82,17 +86,30 @@ class TrainStep:
     def close(self, *, batch: int, num_rows: int, num_tokens: int) -> dict[str, float]:
         """Scale the gradient sum by the mini-batch's size, clip it, step, and start the next sum.
 
-        Args:    batch: from 0; its place in the learning-rate warm-up.  num_rows, num_tokens: normalisers, all ranks.
+        The size is what was accumulated here, on all ranks: rows that were generated again have other lengths than the
+        log says.
+
+        Args:    batch: from 0; its place in the learning-rate warm-up.  num_rows, num_tokens: what the log says.
         Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and the means of LossMetrics.
         """
         gradient = self.policy.gradient
         metrics = self._reducer.reduce(gradient, self._metrics)
-        scale = 1.0 / normaliser(self._objective.aggregation, num_rows=num_rows, num_tokens=num_tokens)
+        held_rows, held_tokens = round(metrics.rows), round(metrics.loss_tokens)
+        if (held_rows, held_tokens) != (num_rows, num_tokens):
+            log.warning(
+                "a mini-batch held other rows than the log says; normalised by what it held",
+                batch=batch,
+                rows=held_rows,
+                tokens=held_tokens,
+                said_rows=num_rows,
+                said_tokens=num_tokens,
+            )
+        scale = 1.0 / normaliser(self._objective.aggregation, num_rows=held_rows, num_tokens=held_tokens)
         gradient.mul_(scale)
         grad_norm = global_norm(gradient)
         learning_rate = self._learning_rate(batch)
         finite = bool(np.isfinite(grad_norm) and np.isfinite(metrics.loss))
-        if finite:
+        if finite and held_tokens:
             self._step(gradient, grad_norm, learning_rate)
         gradient.zero_()
         self._metrics = LossMetrics()
@@ -132,7 +149,10 @@ class TrainStep:
             return sample
         if sample.row_id not in self._old_logprobs:
             raise ValueError(f"row {sample.row_id} came to be trained before its old-policy logprobs were recorded")
-        return replace(sample, old_logprobs=self._old_logprobs[sample.row_id])
+        response_ids, logprobs = self._old_logprobs[sample.row_id]
+        if not np.array_equal(response_ids, sample.response_ids):
+            raise RowsChangedError(sample.row_id)
+        return replace(sample, old_logprobs=logprobs)
 
 
 def global_norm(gradient: Tensor) -> float:
