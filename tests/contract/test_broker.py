@@ -384,6 +384,25 @@ async def test_commit_does_everything_in_one_step(broker: Broker) -> None:
     assert await broker.length("metrics") == 1
 
 
+async def test_a_commit_for_a_delivery_that_is_not_pending_any_more_does_nothing(broker: Broker) -> None:
+    await broker.commit(Commit(groups=[group("0/0")]))
+    await broker.enqueue(QUEUE, entry("unit"))
+    (held,) = await broker.claim(QUEUE, "score-0.1", count=1)
+    ack = Ack(queue=QUEUE, entry_id=held.entry_id)
+    retained = await broker.retained_bytes()
+    for foreign in (Ack(queue=QUEUE, entry_id="1-1"), Ack(queue="plans:nobody", entry_id="1-1")):
+        commit = Commit(rows=[row("0/0/0", told("row"))], appends=[told("done")], acks=[ack, foreign], if_held=True)
+        result = await broker.commit(commit)
+        assert (result.inserted, result.retained_bytes) == ((False,), retained)
+    assert await broker.read(keys.EVENTS, ZERO_ID, count=9) == []
+    assert await broker.read_rows([RowId("0/0/0")], [IDS]) == [{}]
+    assert len(await broker.pending(QUEUE)) == 1
+    commit = Commit(rows=[row("0/0/0", told("row"))], acks=[ack], if_held=True)
+    assert (await broker.commit(commit)).inserted == (True,)
+    assert (await broker.commit(commit)).inserted == (False,)
+    assert await broker.pending(QUEUE) == []
+
+
 async def test_fenced_commit_does_nothing(broker: Broker) -> None:
     old = Fence(role="trainer", epoch=await broker.acquire_epoch("trainer"))
     await broker.enqueue(QUEUE, entry("plan"))

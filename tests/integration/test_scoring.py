@@ -475,15 +475,18 @@ class HeldHandler:
         self.started = asyncio.Event()
         self.release = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.calls = 0
 
     async def __call__(self, unit: Unit) -> Outcome:
+        self.calls += 1
+        value = float(self.calls)
         self.started.set()
         try:
             await self.release.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        reward = {Column.REWARD: encode_array(Column.REWARD, [1.0])}
+        reward = {Column.REWARD: encode_array(Column.REWARD, [value])}
         return Outcome(rows=[RowWrite(row_id=row_id(GROUP, 0), columns=reward)])
 
 
@@ -585,3 +588,25 @@ async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
     async with running(worker):
         _, event = await next_event(broker)
     assert event == RowsMissing(row_ids=(row_id(GROUP, 0),))
+
+
+async def test_a_score_of_a_row_that_the_broker_lost_is_not_given_to_the_row_in_its_place(clock: ManualClock) -> None:
+    server = MemoryServer(clock)
+    broker = MemoryBroker(server, RunName("scoring"))
+    await admit(broker, {}, size=1)
+    on_disk = server.snapshot()
+    await generate(broker, [1, 2])
+    handler = HeldHandler()
+    task = asyncio.create_task(consumer(broker, handler, clock, index=0, lease_s=60.0).run())
+    await handler.started.wait()
+    server.restore(on_disk)
+    clock.advance(1.0)
+    await generate(broker, [3, 4, 5])
+    handler.started.clear()
+    handler.release.set()
+    async with asyncio.timeout(10):
+        await handler.started.wait()  # the new row is scored for itself
+        while not (found := await broker.read_rows([row_id(GROUP, 0)], [Column.REWARD]))[0]:  # noqa: ASYNC110 a row wakes nobody
+            await asyncio.sleep(0)
+    await cancelled(task)
+    assert [decode_scalar(Column.REWARD, row[Column.REWARD]) for row in found] == [2.0]

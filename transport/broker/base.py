@@ -121,6 +121,8 @@ class Commit:
     """One atomic step. Everything in it happens, or nothing does.
 
     appends: appended in any case (unlike a row's ``on_insert``).
+    if_held: nothing happens unless every delivery in ``acks`` is still pending: what was worked out from a row must not
+    be written beside another one that took its place after the broker lost its tail.
     Order: groups, rows (each with its on_insert and the notices that it completes), acks, appends.
     """
 
@@ -129,6 +131,7 @@ class Commit:
     rows: Sequence[RowWrite] = ()
     acks: Sequence[Ack] = ()
     appends: Sequence[Append] = ()
+    if_held: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

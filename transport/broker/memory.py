@@ -256,6 +256,8 @@ class MemoryBroker:
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
             _check_fence(state, commit.fence)
+            if commit.if_held and not all(_is_pending(state, ack) for ack in commit.acks):
+                return CommitResult(inserted=(False,) * len(commit.rows), retained_bytes=state.retained_bytes)
             for group in commit.groups:
                 _insert_group(state, group)
             inserted = [self._insert_row(state, row, *ids) for row, ids in zip(commit.rows, parsed, strict=True)]
@@ -296,9 +298,8 @@ class MemoryBroker:
     @staticmethod
     def _acknowledge(state: RunState, acks: Sequence[Ack]) -> None:
         for ack in acks:
-            stream = state.streams.get(ack.queue)
-            if stream and ack.entry_id in stream.pending:
-                stream.free(ack.entry_id)
+            if _is_pending(state, ack):
+                state.streams[ack.queue].free(ack.entry_id)
 
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         parsed = [parse_row_id(row_id) for row_id in row_ids]
@@ -363,6 +364,11 @@ def _check_fence(state: RunState, fence: Fence | None) -> None:
     if fence.epoch < current:
         raise FencedError(fence.role, fence.epoch, current)
     state.epochs[fence.role] = fence.epoch
+
+
+def _is_pending(state: RunState, ack: Ack) -> bool:
+    stream = state.streams.get(ack.queue)
+    return stream is not None and ack.entry_id in stream.pending
 
 
 def _insert_group(state: RunState, write: GroupWrite) -> None:

@@ -256,6 +256,7 @@ class RedisBroker:
             for group in commit.groups
         ]
         request.body["rows"] = [self._row(request, row) for row in commit.rows]
+        request.body["if_held"] = int(commit.if_held)
         request.body["acks"] = [[ack.queue, ack.entry_id] for ack in commit.acks]
         request.body["appends"] = _appends(request, commit.appends)
         reply = cast("tuple[int, list[int]]", await self._once("commit", request, commit.fence))

@@ -5,7 +5,8 @@
                           └ its lease went to another worker: the work on it stops
 
 Attempts are deliveries and local tries together, so that neither a reward that raises nor one that kills its worker is
-tried for ever. Whatever the handler wants written happens in the same step as the ack.
+tried for ever. Whatever the handler wants written happens in the same step as the ack, and only if the unit is still
+pending: a broker that lost its tail has no such unit, and the row that is generated in its place has another score.
 
 Owns: leases, attempts, dead letters. Never: what a unit means. Invariant: a unit ends as committed once or as a dead
 letter with its reason; it is never acknowledged without either, unless its group is gone.
@@ -191,7 +192,7 @@ class TaskConsumer:
             await self._give_up(delivery, unit, str(error))
             return
         ack = Ack(queue=self._queue, entry_id=delivery.entry_id)
-        await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=(ack,)))
+        await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=(ack,), if_held=True))
         faults.point("score.committed")
         self.done += 1
 

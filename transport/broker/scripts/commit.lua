@@ -1,6 +1,6 @@
 -- The one atomic step: groups, rows with what they append and complete, acks, appends.
 -- Request: fence?, groups {key, size, columns}, rows {key, group_key, row_id, group_id, sample, columns, on_insert},
---          acks {queue, id}, appends {stream, fields}.  Reply: {retained bytes, {1 or 0 per row}}.
+--          acks {queue, id}, appends {stream, fields}, if_held (1 or 0).  Reply: {retained bytes, {1 or 0 per row}}.
 
 local written_bytes = 0
 
@@ -89,10 +89,30 @@ local function insert_row(row, specs)
   return 1
 end
 
+local function holds_all(acks)
+  for _, ack in ipairs(acks) do
+    if not is_pending(ack[1], ack[2]) then
+      return false
+    end
+  end
+  return true
+end
+
+local function none_of(rows)
+  local inserted = {}
+  for i = 1, #rows do
+    inserted[i] = 0
+  end
+  return inserted
+end
+
 return once(function(request)
   local refused = refuse_fence(request.fence)
   if refused then
     return refused
+  end
+  if request.if_held == 1 and not holds_all(request.acks) then
+    return { redis.call('INCRBY', key(KEY.retained_bytes), 0), none_of(request.rows) }
   end
   for _, group in ipairs(request.groups) do
     insert_group(group)

@@ -94,6 +94,12 @@ local function acknowledge(queue, id)
   end
 end
 
+-- Whether somebody holds a delivery: false for a queue that is not there (any more).
+local function is_pending(queue, id)
+  local found = redis.pcall('XPENDING', key(queue), GROUP, id, id, 1)
+  return not found.err and #found > 0
+end
+
 -- Give up a pending entry. Its fields are kept, and what is said about them starts with "dead_".
 -- Reply: {letter id, fields}, nil when the entry is gone.
 local function bury(queue, id, reason)
