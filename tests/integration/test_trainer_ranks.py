@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,11 +50,26 @@ async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
         yield run
 
 
-async def start_rank(run: TrainerRun, rank: int) -> asyncio.subprocess.Process:
-    arguments = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers", "train", "--index", str(rank), *arguments, env=run.environment
-    )
+Ranks = Callable[[], Coroutine[Any, Any, list[asyncio.subprocess.Process]]]
+
+
+@pytest.fixture
+async def start_ranks(run: TrainerRun) -> AsyncIterator[Ranks]:
+    """Starts two ranks; none outlives the test."""
+    started: list[asyncio.subprocess.Process] = []
+    where = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
+
+    async def start() -> list[asyncio.subprocess.Process]:
+        for rank in ("0", "1"):
+            command = (sys.executable, "-m", "workers", "train", "--index", rank, *where)
+            started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
+        return started[-2:]
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 async def send_batch(run: TrainerRun, batch: int, *, checkpoint: bool = False) -> None:
@@ -78,11 +94,11 @@ async def train_on_one_rank(run: TrainerRun, directory: Path) -> dict[int, str]:
     return publisher.digests
 
 
-async def test_two_ranks_train_what_one_does(run: TrainerRun, tmp_path: Path) -> None:
+async def test_two_ranks_train_what_one_does(run: TrainerRun, start_ranks: Ranks, tmp_path: Path) -> None:
     for batch in range(BATCHES):
         await send_batch(run, batch)
     await run.finish()
-    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    ranks = await start_ranks()
     assert [await rank.wait() for rank in ranks] == [0, 0]
     (ready,) = await run.told(TrainerReady)
     assert isinstance(ready, TrainerReady)
@@ -95,16 +111,18 @@ async def test_two_ranks_train_what_one_does(run: TrainerRun, tmp_path: Path) ->
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
 
 
-async def test_a_killed_rank_takes_both_back_to_the_checkpoint(run: TrainerRun, tmp_path: Path) -> None:
+async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
+    run: TrainerRun, start_ranks: Ranks, tmp_path: Path
+) -> None:
     await send_batch(run, 0, checkpoint=True)
     await send_batch(run, 1)
-    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    ranks = await start_ranks()
     await run.until_told(StepDone, 2)
     ranks[1].send_signal(signal.SIGKILL)
     await ranks[1].wait()
     await send_batch(run, 2)  # rank 0 finds out when it sums gradients
     assert await ranks[0].wait() == 1
-    ranks = [await start_rank(run, rank) for rank in (0, 1)]
+    ranks = await start_ranks()
     await run.finish()
     assert [await rank.wait() for rank in ranks] == [0, 0]
     ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
