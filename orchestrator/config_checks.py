@@ -79,9 +79,20 @@ RANGES: dict[str, Range] = {
     "pipeline.groups_per_batch": _AT_LEAST_1,
     "pipeline.group_size": _AT_LEAST_2,  # an advantage is relative to the other samples of the group
     "pipeline.max_staleness": _AT_LEAST_0,
+    "pipeline.mini_batch_groups": _AT_LEAST_1,
+    "pipeline.rollout_batches": _AT_LEAST_1,
     "pipeline.max_refills": _AT_LEAST_0,
     "pipeline.max_attempts": _AT_LEAST_1,
     "pipeline.rollout_timeout_s": _ABOVE_0,
+    "replay.time_scale": _ABOVE_0,
+    "replay.step_s": _ABOVE_0,
+    "replay.sample_step_s": _AT_LEAST_0,
+    "replay.prefill_token_s": _AT_LEAST_0,
+    "replay.round_s": _AT_LEAST_0,
+    "replay.train_token_s": _AT_LEAST_0,
+    "replay.optimizer_s": _AT_LEAST_0,
+    "replay.transfer_s": _AT_LEAST_0,
+    "replay.load_s": _AT_LEAST_0,
     "broker.max_retained_bytes": Range(low=1_000_000),  # less does not hold one batch
     "broker.outage_s": _ABOVE_0,
     "liveness.heartbeat_s": _ABOVE_0,
@@ -153,9 +164,24 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         "must be at most groups_per_batch / mini_batches, or some ranks never get a group",
     ),
     (
+        ("pipeline.rollout_batches", "pipeline.max_staleness"),
+        lambda s: s.pipeline.rollout_batches <= s.pipeline.max_staleness + 1,
+        "must be at most max_staleness + 1, or the last of them is too old when it is trained",
+    ),
+    (
         ("trainer.micro_batch_tokens", "sampling.max_new_tokens"),
         lambda s: s.trainer.micro_batch_tokens >= s.sampling.max_new_tokens,
         "must be at least sampling.max_new_tokens, or one response does not fit into a micro-batch",
+    ),
+    (
+        ("trainer.ranks", "trainer.engine"),
+        lambda s: s.trainer.engine == "torch" or s.trainer.ranks == 1,
+        'must be 1 with trainer.engine "emulated", which is as fast as it is told',
+    ),
+    (
+        ("generation.engine", "trainer.engine"),
+        lambda s: s.generation.engine == "replay" or s.trainer.engine == "torch",
+        'must be "replay" with trainer.engine "emulated", which has no weights to serve',
     ),
     (
         ("generation.max_context", "sampling.max_new_tokens"),

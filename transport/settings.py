@@ -66,12 +66,13 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers."""
 
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "replay"] = "embedded"  # replay: timed emulation, see the section replay
     workers: int = 1
     slots: int = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int = 1  # CPU threads of each worker
     device: str = "auto"  # auto: cuda when there is one, else cpu
+    lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
     max_context: int = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
 
 
@@ -103,6 +104,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
 class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer."""
 
+    engine: Literal["torch", "emulated"] = "torch"  # emulated: takes the time it is told, see the section replay
     lr: float = 1e-5
     warmup_batches: int = 0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -126,10 +128,27 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     group_size: int = 8
     max_staleness: int = 1  # versions a sample may be behind: 0 synchronous, 1 fully asynchronous
     update: UpdateMode = UpdateMode.IN_FLIGHT
+    release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
+    mini_batch_groups: int = 4  # release = "mini_batch": scored groups that are handed over together
+    rollout_batches: int = 1  # batches generated with one version of the weights before the next is waited for
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
     max_refills: int = 8  # replacements a batch may ask for before it closes short
     max_attempts: int = 4  # dispatches of one group before its slot is dead
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
+
+
+class ReplaySettings(Section, frozen=True, kw_only=True):
+    """How fast the hardware is that the replay engine and the emulated trainer stand for, in its own seconds."""
+
+    time_scale: float = 1.0  # seconds of ours that one of its seconds takes
+    step_s: float = 0.02  # a decode step, whatever its size
+    sample_step_s: float = 0.0005  # and for each sample in it
+    prefill_token_s: float = 0.0  # a token of a prompt, once for its group
+    round_s: float = 0.05  # forward and backward of a round, whatever its size
+    train_token_s: float = 0.0002  # and for each response token in it
+    optimizer_s: float = 0.5  # an optimizer step
+    transfer_s: float = 0.0  # from a version's manifest until it is at a generation worker; generation goes on
+    load_s: float = 0.1  # taking a version that has arrived; generation stands still
 
 
 class BrokerSettings(Section, frozen=True, kw_only=True):
@@ -186,6 +205,7 @@ class Settings(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    replay: ReplaySettings = ReplaySettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
     api: ApiSettings = ApiSettings()

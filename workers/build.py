@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transport.broker.base import Broker
 from transport.clock import MonotonicClock
 from transport.settings import Settings
-from transport.types import WorkerId
+from transport.types import WeightIdentity, WorkerId
+from workers.generation.lengths import ForcedLengths, read_lengths
 from workers.lifecycle import Worker, WorkerFactory
+
+if TYPE_CHECKING:
+    from workers.trainer.learner import Learner
+    from workers.trainer.publish import WeightPublisher
 
 
 def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -> WorkerFactory:
     """A generation worker with the engine that the run names."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
+        lengths = await asyncio.to_thread(_forced_lengths, settings)
+        if settings.generation.engine == "replay":
+            return _replay_worker(broker, settings, worker_id, lengths)
         from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
         from workers.generation.stop_tokens import stop_token_ids
         from workers.generation.weights import WeightPuller
@@ -26,9 +36,34 @@ def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -
             EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code), clock
         )
         stops = stop_token_ids(model_dir)
-        return GenerationWorker(broker, engine, settings, worker_id, WeightPuller(), clock, stop_token_ids=stops)
+        return GenerationWorker(
+            broker, engine, settings, worker_id, WeightPuller(), clock, stop_token_ids=stops, lengths=lengths
+        )
 
     return build
+
+
+def _forced_lengths(settings: Settings) -> ForcedLengths | None:
+    if not settings.generation.lengths:
+        return None
+    return ForcedLengths(
+        read_lengths(Path(settings.generation.lengths), max_tokens=settings.sampling.max_new_tokens),
+        groups_per_batch=settings.pipeline.groups_per_batch,
+        group_size=settings.pipeline.group_size,
+    )
+
+
+def _replay_worker(broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None) -> Worker:
+    """Without torch, so that it starts in well under a second."""
+    from workers.generation.replay import ReplayEngine
+    from workers.generation.slow_link import LinkedWorker, SlowLink
+    from workers.generation.worker import GenerationWorker
+
+    clock = MonotonicClock()
+    engine = ReplayEngine(settings.replay, settings.generation.slots, clock, weights=WeightIdentity(epoch=0, version=0))
+    link = SlowLink(settings.replay.transfer_s * settings.replay.time_scale, clock)
+    worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
+    return LinkedWorker(worker, link, broker)
 
 
 def scoring_worker(run_dir: Path, model_dir: Path, reward: str) -> WorkerFactory:
@@ -53,16 +88,19 @@ def trainer_worker(run_dir: Path, model_dir: Path, rank: int, trust_remote_code:
 
         await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
         publisher = WeightPublisher(settings.run.name, run_dir)
-        return TrainerWorker(
-            broker,
-            settings,
-            worker_id,
-            model_dir,
-            run_dir,
-            publisher,
-            MonotonicClock(),
-            rank=rank,
-            trust_remote_code=trust_remote_code,
-        )
+        learner = _learner(settings, model_dir, publisher, rank, trust_remote_code)
+        return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
 
     return build
+
+
+def _learner(
+    settings: Settings, model_dir: Path, publisher: WeightPublisher, rank: int, trust_remote_code: bool
+) -> Learner:
+    if settings.trainer.engine == "emulated":
+        from workers.trainer.emulated import EmulatedLearner
+
+        return EmulatedLearner(settings.replay, publisher, time.sleep)
+    from workers.trainer.policy_learner import PolicyLearner
+
+    return PolicyLearner(settings, model_dir, publisher, rank=rank, trust_remote_code=trust_remote_code)

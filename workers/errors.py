@@ -5,14 +5,18 @@ FatalError (transport.errors)
 ├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
+├── LengthsError          the file of forced output lengths cannot be read
 ├── EvaluationError       held-out problems cannot be read or answered
-└── RoundsError           the rounds log says what no trainer can do, or rows that it names never came
+├── RoundsError           the rounds log says what no trainer can do, or rows that it names never came
+└── ClientError           a client asks for what there is not, or what is not its to do: the message says what instead
 
 TransientError (transport.errors): this process ends, and starting it again is worth a try
 ├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
 ├── EngineHungError       the generation engine's thread did not answer within its deadline
+├── RanksError            the ranks of a trainer did not find one another, or one of them went away
 ├── RowsChangedError      rows were generated again between two passes over them: back to the checkpoint
-└── RanksError            the ranks of a trainer did not find one another, or one of them went away
+├── ClientTimeoutError    a call of a client was not done within its deadline
+└── LeaseLostError        rows that a client held went to another consumer: drop what was made of them
 
 StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
@@ -21,9 +25,11 @@ StreamError (transport.errors)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transport.errors import FatalError, StreamError, TransientError
+from transport.types import RowId
 
 
 class ModelError(FatalError):
@@ -60,6 +66,10 @@ class CheckpointError(FatalError):
         self.nbytes = nbytes
 
 
+class LengthsError(FatalError):
+    """The file of forced output lengths cannot be read; the message names its line."""
+
+
 class EvaluationError(FatalError):
     """Held-out problems cannot be read or answered."""
 
@@ -82,3 +92,20 @@ class RowsChangedError(TransientError):
 
 class RoundsError(FatalError):
     """The trainer cannot go on with the rounds log; the message names the entry, the round or the rows."""
+
+
+class ClientError(FatalError):
+    """A client asks for a task that does not exist, or for what belongs to the run's own workers."""
+
+
+class ClientTimeoutError(TransientError):
+    """A call of a client was not done within its deadline; the message names the call."""
+
+
+class LeaseLostError(TransientError):
+    """These rows were given to another consumer, because this one could not renew its lease on them in time."""
+
+    def __init__(self, task: str, rows: Sequence[RowId]) -> None:
+        super().__init__(f"task {task}: {len(rows)} rows went to another consumer: {', '.join(rows[:3])}")
+        self.task = task
+        self.rows = tuple(rows)

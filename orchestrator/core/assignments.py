@@ -76,7 +76,7 @@ class Assignments:
             has_room(worker, group.num_missing, settings.group_size)
             and may_dispatch(group.batch, worker.loaded, p.lineage.epoch, settings.max_staleness)
             and worker.fit
-            and not p.fleet.holds_back(worker, group.batch, settings.update)
+            and not p.fleet.holds_back(worker, group.batch, settings.update, settings.rollout_batches)
         )
 
     def take_back(self, group: Group, reason: str = "") -> None:

@@ -87,7 +87,8 @@ class Batch(msgspec.Struct, kw_only=True):
 
     group_ids: every slot it ever had.  members: groups that will be trained, in the order they became ready.
     unsettled: [mini_batches].  owed: mini-batch of each replacement that waits for a new prompt.
-    phase: index into the run's phases.  queue: groups to put into rounds of this phase.
+    phase: index into the run's phases.  queue: groups to put into rounds of this phase.  released: how many of those,
+    from the first on, the trainer may have now.
     source_ordinal, source_position: of the last prompt that it took.
     """
 
@@ -99,6 +100,7 @@ class Batch(msgspec.Struct, kw_only=True):
     owed: list[int] = msgspec.field(default_factory=list[int])
     phase: int = 0
     queue: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
+    released: int = 0
     num_rounds: int = 0
     source_ordinal: int = -1
     source_position: str = ""
@@ -111,7 +113,11 @@ class Batch(msgspec.Struct, kw_only=True):
 
     def settled(self, phase: Phase) -> bool:
         """Whether no further group can join ``phase``."""
-        return not (any(self.unsettled) if phase.part is None else self.unsettled[phase.part])
+        return self.whole() if phase.part is None else not self.unsettled[phase.part]
+
+    def whole(self) -> bool:
+        """Whether no further group can join it."""
+        return not any(self.unsettled)
 
     def add_member(self, group: Group, phase: Phase) -> None:
         """The group became ready."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from orchestrator.core.lpt import longest_first
+
+Release: TypeAlias = Literal["stream", "mini_batch", "batch"]
+"""What of a batch that is still being generated the trainer may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,25 @@ def part_of_slot(slot: int, num_slots: int, mini_batches: int) -> int:
     Admission order, not order of arrival, or the early mini-batches would hold only short samples.
     """
     return slot * mini_batches // num_slots
+
+
+def num_released(release: Release, num_queued: int, num_before: int, mini_batch_groups: int) -> int:
+    """How many of the scored groups may go to the trainer while others of their batch are still to come.
+
+    Args:    num_queued: scored and not sent.  num_before: of those, released already.
+             mini_batch_groups: size of the mini-batches that "mini_batch" waits for, groups.
+    Returns: a number in [num_before, num_queued]; the groups that were ready first are meant.
+    Source:  StreamRL sec. 4.1: "stream" is its dynamic-batch pipelining, "mini_batch" its first strawman, "batch" the
+             serial execution of sec. 2.4. The gradient is the same in all of them.
+    """
+    num_before = min(num_before, num_queued)  # one that was released may have been taken out again
+    match release:
+        case "stream":
+            return num_queued
+        case "mini_batch":
+            return num_before + (num_queued - num_before) // mini_batch_groups * mini_batch_groups
+        case "batch":
+            return num_before
 
 
 def pack_round(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> list[list[int]]:

@@ -98,11 +98,15 @@ class Fleet(msgspec.Struct, kw_only=True):
         """Whether the worker serves something else than the newest weights."""
         return self.newest is not None and (worker.loaded is None or age(worker.loaded) < age(self.newest))
 
-    def holds_back(self, worker: Worker, batch: int, update: UpdateMode) -> bool:
-        """Whether a group of ``batch`` must wait because this worker is on its way to newer weights."""
+    def holds_back(self, worker: Worker, batch: int, update: UpdateMode, rollout_batches: int = 1) -> bool:
+        """Whether a group of ``batch`` must wait because this worker is on its way to newer weights.
+
+        rollout_batches: batches between which a worker has no boundary, see ``staleness.may_admit``.
+        """
         if update is UpdateMode.STAGGERED:
             return worker.worker_id == self.turn
-        return update is UpdateMode.BARRIER and batch > worker.batch and self.behind(worker)
+        begins = batch // rollout_batches > worker.batch // rollout_batches
+        return update is UpdateMode.BARRIER and begins and self.behind(worker)
 
     def loads_due(self, update: UpdateMode) -> Iterator[Worker]:
         """Workers to be told now to load the newest weights, in order of joining."""

@@ -8,9 +8,10 @@ so training starts with the first finished groups and its gradient is the whole 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from orchestrator.core.batches import Batch, Group
-from orchestrator.core.batching import Phase, pack_round
+from orchestrator.core.batching import Phase, num_released, pack_round
 from orchestrator.core.outbox import CommandId, parse_entry_id
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.retention import Checkpoint
@@ -58,6 +59,7 @@ class Rounds:
         phase = self._phases[batch.phase]
         settled = batch.settled(phase)
         if batch.queue:
+            batch.released = self._released(batch, settled)
             if not self._round_due(batch, settled):
                 return False
             self._send_round(batch, phase)
@@ -66,14 +68,22 @@ class Rounds:
             self._close(batch, phase)
         return settled
 
+    def _released(self, batch: Batch, settled: bool) -> int:
+        """Groups of the queue that the trainer may have; with nothing more to come all of them."""
+        settings = self._p.settings
+        if batch.whole() or (settled and settings.release != "batch"):
+            return len(batch.queue)
+        return num_released(settings.release, len(batch.queue), batch.released, settings.mini_batch_groups)
+
     def _round_due(self, batch: Batch, settled: bool) -> bool:
-        """The trainer has little to do, and something is ready for every rank (or nothing more will come)."""
+        """The trainer has little to do, and something is there for every rank (or nothing more will come)."""
         training = self._p.training
-        return len(training.rounds) < MAX_ROUNDS_AHEAD and (settled or len(batch.queue) >= training.dp_size)
+        enough = batch.released >= (1 if settled else training.dp_size)
+        return enough and len(training.rounds) < MAX_ROUNDS_AHEAD
 
     def _send_round(self, batch: Batch, phase: Phase) -> None:
         p = self._p
-        queue = list(batch.queue)
+        queue = list(islice(batch.queue, batch.released))
         tokens = (p.groups[group_id].num_tokens for group_id in queue)
         packed = pack_round(tokens, p.training.dp_size, p.settings.micro_batch_tokens)
         ranks = tuple(tuple(self._put(batch, queue[index]) for index in rank) for rank in packed)
@@ -97,6 +107,7 @@ class Rounds:
         group = self._p.groups[group_id]
         group.sent = True
         del batch.queue[group_id]
+        batch.released -= 1
         return GroupRows(group_id=group_id, samples=tuple(range(len(group.tokens))), num_tokens=group.num_tokens)
 
     def _close(self, batch: Batch, phase: Phase) -> None:
@@ -111,6 +122,7 @@ class Rounds:
             p.outbox.emit_round(self._close_command(batch, phase, phase.part, finishes))
         if not finishes:
             batch.queue = {group.group_id: None for group in self._members(batch, self._phases[batch.phase].part)}
+            batch.released = 0
 
     def _close_command(self, batch: Batch, phase: Phase, part: int, finishes: bool) -> CloseMiniBatch:
         p = self._p

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from orchestrator.core.batching import Release
 from transport.settings import Settings
 from transport.types import UpdateMode
 
@@ -15,6 +16,8 @@ from transport.types import UpdateMode
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
 
+    mini_batch_groups: groups handed over together where ``release`` is "mini_batch".
+    rollout_batches: batches that are generated before newer weights are waited for, at most max_staleness + 1.
     micro_batch_tokens: packed tokens a rank takes in one round.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
@@ -25,6 +28,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     max_staleness: int = 1
     update: UpdateMode = UpdateMode.IN_FLIGHT
+    release: Release = "stream"
+    mini_batch_groups: int = 4
+    rollout_batches: int = 1
     drop_no_signal: bool = False
     max_refills: int = 8
     max_attempts: int = 4
@@ -52,6 +58,9 @@ def core_settings(settings: Settings) -> CoreSettings:
         group_size=pipeline.group_size,
         max_staleness=pipeline.max_staleness,
         update=pipeline.update,
+        release=pipeline.release,
+        mini_batch_groups=pipeline.mini_batch_groups,
+        rollout_batches=pipeline.rollout_batches,
         drop_no_signal=pipeline.drop_no_signal,
         max_refills=pipeline.max_refills,
         max_attempts=pipeline.max_attempts,

@@ -68,7 +68,7 @@ class Slots:
             and p.next_batch < settings.num_batches
             and p.lineage.epoch > 0
             and not p.stopping
-            and may_admit(p.next_batch, p.training.trained_version, settings.max_staleness)
+            and may_admit(p.next_batch, p.training.trained_version, settings.max_staleness, settings.rollout_batches)
             and not self._closed_by_bytes()
         )
 

@@ -14,9 +14,14 @@ import msgspec
 from transport.types import WeightIdentity
 
 
-def may_admit(batch: int, trained_version: int, max_staleness: int) -> bool:
-    """Whether prompts may be bound to ``batch``: it could be generated with the newest weights right now."""
-    return batch <= trained_version + max_staleness
+def may_admit(batch: int, trained_version: int, max_staleness: int, rollout_batches: int = 1) -> bool:
+    """Whether prompts may be bound to ``batch``: it could be generated with the newest weights right now.
+
+    rollout_batches: k >= 1 batches 0..k-1, k..2k-1, ... are opened together, where the last of them may be opened.
+    Source: k > 1 is the enlarged rollout batch of AsyncFlow sec. 4.2.1, fig. 8(b).
+    """
+    last = batch - batch % rollout_batches + rollout_batches - 1
+    return last <= trained_version + max_staleness
 
 
 def may_dispatch(batch: int, loaded: WeightIdentity | None, epoch: int, max_staleness: int) -> bool:

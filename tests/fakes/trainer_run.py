@@ -28,8 +28,9 @@ from transport.rows import BrokerRows, encode_array
 from transport.settings import AlgorithmSettings, LivenessSettings, PipelineSettings, Settings, TrainerSettings
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.types import Column, RunName, WeightIdentity, WorkerId
-from workers.trainer.packing import PromptGroup
+from workers.trainer.policy_learner import PolicyLearner
 from workers.trainer.publish import dtype_name
+from workers.trainer.samples import PromptGroup
 from workers.trainer.worker import TrainerWorker
 
 
@@ -86,7 +87,7 @@ class TrainerRun:
             WorkerId(f"train-0.{self.incarnation}"),
             self.model_dir,
             self.run_dir,
-            publisher,
+            PolicyLearner(self.settings, self.model_dir, publisher),
             MonotonicClock(),
         )
 
@@ -135,7 +136,7 @@ class TrainerRun:
         """Wait until ``count`` events of a kind are on the log."""
         cursor = "0-0"
         while count > 0:
-            entries = await self.broker.read(keys.EVENTS, cursor, count=1, wait_s=20.0)
+            entries = await self.broker.read(keys.EVENTS, cursor, count=1, wait_s=60.0)
             assert entries, f"no {kind.__name__} came"
             cursor = entries[0].entry_id
             count -= isinstance(event_decoder.decode(entries[0].entry.payload), kind)

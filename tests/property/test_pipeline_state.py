@@ -36,6 +36,9 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         group_size=st.just(2),
         max_staleness=st.integers(0, 2),
         update=st.sampled_from(UpdateMode),
+        release=st.sampled_from(["stream", "mini_batch", "batch"]),
+        mini_batch_groups=st.integers(1, 2),
+        rollout_batches=st.integers(1, 3),
         drop_no_signal=st.booleans(),
         max_refills=st.integers(0, 3),
         max_attempts=st.just(3),
@@ -46,7 +49,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         record_logprobs=st.booleans(),
         checkpoint_every=st.integers(0, 3),
         max_retained_bytes=st.just(1000),
-    )
+    ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 
 def holds_plans(machine: PipelineMachine) -> bool:

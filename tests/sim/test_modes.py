@@ -50,6 +50,19 @@ def test_streaming_starts_training_before_the_batch_is_generated():
     assert log.end_s < 0.85 * (generation_alone + log.trainer_busy_s)
 
 
+def test_the_less_the_trainer_waits_for_the_sooner_a_synchronous_run_ends():
+    serial, mini_batch, stream = (
+        run(max_staleness=0, release=release, mini_batch_groups=8).end_s
+        for release in ("batch", "mini_batch", "stream")
+    )
+    assert stream < mini_batch < 0.97 * serial
+
+
+def test_an_enlarged_rollout_batch_lies_between_synchronous_and_one_step_asynchronous():
+    enlarged = run(max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER).end_s
+    assert run(max_staleness=1, update=UpdateMode.BARRIER).end_s < enlarged < run(max_staleness=0).end_s
+
+
 def test_staggered_loading_keeps_the_others_generating_when_loads_are_slow():
     core = msgspec.structs.replace(CORE, num_batches=12, max_staleness=3)
     slow = replace(BALANCED, load_s=8.0)

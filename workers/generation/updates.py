@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
-import torch
 
 from transport import faults
 from transport.broker import keys
@@ -23,6 +22,9 @@ from transport.messages import WeightManifest, WeightsFailed, WeightsLoaded, man
 from transport.types import WeightIdentity, WorkerId
 from workers.errors import WeightsMismatchError
 from workers.generation.engine import GenerationEngine
+
+if TYPE_CHECKING:
+    import torch
 
 log = structlog.get_logger(__name__)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-import torch
+from typing import TYPE_CHECKING
 
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
 from transport.messages import TensorSpec, WeightManifest
 from transport.tensors.address import Address, choose_sources, reader_for
 from transport.tensors.base import Deadline, Segment, SegmentReader
 from transport.tensors.manifest import check_manifest, verify_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 ROUNDS = 2
 """How often each source is asked before giving up: once more after all have failed."""
@@ -42,10 +44,16 @@ class WeightPuller:
                 a newer version, its trainer died): wait for the next manifest.  ChecksumError: bytes came and were
                 wrong.  PeerRejectedError: the shared secret differs.
         """
+        with self.opened(manifest) as segment:
+            yield {spec.name: _view(segment.buffer, spec) for spec in manifest.tensors}
+
+    @contextmanager
+    def opened(self, manifest: WeightManifest) -> Iterator[Segment]:
+        """Give the bytes of ``manifest``, verified, as ``pull`` does; nothing here needs torch."""
         check_manifest(manifest)
         segment = self._open_verified(manifest)
         try:
-            yield {spec.name: _view(segment.buffer, spec) for spec in manifest.tensors}
+            yield segment
         finally:
             segment.close()
 
@@ -84,6 +92,8 @@ def _summary(manifest: WeightManifest, failures: list[StreamError]) -> StreamErr
 
 def _view(buffer: memoryview, spec: TensorSpec) -> torch.Tensor:
     """The tensor at ``spec``'s place in ``buffer``, without a copy. Shape and dtype as in the spec."""
+    import torch  # here, because an engine without a model has none
+
     dtype: torch.dtype = getattr(torch, spec.dtype)  # one of manifest.ITEM_BYTES: the manifest was checked
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=dtype)

@@ -41,6 +41,7 @@ from transport.rows import BrokerRows, RowStore, decode_array
 from transport.settings import Settings
 from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
+from workers.generation.lengths import ForcedLengths
 from workers.generation.plans import HeldPlan, HeldPlans
 from workers.generation.publish import event_entry, failure_append, publication
 from workers.generation.updates import Puller, WeightUpdates
@@ -73,7 +74,8 @@ def group_seed(run_seed: int, group_id: GroupId) -> int:
 class GenerationWorker:
     """Generates until cancelled.
 
-    stop_token_ids: any of them ends a response.  rows: where columns live; the broker's own hashes by default.
+    stop_token_ids: any of them ends a response.  lengths: forced output lengths, if there are any.
+    rows: where columns live; the broker's own hashes by default.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class GenerationWorker:
         clock: Clock,
         *,
         stop_token_ids: Sequence[int] = (),
+        lengths: ForcedLengths | None = None,
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
@@ -94,6 +97,7 @@ class GenerationWorker:
         self._settings = settings
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
+        self._lengths = lengths
         self._queue = keys.plans(worker_id)
         self._plans = HeldPlans()
         self._updates = WeightUpdates(broker, engine, puller, worker_id, clock)
@@ -192,10 +196,12 @@ class GenerationWorker:
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     stop_token_ids=self._stop_token_ids,
+                    ignore_eos=self._lengths is not None,
                     seed=group_seed(self._settings.run.seed, plan.group_id),
                 ),
                 priority=plan.priority,
                 attempt=plan.attempt,
+                limits=self._lengths.limits(plan.group_id, plan.samples) if self._lengths else (),
             )
         )
 

@@ -1,0 +1,148 @@
+"""The replay engine: exact lengths, continuous batching, time that passes as its costs say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from transport.clock import MonotonicClock
+from transport.settings import ReplaySettings
+from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.replay import ReplayEngine
+
+OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
+COSTS = ReplaySettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load_s=0.0)
+
+
+class Engine:
+    """An engine as a context, and the results of it."""
+
+    def __init__(self, slots: int, costs: ReplaySettings = COSTS) -> None:
+        self.engine = ReplayEngine(costs, slots, MonotonicClock(), weights=OLD)
+
+    async def __aenter__(self) -> Engine:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+    def submit(self, slot: int, *limits: int, priority: float = 0.0, prompt: int = 4) -> None:
+        request = GenerationRequest(
+            group_id=GroupId(f"0/{slot}"),
+            prompt_ids=np.ones(prompt, np.int32),
+            samples=tuple(range(len(limits))),
+            sampling=SamplingParams(max_new_tokens=1000, seed=7),
+            priority=priority,
+            limits=limits,
+        )
+        self.engine.submit(request)
+
+    async def results(self, count: int) -> list[Completion | EngineFailure]:
+        found: list[Completion | EngineFailure] = []
+        async with asyncio.timeout(3):
+            while len(found) < count:
+                found += await self.engine.results()
+        return found
+
+
+def names(results: list[Completion | EngineFailure]) -> Iterator[tuple[str, int]]:
+    return ((one.group_id, one.sample) for one in results if isinstance(one, Completion))
+
+
+async def test_samples_have_their_lengths_and_end_in_the_order_of_them():
+    async with Engine(slots=4) as engine:
+        engine.submit(0, 30, 10, 20)
+        results = await engine.results(3)
+    assert list(names(results)) == [("0/0", 1), ("0/0", 2), ("0/0", 0)]
+    for one in results:
+        assert isinstance(one, Completion)
+        assert len(one.response_ids) == len(one.logprobs) == {0: 30, 1: 10, 2: 20}[one.sample]
+        assert one.finish_reason is FinishReason.LENGTH
+        assert one.spans == (VersionSpan(start=0, end=len(one.response_ids), weights=OLD),)
+
+
+async def test_a_step_costs_what_its_batch_size_says():
+    async with Engine(slots=4) as engine:
+        engine.submit(0, 10, 30)
+        await engine.results(2)
+        load = engine.engine.load()
+    assert load.busy_s == pytest.approx(0.01 * (10 * (0.02 + 2 * 0.005) + 20 * (0.02 + 0.005)))
+    assert load.tokens == 40
+
+
+async def test_a_slot_that_falls_free_is_filled_at_once_by_priority():
+    async with Engine(slots=1) as engine:
+        engine.submit(0, 5, priority=1.0)
+        engine.submit(1, 7, priority=0.0)
+        engine.submit(2, 9, priority=0.5)
+        results = await engine.results(3)
+        busy_s = engine.engine.load().busy_s
+    assert [name for name, _ in names(results)] == ["0/0", "0/2", "0/1"]
+    assert busy_s == pytest.approx(0.01 * 21 * 0.025), "no step is lost between two samples"
+
+
+async def test_running_samples_go_on_under_new_weights_and_say_from_which_token():
+    async with Engine(slots=2, costs=ReplaySettings(time_scale=0.1, step_s=0.02, load_s=0.0)) as engine:
+        engine.submit(0, 3, 100)
+        (first,) = await engine.results(1)
+        await engine.engine.load_weights(NEW, {})
+        (second,) = await engine.results(1)
+    assert isinstance(first, Completion)
+    assert isinstance(second, Completion)
+    assert [span.weights for span in first.spans] == [OLD]
+    before, after = second.spans
+    assert (before.weights, after.weights) == (OLD, NEW)
+    assert before.start == 0
+    assert 3 <= before.end == after.start < after.end == 100
+
+
+async def test_decoding_stands_still_while_weights_are_taken():
+    costs = ReplaySettings(time_scale=0.01, step_s=0.02, sample_step_s=0.0, load_s=10.0)
+    async with Engine(slots=1, costs=costs) as engine:
+        clock = MonotonicClock()
+        engine.submit(0, 5)
+        loading = asyncio.create_task(engine.engine.load_weights(NEW, {}))
+        started_s = clock.now_s()
+        await engine.results(1)
+        await loading
+        assert clock.now_s() - started_s >= 0.1
+        assert engine.engine.load().busy_s == pytest.approx(0.01 * 5 * 0.02)
+
+
+async def test_what_is_aborted_comes_out_once_running_or_waiting():
+    async with Engine(slots=1, costs=ReplaySettings(time_scale=1.0, step_s=1.0)) as engine:
+        engine.submit(0, 100, 100)
+        engine.submit(1, 1, 1)
+        await asyncio.sleep(0)
+        await engine.engine.abort([(GroupId("0/0"), 0)])
+        results = await engine.results(2)
+        load = engine.engine.load()
+    aborted = {(one.group_id, type(one).__name__) for one in results}
+    assert aborted == {("0/0", "Completion"), ("0/0", "EngineFailure")}
+    assert (load.running, load.waiting) in ((1, 1), (0, 2))
+
+
+async def test_a_prompt_is_paid_once_for_its_group():
+    costs = ReplaySettings(time_scale=0.001, step_s=0.02, sample_step_s=0.0, prefill_token_s=1.0)
+    async with Engine(slots=4, costs=costs) as engine:
+        clock = MonotonicClock()
+        started_s = clock.now_s()
+        engine.submit(0, 1, 1, 1, prompt=50)
+        await engine.results(3)
+        assert 0.05 <= clock.now_s() - started_s < 0.15
+
+
+async def test_the_same_sample_has_the_same_tokens_on_every_engine():
+    tokens: list[list[int]] = []
+    for slots in (1, 4):
+        async with Engine(slots=slots) as engine:
+            engine.submit(0, 6, 6)
+            results = await engine.results(2)
+            tokens.append([t for one in results if isinstance(one, Completion) for t in one.response_ids.tolist()])
+    assert sorted(tokens[0]) == sorted(tokens[1])
+    assert len(set(tokens[0])) > 1
