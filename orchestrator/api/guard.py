@@ -28,8 +28,8 @@ OPEN_PATHS = ("/health",)
 READING = ("GET", "HEAD")
 ANSWER_HEADERS = {
     "cache-control": "no-store",
-    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }

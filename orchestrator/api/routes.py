@@ -5,6 +5,7 @@ costs no broker round trip, so that asking often cannot slow the run.
 
     GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
     GET /status           what the run is doing now (``runtime/status.py`` tells its form), and ``age_s``; JSON
+    GET /history          what the live page draws of the past (``runtime/look_back.py``); JSON
     GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
     GET /metrics          the same numbers for Prometheus
     GET /                 the live page, static files
@@ -13,9 +14,10 @@ costs no broker round trip, so that asking often cannot slow the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
@@ -42,14 +44,17 @@ STATIC = files("orchestrator.api") / "static"
 class Api:
     """The read-only routes over one board."""
 
-    def __init__(self, board: StatusBoard, metrics: Path) -> None:
+    def __init__(self, board: StatusBoard, metrics: Path, look_back: Callable[[], Mapping[str, Any]]) -> None:
+        """metrics: metrics.jsonl.  look_back: the answer to /history, made when it is asked for."""
         self._board = board
         self._metrics = metrics
+        self._look_back = look_back
 
     def routes(self) -> list[Route]:
         return [
             Route("/health", self.health),
             Route("/status", self.status),
+            Route("/history", self.history),
             Route("/batches", self.batches),
             Route("/metrics", self.metrics),
         ]
@@ -64,6 +69,9 @@ class Api:
         if not self._board.latest:
             raise HTTPException(503, "the run is starting")
         return answer({**self._board.latest, "age_s": round(self._board.age_s, 1)})
+
+    async def history(self, request: Request) -> Response:
+        return answer(self._look_back())
 
     async def batches(self, request: Request) -> Response:
         asked = request.query_params.get("from", "0")

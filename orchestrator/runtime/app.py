@@ -33,11 +33,13 @@ from orchestrator.runtime.execute import Executor
 from orchestrator.runtime.held_out import write_held_out
 from orchestrator.runtime.intake import new_inbox, read_events, tick, watch_usage
 from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
-from orchestrator.runtime.prompts import open_source
+from orchestrator.runtime.prompts import load_detokenizer, open_source
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.samples import RecentSamples
 from orchestrator.runtime.status import StatusBoard, publish_status
 from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
@@ -45,6 +47,7 @@ from transport.broker import keys
 from transport.broker.base import Broker, Fence
 from transport.clock import MonotonicClock
 from transport.errors import RunExistsError
+from transport.rows import BrokerRows
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -89,6 +92,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     inbox = new_inbox()
     board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
+    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir))
+    look_back = LookBack(membership, metrics, samples, clock)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
@@ -109,10 +114,13 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
                 publish_status(broker, state, membership, metrics, watchdog, clock, board), name="status"
             ),
             group.create_task(watchdog.watch(state), name="watchdog"),
+            group.create_task(look_back.watch(), name="look back"),
         ]
         if listener is not None:
             secret = control_secret(settings.api, rundir.api_secret)
-            web = build_app(Api(board, rundir.metrics).routes(), host=settings.api.host, secret=secret)
+            web = build_app(
+                Api(board, rundir.metrics, look_back.latest).routes(), host=settings.api.host, secret=secret
+            )
             loops.append(group.create_task(serve_http(web, listener), name="http"))
         await ended.wait()
         try:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -231,6 +231,12 @@ def _load_tokenizer(model_dir: Path) -> Any:
         return AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
+
+
+def load_detokenizer(model_dir: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text without special tokens, as rewards see it. Raises DataError where there is no tokenizer."""
+    tokenizer = _load_tokenizer(model_dir)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def context_limit(settings: Settings, model_dir: Path) -> int:

@@ -9,6 +9,8 @@ run, elapsed_s       name; seconds on the run's clock
 blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, fit}]
+longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
+                     [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
                      "epoch.version.digest", counters {name: total}, idle 0..1, tokens_per_s}]; the last two are
@@ -73,6 +75,7 @@ async def publish_status(
             **view,
             "blocked": watchdog.blocked(state),
             "generation": view["workers"],
+            "longest": msgspec.to_builtins(state.longest_running()),
             "queues": await broker.streams(),
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,

@@ -81,7 +81,7 @@ async def serving(directory: Path, *, host: str = "127.0.0.1") -> AsyncIterator[
     board = StatusBoard(clock)
     board.put(STATUS)
     listener = open_listener(ApiSettings(), directory / "api.address")
-    app = build_app(Api(board, directory / "metrics.jsonl").routes(), host=host, secret=SECRET)
+    app = build_app(Api(board, directory / "metrics.jsonl", dict).routes(), host=host, secret=SECRET)
     async with running(app, listener):
         yield Service(board, clock, listener.getsockname()[1])
 

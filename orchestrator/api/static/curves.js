@@ -1,0 +1,189 @@
+// The run's curves: small multiples over batches, drawn as SVG.
+
+import { byId, keyed, make, setText } from "./dom.js";
+import { number } from "./text.js";
+
+const WIDTH = 360;
+const HEIGHT = 150;
+const LEFT = 42;
+const RIGHT = 8;
+const TOP = 8;
+const BOTTOM = 20;
+const SVG = "http://www.w3.org/2000/svg";
+
+const CHARTS = [
+  { title: "Reward", names: ["reward"], floor: 0 },
+  { title: "Reward components", components: true },
+  { title: "Response tokens", names: ["response_tokens", "response_tokens_max"], labels: ["mean", "longest"], floor: 0 },
+  { title: "Staleness of a batch's samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
+  { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "training", "trainer waits", "publishing"], floor: 0 },
+  { title: "Tokens a second", names: ["tokens_per_s"], floor: 0 },
+];
+const NOT_CURVES = /^(batch|version|epoch|time_s|bubble_.*|.*_present_s)$/;
+const shared = { batch: null }; // the batch that is read out, in all charts at once
+
+let last = null;
+
+/** curves: {name: [number | null]} of /history.  components: names of the reward's components. */
+export function showCurves(curves, components) {
+  last = { curves, components };
+  const charts = CHARTS.map((chart) => (chart.components ? { ...chart, names: components } : chart));
+  const present = charts.map((chart) => withSeries(chart, curves)).filter((chart) => chart.series.length);
+  const told = new Set(charts.flatMap((chart) => chart.names));
+  const others = Object.keys(curves)
+    .filter((name) => !told.has(name) && !NOT_CURVES.test(name))
+    .map((name) => withSeries({ title: name.replaceAll("_", " "), names: [name] }, curves));
+  drawAll(byId("curves"), present.length ? present : [{ title: "Reward", series: [] }], curves.batch || []);
+  if (byId("more").open) drawAll(byId("more-curves"), others, curves.batch || []);
+}
+
+function withSeries(chart, curves) {
+  const series = chart.names
+    .map((name, index) => ({ label: chart.labels ? chart.labels[index] : name, values: curves[name], tone: index % 4 }))
+    .filter((one) => one.values && one.values.some((value) => value !== null));
+  return { ...chart, series };
+}
+
+function drawAll(parent, charts, batches) {
+  keyed(
+    parent,
+    charts.map((chart) => chart.title),
+    createChart,
+    (figure, _, index) => updateChart(figure, charts[index], batches),
+  );
+}
+
+function createChart(title) {
+  const figure = make("figure");
+  const caption = make("figcaption");
+  caption.append(make("b", "", title), make("span", "readout"));
+  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img" });
+  svg.addEventListener("pointermove", (event) => point(svg, event));
+  svg.addEventListener("pointerleave", () => read(null));
+  svg.addEventListener("blur", () => read(null));
+  svg.addEventListener("keydown", step);
+  const key = make("p", "key");
+  figure.append(caption, svg, key);
+  return figure;
+}
+
+function shape(tag, attributes, text = "") {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text) element.textContent = text;
+  return element;
+}
+
+function updateChart(figure, chart, batches) {
+  const [caption, svg, key] = figure.children;
+  const at = shared.batch === null ? batches.length - 1 : nearest(batches, shared.batch);
+  const reading = chart.series
+    .map((one) => (chart.series.length > 1 ? `${one.label} ` : "") + number(one.values[at]))
+    .join(" · ");
+  const batch = batches.length ? `batch ${batches[at] + 1}: ` : "";
+  setText(caption.lastElementChild, reading ? (shared.batch === null ? reading : batch + reading) : "no batch trained yet");
+  svg.setAttribute("aria-label", `${chart.title}, ${batch}${reading}`);
+  svg.replaceChildren(...marks(chart, batches, at));
+  keyed(
+    key,
+    chart.series.length > 1 ? chart.series.map((one) => one.label) : [],
+    (label) => make("span", "", label),
+    (item, _, index) => (item.dataset.line = String(chart.series[index].tone)),
+  );
+}
+
+function marks(chart, batches, at) {
+  const values = chart.series.flatMap((one) => one.values).filter((value) => value !== null);
+  const { low, high, ticks } = scale(values, chart.floor);
+  const first = batches[0] ?? 0;
+  const last = Math.max(batches.at(-1) ?? 1, first + 1);
+  const x = (batch) => LEFT + ((batch - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const parts = ticks.flatMap((tick) => [
+    shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
+    shape("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, tickText(tick)),
+  ]);
+  if (batches.length) {
+    parts.push(shape("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, `batch ${first + 1}`));
+    if (batches.length > 1) parts.push(shape("text", { class: "tick", x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, String(last + 1)));
+  }
+  if (shared.batch !== null && batches.length) {
+    parts.push(shape("line", { class: "cursor", x1: x(batches[at]), x2: x(batches[at]), y1: TOP, y2: HEIGHT - BOTTOM }));
+  }
+  for (const one of [...chart.series].reverse()) {
+    parts.push(shape("path", { class: "line", "data-line": one.tone, d: path(one.values, batches, x, y) }));
+    const value = one.values[at];
+    if (typeof value === "number") parts.push(shape("circle", { class: "spot", "data-line": one.tone, cx: x(batches[at]), cy: y(value), r: 3 }));
+  }
+  return parts;
+}
+
+/** An SVG path; a batch without the number is a gap. */
+function path(values, batches, x, y) {
+  let pen = "M";
+  return values
+    .map((value, index) => {
+      if (value === null) {
+        pen = "M";
+        return "";
+      }
+      const part = `${pen}${x(batches[index]).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = "L";
+      return part;
+    })
+    .join("");
+}
+
+/** Round limits around the values, and two to five round ticks within them. */
+function scale(values, floor) {
+  let low = Math.min(...values, ...(floor === undefined ? [] : [floor]));
+  let high = Math.max(...values);
+  if (!Number.isFinite(low) || !Number.isFinite(high)) [low, high] = [0, 1];
+  if (high - low < 1e-12) high = low + (Math.abs(low) || 1);
+  const rough = (high - low) / 3;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const unit = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  const from = Math.floor(low / unit + 1e-9) * unit;
+  const ticks = [];
+  for (let tick = from; ticks.length < 8; tick += unit) {
+    ticks.push(Number(tick.toPrecision(12)));
+    if (tick >= high - 1e-9 * unit) break;
+  }
+  return { low: ticks[0], high: ticks.at(-1), ticks };
+}
+
+const tickText = (tick) => (tick !== 0 && (Math.abs(tick) < 1e-3 || Math.abs(tick) >= 1e6) ? tick.toExponential(0) : String(Number(tick.toPrecision(4))));
+
+// -- reading: one cursor for all charts
+
+function nearest(batches, batch) {
+  let best = 0;
+  batches.forEach((one, index) => {
+    if (Math.abs(one - batch) < Math.abs(batches[best] - batch)) best = index;
+  });
+  return best;
+}
+
+function point(svg, event) {
+  const batches = last.curves.batch || [];
+  if (!batches.length) return;
+  const box = svg.getBoundingClientRect();
+  const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+  read(batches[0] + Math.min(1, Math.max(0, share)) * (batches.at(-1) - batches[0]));
+}
+
+function step(event) {
+  const batches = last.curves.batch || [];
+  const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -batches.length, End: batches.length };
+  if (!(event.key in steps) || !batches.length) return;
+  event.preventDefault();
+  const at = shared.batch === null ? batches.length - 1 : nearest(batches, shared.batch);
+  read(batches[Math.min(batches.length - 1, Math.max(0, at + steps[event.key]))]);
+}
+
+function read(batch) {
+  shared.batch = batch;
+  if (last) showCurves(last.curves, last.components);
+}
+
+byId("more").addEventListener("toggle", () => last && showCurves(last.curves, last.components));

@@ -1,0 +1,118 @@
+// Groups, batches, queues, the longest running groups, and samples.
+
+import { byId, keyed, make, rows, setText } from "./dom.js";
+import { duration, number, visible } from "./text.js";
+import { showBar } from "./usage.js";
+
+const STAGES = [
+  ["pending", "wait for a worker"],
+  ["running", "being generated"],
+  ["scoring", "being scored"],
+  ["ready", "ready to train"],
+  ["rounds_outstanding", "rounds at the trainer"],
+];
+const STAGE_TONES = { pending: "wait", running: "decode", scoring: "score", ready: "step", trained: "train", ended: "other" };
+const MAX_BATCHES = 4;
+const MAX_LONGEST = 8;
+const IS_QUEUE = /^(plans:|tasks:|dead$)/;
+
+/** How many groups are at each stage. */
+export function showFlow(status) {
+  keyed(
+    byId("flow"),
+    STAGES.map(([name]) => name),
+    () => {
+      const item = make("li");
+      item.append(make("b"), make("span"));
+      return item;
+    },
+    (item, name, index) => {
+      setText(item.firstElementChild, String(status[name] ?? "–"));
+      setText(item.lastElementChild, STAGES[index][1]);
+    },
+  );
+}
+
+/** The oldest batches that are not trained, with their slots by stage; empty rows keep the place. */
+export function showBatches(status) {
+  const open = (status.batches || []).filter((batch) => !batch.trained).slice(0, MAX_BATCHES);
+  keyed(
+    byId("open-batches"),
+    Array.from({ length: MAX_BATCHES }, (_, index) => String(index)),
+    () => {
+      const row = make("div", "batch");
+      row.append(make("span"), make("div", "bar"));
+      return row;
+    },
+    (row, _, index) => updateBatch(row, open[index]),
+  );
+}
+
+function updateBatch(row, batch) {
+  const stages = batch ? Object.entries(batch.stages) : [];
+  const total = stages.reduce((sum, [, count]) => sum + count, 0) || 1;
+  setText(row.firstElementChild, batch ? `batch ${batch.batch + 1}` : "\u00a0");
+  row.classList.toggle("empty", !batch);
+  showBar(row.lastElementChild, stages.map(([name, count]) => ({ name: `${count} ${name}`, tone: STAGE_TONES[name] || "other", share: count / total })));
+  row.lastElementChild.title = stages.map(([name, count]) => `${count} ${name}`).join(", ");
+}
+
+/** Work queues by depth, dead letters always; logs apart, because what they keep is no backlog. */
+export function showQueues(status) {
+  const all = Object.entries(status.queues || {}).map(([name, depth]) => [visible(name), depth]);
+  const queues = all.filter(([name]) => IS_QUEUE.test(name)).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
+  if (!queues.some(([name]) => name === "dead")) queues.push(["dead", 0]);
+  const named = queues.map(([name, depth]) => [name === "dead" ? "dead letters" : name, String(depth)]);
+  rows(byId("queues"), named);
+  [...byId("queues").children].forEach((row, index) => row.classList.toggle("alarm", queues[index][0] === "dead" && queues[index][1] > 0));
+  rows(byId("logs"), all.filter(([name]) => !IS_QUEUE.test(name)).map(([name, depth]) => [name, String(depth)]));
+}
+
+/** Groups that have been generated for the longest. */
+export function showLongest(status) {
+  const running = (status.longest || []).slice(0, MAX_LONGEST);
+  const lines = running.map((group) => [
+    group.attempt ? `${group.group_id} (attempt ${group.attempt + 1})` : group.group_id,
+    duration(group.running_s),
+    `${group.missing.length} of ${group.group_size}`,
+    group.worker_id,
+  ]);
+  while (lines.length < MAX_LONGEST) lines.push([lines.length ? "" : "nothing is being generated", "", "", ""]);
+  rows(byId("longest"), lines);
+}
+
+/** Samples, the newest first. The list holds still while one of them is open. */
+export function showSamples(samples) {
+  const list = byId("samples");
+  const reading = list.querySelector("details[open]");
+  const fresh = samples.length && (!list.children.length || list.firstElementChild.dataset.key !== samples[0].row);
+  const note = reading && fresh ? "Newer samples wait until you close the open one." : "The best and the worst of recently scored groups.";
+  setText(byId("samples-note"), samples.length ? note : "No group has been scored yet.");
+  if (reading) return;
+  keyed(
+    list,
+    samples.map((sample) => sample.row),
+    () => make("details", "sample"),
+    (element, _, index) => element.children.length || fillSample(element, samples[index]),
+  );
+}
+
+function fillSample(element, sample) {
+  const summary = make("summary");
+  const facts = [`${sample.tokens} tokens`, sample.finish, `v${sample.versions.join(", v")}`, sample.worker];
+  const reward = make("b", "reward", sample.reward.toFixed(2));
+  reward.dataset.good = sample.reward > 0 ? "yes" : "no";
+  summary.append(reward, make("span", "row", sample.row), make("span", "begin", visible(sample.response).replace(/\s+/g, " ").slice(0, 160)), make("span", "muted", facts.join(" · ")));
+  const parts = Object.entries(sample.components).map(([name, value]) => `${visible(name)} ${number(value)}`);
+  element.append(summary, make("p", "small", [...parts, `${number(sample.engine_s)} s in the engine`].join(" · ")));
+  for (const [title, text, cut] of [
+    ["Prompt", sample.prompt, sample.prompt_cut && `${sample.prompt_cut} characters before this are left out`],
+    ["Response", sample.response, sample.response_cut && `${sample.response_cut} characters after this are left out`],
+  ]) {
+    const pre = make("pre", "", visible(text));
+    pre.dir = "auto";
+    pre.tabIndex = 0;
+    element.append(make("h3", "", title), pre);
+    if (cut) element.append(make("p", "small", cut));
+  }
+}

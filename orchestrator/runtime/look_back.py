@@ -1,0 +1,53 @@
+"""What the live page asks for beside the status: lanes, curves and samples, gathered while the run goes on.
+
+lanes        {cell_s, cells, until_s, states [name], lanes [{place, kind, doing, busy}], lanes_left_out}
+             doing, busy: a character a cell, the newest last: the state's letter (a is states[0], a space: not there),
+             and the share of the cell in which it computed, in ninths
+curves       {name: [number or null]}, one list a number of metrics.jsonl, a point a batch (thinned)
+components   names of the reward's components among the curves
+samples      newest first: [{row, reward, components, worker, tokens, finish, versions, engine_s, prompt, prompt_cut,
+             response, response_cut}]; what a model wrote is there as it is: whoever shows it escapes it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from orchestrator.runtime.history import LaneHistory
+from orchestrator.runtime.membership import Membership
+from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.samples import RecentSamples
+from transport.clock import Clock
+
+LOOK_S = 0.5
+"""A cell of a lane is looked at twice."""
+SAMPLES_EVERY = 4
+"""Looks between two samples that are fetched: people do not read faster."""
+
+
+class LookBack:
+    """Gathers; ``latest`` puts it together for whoever asks, about 1 ms for a long run."""
+
+    def __init__(self, membership: Membership, metrics: MetricsLog, samples: RecentSamples, clock: Clock) -> None:
+        self._membership = membership
+        self._metrics = metrics
+        self._samples = samples
+        self._clock = clock
+        self._lanes = LaneHistory()
+
+    async def watch(self) -> None:
+        """Note what the workers do, and fetch a sample now and then, forever."""
+        while True:
+            for _ in range(SAMPLES_EVERY):
+                self._lanes.note(self._membership.statuses, self._clock.now_s())
+                await asyncio.sleep(LOOK_S)
+            await self._samples.show(self._metrics.newest_group)
+
+    def latest(self) -> dict[str, Any]:
+        return {
+            "lanes": self._lanes.as_dict(),
+            "curves": self._metrics.curves.as_dict(),
+            "components": sorted(self._metrics.components),
+            "samples": self._samples.newest_first,
+        }

@@ -1,0 +1,326 @@
+"""The live page in a real headless Chromium, served by the real service: what a person sees, and what cannot hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.api.routes import Api, build_app
+from orchestrator.api.server import open_listener, serve_http
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.state import PipelineState
+from orchestrator.runtime.history import CELLS, Curves, LaneHistory
+from orchestrator.runtime.status import StatusBoard
+from tests.fakes.browser import Browser, find_chromium
+from transport.clock import ManualClock, MonotonicClock
+from transport.messages import WorkerStatus
+from transport.settings import ApiSettings
+from transport.types import WorkerId, WorkerKind
+
+CHROMIUM = find_chromium()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+HOSTILE = (
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "<svg onload='window.hacked = 3'></svg> \x1b[31mred\x1b[0m \x9b2J \u202egnp.exe\u202c"
+)
+WORKERS = ("generate-0.1", "generate-1.2", "score-0.1", "train-0.1", "train-1.1")
+
+
+class LivePage:
+    """A run that never was, as the service would tell of it. Start and stop the service as often as you like."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.board = StatusBoard(MonotonicClock())
+        self.look_back = look_back()
+        self.status = status()
+        self._stop: Callable[[], None] = lambda: None
+        self._thread = threading.Thread()
+        self.url = ""
+
+    def start(self) -> None:
+        """Serve, on the same port as before."""
+        listener = open_listener(ApiSettings(), self._directory / "api.address")
+        api = Api(self.board, self._directory / "metrics.jsonl", lambda: self.look_back)
+        app = build_app(api.routes(), host="127.0.0.1", secret="hush")
+        started = threading.Event()
+
+        async def serve() -> None:
+            task = asyncio.create_task(serve_http(app, listener))
+            loop = asyncio.get_running_loop()
+            self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
+            started.set()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), name="page")
+        self._thread.start()
+        assert started.wait(5)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+    def stop(self) -> None:
+        self._stop()
+        self._thread.join(10)
+
+    def tell(self, **changes: Any) -> None:
+        """Publish a newer status."""
+        self.status |= {"elapsed_s": self.status["elapsed_s"] + 1.0, **changes}
+        self.board.put(dict(self.status))
+
+
+def status() -> dict[str, Any]:
+    """A status with every field that the core has, and workers."""
+    view = msgspec.to_builtins(PipelineState(CoreSettings(num_batches=40, groups_per_batch=8, group_size=8)).view())
+    row = {"since_s": 3.0, "running": 0, "waiting": 0, "weights": "", "counters": {}, "idle": 0.25}
+    return {
+        "run": "a <b>run</b>",
+        "elapsed_s": 300.0,
+        **view,
+        "trained_version": 12,
+        "newest": {"epoch": 1, "version": 12, "digest": "ab"},
+        "running": 5,
+        "wait": {"stage": "training", "waits_for": "round 12/3", "owner": "train-0.1", "since_s": 299.0},
+        "blocked": None,
+        "generation": [
+            {"worker_id": "generate-0.1", "loaded": {"epoch": 1, "version": 12}},
+            {"worker_id": "generate-1.2", "loaded": {"epoch": 1, "version": 11}},
+        ],
+        "batches": [{"batch": 12, "stages": {"running": 5, "ready": 3}, "trained": False}],
+        "longest": [
+            {
+                "group_id": "12/4",
+                "worker_id": "generate-0.1",
+                "running_s": 83.0,
+                "missing": [2],
+                "group_size": 8,
+                "attempt": 1,
+            }
+        ],
+        "queues": {"plans:generate-0.1": 3, "tasks:reward": 0, "dead": 2, "events": 900},
+        "workers": [
+            {**row, "worker": worker, "kind": worker.partition("-")[0], "doing": doing}
+            for worker, doing in zip(WORKERS, ("decoding", "loading", "scoring", "training", "waiting"), strict=True)
+        ],
+        "last": {"batch": 11, "reward": 0.4321, "response_tokens": 14.5, "staleness": 0.5, "staleness_max": 1},
+    }
+
+
+def look_back() -> dict[str, Any]:
+    lanes = LaneHistory()
+    for second in range(CELLS):
+        doing = "decoding" if second % 10 < 8 else "waiting"
+        statuses = [
+            WorkerStatus(
+                worker_id=WorkerId(worker),
+                kind=WorkerKind(worker.partition("-")[0]),
+                host="here",
+                pid=1,
+                protocol=1,
+                doing=doing,
+                elapsed_s=float(second),
+                busy_s=second / 2,
+            )
+            for worker in WORKERS
+        ]
+        lanes.note({status.worker_id: status for status in statuses}, float(second))
+    lines = [{"batch": batch, "reward": batch / 30, "right": batch / 40, "seconds": 4.0} for batch in range(12)]
+    sample = {
+        "row": "11/0/3",
+        "reward": 0.75,
+        "components": {"<i>right</i>": 1.0},
+        "worker": "generate-0.1",
+        "tokens": 19,
+        "finish": "stop",
+        "versions": [11, 12],
+        "engine_s": 1.5,
+        "prompt": "What is 1 + 1?",
+        "prompt_cut": 0,
+        "response": HOSTILE,
+        "response_cut": 4,
+    }
+    return {
+        "lanes": lanes.as_dict(),
+        "curves": Curves(lines).as_dict(),
+        "components": ["right"],
+        "samples": [sample, {**sample, "row": "11/0/4", "response": "2"}],
+    }
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[LivePage]:
+    page = LivePage(tmp_path)
+    page.tell()
+    page.start()
+    yield page
+    page.stop()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests here: starting it takes longer than most of them."""
+    assert CHROMIUM is not None
+    with Browser(CHROMIUM, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """As if it was new, but for its cache."""
+    chromium.resize(1280, 900)
+    chromium.prefer("light")
+    chromium.errors.clear()
+    yield chromium
+    chromium.open("about:blank")
+
+
+def show(browser: Browser, page: LivePage) -> None:
+    browser.open(page.url)
+    browser.wait_for("document.querySelectorAll('#samples details').length === 2")
+    browser.wait_for("document.querySelector('#link').textContent === 'live'")
+
+
+def coloured_pixels(place: str) -> str:
+    """JavaScript: how many pixels of a lane are painted."""
+    canvas = f"document.querySelector('.lane[data-key=\"{place}\"] canvas')"
+    data = f"{canvas}.getContext('2d').getImageData(0, 0, {canvas}.width, {canvas}.height).data"
+    return f"{data}.filter((value, index) => index % 4 === 3 && value > 0).length"
+
+
+def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
+    show(browser, page)
+    lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.innerText)")
+    assert [lane.split()[0] for lane in lanes] == ["generate-0", "generate-1", "score-0", "train-0", "train-1"]
+    assert "decoding" in lanes[0]
+    assert "v11, 1 behind" in lanes[1]
+    assert "75% busy" in lanes[3]
+    assert browser.evaluate(coloured_pixels("train-1")) > 1000
+    assert browser.text("#batches") == "12 / 40"
+    assert browser.text("#reward") == "0.432"
+    assert "training waits for round 12/3" in browser.text("#wait")
+    assert "to act: train-0.1" in browser.text("#wait")
+    assert browser.text("#staleness") == "staleness 0.500, at most 1"
+    assert browser.text("#longest tr") == "12/4 (attempt 2)1 min 23 s1 of 8generate-0.1"
+    assert "dead letters2" in browser.evaluate("document.querySelector('#queues tr.alarm').textContent")
+    assert browser.evaluate("document.querySelectorAll('#curves path').length") >= 3
+    assert "no group that it may take" in browser.text("#idle")
+    assert "12/40" in browser.evaluate("document.title")
+    assert browser.errors == []
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(page: LivePage, browser: Browser):
+    show(browser, page)
+    browser.evaluate("document.querySelector('#samples details').open = true")
+    assert browser.text("#samples pre:nth-of-type(2)") == (
+        "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+        "<svg onload='window.hacked = 3'></svg> \u241b[31mred\u241b[0m [U+009B]2J [U+202E]gnp.exe[U+202C]"
+    )
+    assert browser.text("#run") == "a <b>run</b>"
+    assert "<i>right</i> 1" in browser.text("#samples details p")
+    assert browser.evaluate("document.querySelectorAll('#samples :is(script, img, svg, i), #run b').length") == 0
+    assert browser.evaluate("window.hacked === undefined")
+    inserted = (
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 4'; document.body.append(s)"
+    )
+    browser.evaluate(f"(() => {{ {inserted} }})()")
+    assert browser.evaluate("window.hacked === undefined"), "the policy lets a script run that is not the page's own"
+    assert any("Content Security Policy" in error for error in browser.errors)
+
+
+def test_samples_hold_still_while_one_is_read(page: LivePage, browser: Browser):
+    show(browser, page)
+    browser.evaluate("document.querySelector('#samples details').open = true")
+    newer = {**page.look_back["samples"][0], "row": "12/0/0"}
+    page.look_back = {**page.look_back, "samples": [newer, *page.look_back["samples"]]}
+    browser.wait_for("document.querySelector('#samples-note').textContent.includes('Newer samples wait')")
+    assert browser.evaluate("document.querySelectorAll('#samples details').length") == 2
+    browser.evaluate("document.querySelector('#samples details').open = false")
+    browser.wait_for("document.querySelector('#samples details').dataset.key === '12/0/0'")
+
+
+def test_old_news_are_called_old_and_the_page_recovers_by_itself(page: LivePage, browser: Browser):
+    show(browser, page)
+    height = "document.querySelector('#lanes').getBoundingClientRect().top + scrollY"
+    top = browser.evaluate(height)
+    page.stop()
+    browser.wait_for("document.querySelector('#link').textContent === 'away'")
+    assert "nobody answers" in browser.text("#wait")
+    assert browser.text("#reward") == "0.432", "the last that was known stays"
+    assert browser.evaluate(height) == top, "the page jumps"
+    page.start()
+    page.tell(trained_version=13)
+    browser.wait_for("document.querySelector('#batches').textContent === '13 / 40'")
+    assert browser.text("#link") == "live"
+
+
+def test_a_status_that_stands_still_is_old_too(page: LivePage, browser: Browser):
+    page.board = StatusBoard(clock := ManualClock())
+    page.stop()
+    page.board.put(page.status)
+    clock.advance(60.0)
+    page.start()
+    browser.open(page.url)
+    browser.wait_for("document.querySelector('#link').textContent === 'away'")
+    assert "No news for 1 min" in browser.text("#wait")
+    page.tell(blocked={"stage": "training", "still_s": 310.0})
+    browser.wait_for("document.querySelector('#link').textContent === 'live'")
+    assert "Nothing has progressed for 5 min 10 s" in browser.text("#wait")
+    page.tell(blocked=None, wait=None, finish_reason="all batches are trained")
+    browser.wait_for("document.querySelector('#link').textContent === 'over'")
+    assert "all batches are trained" in browser.text("#wait")
+
+
+@pytest.mark.parametrize("width", [400, 900, 1280])
+def test_nothing_is_wider_than_the_window(page: LivePage, browser: Browser, width: int):
+    browser.resize(width, 800)
+    show(browser, page)
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.evaluate("document.querySelector('.lane canvas').clientWidth") > width / 4
+
+
+def test_colours_follow_the_users_scheme(page: LivePage, browser: Browser):
+    colours = set()
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        show(browser, page)
+        ink, ground = browser.evaluate(
+            "(style => [style.color, style.backgroundColor])(getComputedStyle(document.body))"
+        )
+        assert contrast(ink, ground) > 7
+        colours.add(ground)
+    assert len(colours) == 2
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours ``rgb(r, g, b)``, by WCAG 2."""
+    dark, light = sorted(map(_luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_lanes_curves_and_samples_are_reached_and_read_by_keyboard(page: LivePage, browser: Browser):
+    show(browser, page)
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.className") == "skip"
+    browser.press("Enter")
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.closest('.lane').dataset.key") == "generate-0"
+    browser.press("ArrowLeft")
+    assert browser.text("#lanes-readout") == "generate-0, 1 s ago: waiting, busy 44%"
+    browser.evaluate("document.querySelector('#curves svg').focus()")
+    browser.press("ArrowLeft")
+    assert browser.text("#curves .readout") == f"batch 11: {json.dumps(0.333)}"
+    browser.evaluate("document.querySelector('#samples summary').focus()")
+    browser.press("Enter")
+    assert browser.evaluate("document.querySelector('#samples details').open")
