@@ -1,0 +1,77 @@
+"""Parts of the client that need no broker: dealing by tokens, sizes of commits, tensors without padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.clock import ManualClock
+from transport.rows import BrokerRows
+from transport.types import RunName
+from workers.client.consumer import balance
+from workers.client.loader import Ragged, to_field
+from workers.client.writer import COMMIT_BYTES, COMMIT_ROWS, Writer, pieces
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_parts_hold_every_place_once_and_differ_by_no_more_than_one_row(weights: list[int], parts: int) -> None:
+    dealt = balance(weights, parts)
+    assert len(dealt) == parts
+    assert sorted(place for part in dealt for place in part) == list(range(len(weights)))
+    sums = [sum(weights[place] for place in part) for part in dealt]
+    assert max(sums) - min(sums) <= max(weights, default=0)
+    assert all(part == sorted(part) for part in dealt)
+
+
+def test_rows_without_tokens_are_dealt_evenly_too() -> None:
+    assert [len(part) for part in balance([0] * 9, 3)] == [3, 3, 3]
+
+
+def writer() -> Writer:
+    return Writer(BrokerRows(MemoryBroker(MemoryServer(ManualClock()), RunName("r"))), "me.1")
+
+
+def test_a_large_put_is_cut_into_pieces_that_bring_their_groups() -> None:
+    few_large = writer().commit_of({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 6}, None, 3)
+    assert [len(piece.rows) for piece in pieces(few_large)] == [2, 2, 2]
+    assert [[g.group_id for g in piece.groups] for piece in pieces(few_large)] == [
+        ["client-me.1/0"],
+        ["client-me.1/0", "client-me.1/1"],
+        ["client-me.1/1"],
+    ]
+    many_small = writer().commit_of({"x_ids": [1] * (COMMIT_ROWS + 1)}, None, 1)
+    assert [(len(piece.rows), len(piece.groups)) for piece in pieces(many_small)] == [(COMMIT_ROWS,) * 2, (1, 1)]
+    assert [row for piece in pieces(many_small) for row in piece.rows] == list(many_small.rows)
+
+
+async def test_nothing_to_put_is_one_empty_commit() -> None:
+    assert [(len(piece.groups), len(piece.rows)) for piece in pieces(writer().commit_of({"x_ids": []}, None, 4))] == [
+        (0, 0)
+    ]
+    await writer().write(writer().commit_of({"x_ids": []}, None, 4))
+
+
+def test_rows_that_make_no_whole_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 rows make no whole groups of 3"):
+        writer().commit_of({"x_ids": [1] * 7}, None, 3)
+
+
+def test_fields_are_tensors_without_padding() -> None:
+    ragged = to_field([np.array([[1, 2], [3, 4]]), np.zeros((0, 2), np.int64), np.array([[5, 6]])])
+    assert isinstance(ragged, Ragged)
+    assert ragged.values.tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert [row.tolist() for row in ragged.split()] == [[[1, 2], [3, 4]], [], [[5, 6]]]
+    assert ragged.padded(-1).tolist() == [[[1, 2], [3, 4]], [[-1, -1], [-1, -1]], [[5, 6], [-1, -1]]]
+    scalars = to_field([np.array(1.5), np.array(2.5)])
+    assert isinstance(scalars, torch.Tensor)
+    assert scalars.tolist() == [1.5, 2.5]
+    assert to_field(["a", "b"]) == ["a", "b"]
+    empty = to_field([])
+    assert isinstance(empty, Ragged)
+    assert (len(empty), empty.split(), empty.padded().shape) == (0, [], (0, 0))
+    with pytest.raises(ValueError, match="types"):
+        to_field([np.zeros(1, np.int32), np.zeros(1, np.float32)])

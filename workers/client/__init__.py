@@ -1,0 +1,6 @@
+"""The client for programs that are not ours: ``from workers.client import Client``. See docs/client.md."""
+
+from workers.client.batch import ExperienceBatch
+from workers.client.client import Client
+
+__all__ = ["Client", "ExperienceBatch"]

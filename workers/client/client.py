@@ -1,0 +1,271 @@
+"""The service interface for programs that are not ours: plain blocking calls over a broker and its rows.
+
+Source: AsyncFlow sec. 3.4 and 5.1; what each call means here is in docs/client.md. A client needs no orchestrator: on a
+bare broker it is a dataflow service. Beside a run it reads the run's rows and writes rows of its own; it never writes
+into the run's rows, tasks or streams.
+
+    caller's thread ── call ──► LoopThread: broker, rows, one keeper a consumer (renews leases while you compute)
+
+Owns: the connection, and the consumers. Invariant: every call has a deadline; a row is acknowledged only when its batch
+is done, so that others get what a client held that died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count as numbers
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from transport.broker.base import Broker
+from transport.broker.connect import connect as connect_broker
+from transport.clock import MonotonicClock
+from transport.messages import WeightManifest, WorkerStatus
+from transport.rows import BrokerRows
+from transport.settings import BrokerSettings
+from transport.types import RowId, RunName, WorkerKind
+from transport.unit_rows import UnitRows
+from workers.client import engines, tasks
+from workers.client.batch import ExperienceBatch, known_columns
+from workers.client.consumer import FirstCome, Policy, TokenBalanced
+from workers.client.consumption import Consumption, Source, Stream
+from workers.client.loop_thread import LoopThread
+from workers.client.tasks import TaskOptions
+from workers.client.writer import Writer
+
+if TYPE_CHECKING:  # torch takes seconds to import, and who only puts rows needs none
+    import torch
+    from torch.utils.data import DataLoader
+
+    from workers.client.loader import TensorBatch
+    from workers.client.weights import WeightChannel
+
+GRACE_S = 5.0
+"""What a call may take beyond what it waits for and beyond the broker's outage."""
+PUBLISH_S = 120.0
+"""Writing a version of the weights: some .5 s a GB in shared memory, more on a disk."""
+
+
+class Client:
+    """One program's connection to one run. Made by ``connect``, used from one thread, closed by ``close``."""
+
+    def __init__(self, loop: LoopThread, broker: Broker, rows: BrokerRows | UnitRows, name: str) -> None:
+        self._loop = loop
+        self._broker = broker
+        self._rows = rows
+        self._name = name
+        self._clock = MonotonicClock()
+        self._writer = Writer(rows, name)
+        self._numbers = numbers()
+        self._consumptions: dict[str, Consumption] = {}
+        self._weights: WeightChannel | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        run: str,
+        *,
+        password: str = "",
+        name: str = "client",
+        units: Sequence[str] = (),
+        secret: bytes = b"",
+        tls_ca: str = "",
+        outage_s: float = 30.0,
+    ) -> Client:
+        """Connect to ``run`` on the broker at ``url``. A run that does not exist begins with its first row.
+
+        name: how this program appears in queues.  units, secret: storage units for the columns; none: they live in the
+        broker.  outage_s: how long each call sits out a broker that went away.
+        Raises: BrokerUnavailableError; BrokerRejectedError, whose message says what to change.
+        """
+        loop = LoopThread(f"streamrl-{name}", outage_s + GRACE_S)
+        loop.start()
+        settings = BrokerSettings(url=url, password=password, tls_ca=tls_ca, outage_s=outage_s)
+        try:
+            broker = loop.call(connect_broker(settings, RunName(run)), what="connect")
+            number = loop.call(broker.next_incarnation(f"client-{name}"), what="connect")
+        except BaseException:
+            loop.close()
+            raise
+        rows = UnitRows(broker, units, secret=secret) if units else BrokerRows(broker)
+        return cls(loop, broker, rows, f"{name}.{number}")
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # -- the run's engines
+    def init_engines(
+        self, *, generate: int = 1, score: int = 0, train: int = 0, timeout_s: float
+    ) -> list[WorkerStatus]:
+        """Wait until the run has an orchestrator and so many workers that can take work. Starts nothing.
+
+        Returns: the status of every worker that has started.
+        Raises:  ClientTimeoutError that says what is missing.
+        """
+        wanted = {WorkerKind.GENERATE: generate, WorkerKind.SCORE: score, WorkerKind.TRAIN: train}
+        work = engines.wait_ready(self._broker, wanted, timeout_s)
+        return self._loop.call(work, what="init_engines", wait_s=timeout_s)
+
+    def weight_sync_notify(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightManifest:
+        """Publish a version of the weights and notify everyone who waits for one.
+
+        The bytes are in shared memory, and pulled over TCP from this process, which must stay; the newest three
+        versions are kept. The first call takes the trainer's role: an earlier publisher is fenced off.
+        Raises: ClientError: a trainer of the run is alive, and the weights are its.  FencedError: a later publisher.
+        """
+        work = self._weight_channel().publish(tensors, version)
+        return self._loop.call(work, what="weight_sync_notify", wait_s=PUBLISH_S)
+
+    def wait_weights(self, *, newer_than: int = -1, timeout_s: float) -> WeightManifest | None:
+        """The newest manifest of a version above ``newer_than``; None when none came for ``timeout_s``.
+
+        ``workers.generation.weights.WeightPuller().pull(manifest)`` gives its tensors.
+        """
+        work = self._weight_channel().wait(newer_than, timeout_s)
+        return self._loop.call(work, what="wait_weights", wait_s=timeout_s)
+
+    # -- tasks
+    def declare_task(
+        self, task: str, columns: Sequence[str], *, lease_s: float = 30.0, max_deliveries: int = 3
+    ) -> None:
+        """Add a task (``x_...``): each row that gets all ``columns`` from now on goes to one of its consumers.
+
+        Every program of a run may declare what it uses: doing so again changes nothing but the options.
+        lease_s, max_deliveries: see TaskOptions.
+        """
+        options = TaskOptions(lease_s=lease_s, max_deliveries=max_deliveries)
+        self._loop.call(tasks.declare(self._broker, task, known_columns(columns), options), what="declare_task")
+
+    def remove_task(self, task: str) -> None:
+        """Forget a task, what waits for it, and its end. A task that nobody consumes grows for as long as rows come."""
+        self._loop.call(tasks.remove(self._broker, task), what="remove_task")
+
+    def end_stream(self, task: str) -> None:
+        """Say that no more rows will come for ``task``: its consumers end once all are consumed."""
+        self._loop.call(tasks.end(self._broker, task), what="end_stream")
+
+    # -- rows
+    def put_prompts_data(self, prompts: Sequence[object], *, samples: int = 1) -> list[RowId]:
+        """Add ``samples`` rows for each prompt, with it in column ``x_prompt`` (a text, or an array of token ids).
+
+        They go to the consumers of tasks that read ``x_prompt``. Returns: [len(prompts) * samples] row ids, in order.
+        """
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
+        return self.put_experience_data({"x_prompt": repeated}, group_size=samples)
+
+    def put_experience_data(
+        self,
+        data: Mapping[str, Sequence[object]],
+        *,
+        index: Sequence[RowId] | None = None,
+        group_size: int = 1,
+        done: ExperienceBatch | None = None,
+    ) -> list[RowId]:
+        """Write columns of rows.
+
+        Args:    data: column (``x_...``) -> [N] values, each a text or an array of any shape.
+                 index: [N] rows to add these columns to, as they came in a batch; None: new rows.
+                 group_size: so many new rows, one after another, are cleared together.
+                 done: the batch that these results were made from: acknowledged in the same atomic step.
+        Returns: [N] row ids.
+        Raises:  ValueError: columns of different lengths, or values that cannot be stored.  ClientError: a column that
+                 is not a client's, or rows that have one of these columns or were cleared.  LeaseLostError: ``done``
+                 went to another consumer; nothing is written.
+        """
+        commit = self._writer.commit_of(data, index, group_size)
+        if done is None:
+            self._loop.call(self._writer.write(commit), what="put_experience_data")
+        else:
+            self._loop.call(self._consumptions[done.consumer].done(commit), what="put_experience_data")
+        return [row.row_id for row in commit.rows]
+
+    def get_experience_data(
+        self, task: str, columns: Sequence[str], count: int, *, timeout_s: float
+    ) -> ExperienceBatch:
+        """The next ``count`` rows of ``task``. The batch that this client got of it before is done with this call.
+
+        Returns: ``count`` rows as soon as they are there; fewer when ``timeout_s`` passes or the stream ends; none,
+                 and ``ended``, when everything was consumed by someone.
+        Raises:  ClientError: no such task.  LeaseLostError: the batch before went to another consumer (this process
+                 stood still for longer than the task's lease); calling again goes on.
+        """
+        if count < 1:
+            raise ValueError(f"count={count}: a batch has at least one row")
+        known = known_columns(columns)
+        if task not in self._consumptions:
+            self._consumptions[task] = Consumption(self._broker, self._rows, task, task, self._source(task))
+        work = self._consumptions[task].next(known, count, timeout_s)
+        return self._loop.call(work, what="get_experience_data", wait_s=timeout_s)
+
+    def done(self, batch: ExperienceBatch) -> None:
+        """Acknowledge a batch now. Raises LeaseLostError as ``get_experience_data``."""
+        self._loop.call(self._consumptions[batch.consumer].done(), what="done")
+
+    def clear(self, index: Sequence[RowId]) -> int:
+        """Free these rows and the rest of their groups, and return the bytes freed. Raises ClientError for a run's."""
+        return self._loop.call(self._writer.clear(index), what="clear")
+
+    def create_stream_data_loader(
+        self,
+        task: str,
+        columns: Sequence[str],
+        count: int,
+        *,
+        policy: Policy = "first_come",
+        balance_by: str = "",
+        rank: int = 0,
+        world: int = 1,
+        timeout_s: float = 600.0,
+    ) -> DataLoader[TensorBatch]:
+        """Stream a task as ``(batch_data, index)`` until it ends. A batch is done when the next one is asked for.
+
+        count: rows of a batch.  policy: "first_come", or "token_balanced" over ``world`` ranks by the lengths of column
+        ``balance_by`` (the first of ``columns``), ``count`` rows a rank on average.
+        timeout_s: for the next batch; then ClientTimeoutError that says what the task waits for.
+        """
+        from workers.client.loader import stream_loader
+
+        if count < 1 or not 0 <= rank < world:
+            raise ValueError(f"count={count}, rank={rank}, world={world}")
+        known = known_columns(columns)
+        key = f"{task}#{next(self._numbers)}"
+        balanced = policy == "token_balanced"
+        source = self._source(task, (balance_by or columns[0], rank, world) if balanced else None)
+        self._consumptions[key] = Consumption(self._broker, self._rows, task, key, source)
+        stream = Stream(self._loop, self._consumptions[key], known, count, timeout_s, in_step=balanced)
+        return stream_loader(stream)
+
+    def _source(self, task: str, balanced: tuple[str, int, int] | None = None) -> Source:
+        """balanced: the column to balance by, rank, world."""
+        options = self._loop.call(tasks.find(self._broker, task), what=f"looking for task {task}")
+        consumer = f"{self._name}-{next(self._numbers)}"
+        if balanced is None:
+            return FirstCome(self._broker, task, consumer, options, self._clock)
+        (column,), rank, world = known_columns(balanced[:1]), *balanced[1:]
+        return TokenBalanced(
+            self._broker, self._rows, task, consumer, options, self._clock, balance_by=column, rank=rank, world=world
+        )
+
+    def _weight_channel(self) -> WeightChannel:
+        if self._weights is None:
+            from workers.client.weights import WeightChannel
+
+            self._weights = WeightChannel(self._broker, self._clock)
+        return self._weights
+
+    def close(self) -> None:
+        """Hand back what is held, withdraw published weights, disconnect. Doing so twice is no error."""
+        if self._loop.is_closed():
+            return
+        for consumption in self._consumptions.values():
+            self._loop.call(consumption.close(), what="close")
+        if self._weights is not None:
+            self._weights.close()
+        if isinstance(self._rows, UnitRows):
+            self._rows.close()
+        self._loop.call(self._broker.close(), what="close")
+        self._loop.close()

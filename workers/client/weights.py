@@ -1,0 +1,81 @@
+"""Weights between programs that are not ours: published by one, awaited by the others.
+
+Owns: the publisher of this client and its right to publish. Invariant: a version is announced after its bytes can be
+read, and only by the newest publisher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from transport.broker import keys
+from transport.broker.base import Broker, Entry, Fence
+from transport.clock import Clock
+from transport.messages import WeightManifest, encode, manifest_decoder
+from workers.client import engines
+from workers.errors import ClientError
+from workers.trainer.publish import WeightPublisher
+
+ROLE = "trainer"
+"""As the run's own trainer: one publisher at a time."""
+POLL_S = 0.5
+
+
+class WeightChannel:
+    """The weights log of one run, for a client."""
+
+    def __init__(self, broker: Broker, clock: Clock) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._publisher: WeightPublisher | None = None
+        self._spill = tempfile.TemporaryDirectory(prefix="streamrl-client-")  # when /dev/shm is too small
+        self._epoch = 0
+
+    async def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> WeightManifest:
+        """As Client.weight_sync_notify."""
+        if await engines.has_trainer(self._broker):
+            raise ClientError(f"run {self._broker.run!r} has a trainer: weights are published by it alone")
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._broker.run, Path(self._spill.name))
+            self._epoch = await self._broker.acquire_epoch(ROLE)
+        publisher, dtype = self._publisher, _dtype_of(tensors)
+        manifest = await asyncio.to_thread(publisher.publish, self._epoch, version, tensors, dtype)
+        fields = {"weights": str(manifest.weights), "bytes": str(manifest.total_bytes), "host": manifest.host}
+        entry = Entry(fields=fields, payload=encode(manifest))
+        await self._broker.append(keys.WEIGHTS, entry, fence=Fence(role=ROLE, epoch=self._epoch))
+        return manifest
+
+    async def wait(self, newer_than: int, timeout_s: float) -> WeightManifest | None:
+        """As Client.wait_weights."""
+        deadline_s = self._clock.now_s() + timeout_s
+        while True:
+            manifest = await self._newest()
+            if manifest and manifest.weights.version > newer_than:
+                return manifest
+            left_s = deadline_s - self._clock.now_s()
+            if left_s <= 0:
+                return None
+            last = await self._broker.last_id(keys.WEIGHTS)
+            await self._broker.read(keys.WEIGHTS, last, count=1, wait_s=min(POLL_S, left_s))
+
+    async def _newest(self) -> WeightManifest | None:
+        entries = await self._broker.tail(keys.WEIGHTS, count=1)
+        return manifest_decoder.decode(entries[0].entry.payload) if entries else None
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        self._spill.cleanup()
+
+
+def _dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype of all floating-point tensors: they are published as they are. Raises ValueError when they differ."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(dtypes) > 1:
+        raise ValueError(f"tensors of one floating-point dtype are needed, these have {sorted(map(str, dtypes))}")
+    return next(iter(dtypes), torch.float32)

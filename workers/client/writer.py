@@ -1,0 +1,116 @@
+"""What a client writes: rows of its own, and further columns of rows that it was handed.
+
+Owns: names of its groups, sizes of commits. Invariant: a client writes user columns only: a run's own columns, written
+from outside, would be scored and trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+from transport.broker.base import Commit, GroupWrite, RowWrite
+from transport.rows import RowStore
+from transport.types import USER_PREFIX, Column, GroupId, RowId, is_user_name, parse_row_id, row_id
+from transport.user_columns import encode_value
+from workers.errors import ClientError
+
+COMMIT_BYTES = 4 * 1024 * 1024
+"""A commit blocks the server: 4 MiB for some 10 ms, in which others wait."""
+COMMIT_ROWS = 128
+COMMITS_AT_ONCE = 2
+"""One is encoded and sent while the server works on the other."""
+GROUP_PREFIX = "client-"
+"""How group ids of clients begin. Those of a run begin with the number of their batch."""
+
+
+class Writer:
+    """name: of this client, unique in the run."""
+
+    def __init__(self, rows: RowStore, name: str) -> None:
+        self._rows = rows
+        self._name = name
+        self._numbers = count()
+
+    def commit_of(self, data: Mapping[str, Sequence[object]], index: Sequence[RowId] | None, group_size: int) -> Commit:
+        """All rows as one commit. Arguments and errors as Client.put_experience_data."""
+        num_rows = check_lengths(data, index)
+        columns = {_own_column(name): values for name, values in data.items()}
+        groups = [] if index is not None else self._new_groups(num_rows, group_size)
+        row_ids = index if index is not None else [row_id(g.group_id, s) for g in groups for s in range(g.size)]
+        rows = [
+            RowWrite(row_id=row, columns={column: encode_value(values[place]) for column, values in columns.items()})
+            for place, row in enumerate(row_ids)
+        ]
+        return Commit(groups=groups, rows=rows)
+
+    def _new_groups(self, num_rows: int, size: int) -> list[GroupWrite]:
+        if size < 1 or num_rows % size:
+            raise ValueError(f"{num_rows} rows make no whole groups of {size}")
+        ids = (GroupId(f"{GROUP_PREFIX}{self._name}/{next(self._numbers)}") for _ in range(num_rows // size))
+        return [GroupWrite(group_id=group_id, size=size, columns={}) for group_id in ids]
+
+    async def write(self, commit: Commit) -> None:
+        """Write rows in pieces, each of them atomic."""
+        room = asyncio.Semaphore(COMMITS_AT_ONCE)
+
+        async def write_piece(piece: Commit) -> None:
+            async with room:
+                check_inserted(piece, (await self._rows.commit(piece)).inserted)
+
+        await asyncio.gather(*(write_piece(piece) for piece in pieces(commit)))
+
+    async def clear(self, index: Sequence[RowId]) -> int:
+        groups = list(dict.fromkeys(parse_row_id(row)[0] for row in index))
+        foreign = [group for group in groups if not group.startswith(GROUP_PREFIX)]
+        if foreign:
+            raise ClientError(f"rows of group {foreign[0]} are the run's: it frees them itself")
+        return await self._rows.drop_groups(groups)
+
+
+def check_lengths(data: Mapping[str, Sequence[object]], index: Sequence[RowId] | None) -> int:
+    """The number of rows. Raises ValueError when columns, or columns and index, differ in it."""
+    lengths = {name: len(values) for name, values in data.items()}
+    if index is not None:
+        lengths["index"] = len(index)
+    if not data or len(set(lengths.values())) != 1:
+        raise ValueError(f"columns of one number of rows are needed, these have {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _own_column(name: str) -> Column:
+    if not is_user_name(name):
+        raise ClientError(f"column {name!r} is not a client's: its name begins with {USER_PREFIX!r}, then a-z, 0-9, _")
+    return Column(name)
+
+
+def check_inserted(commit: Commit, inserted: Sequence[bool]) -> None:
+    """Raises ClientError for a row that has one of these columns already, or is not there any more."""
+    refused = [row.row_id for row, was_inserted in zip(commit.rows, inserted, strict=True) if not was_inserted]
+    if refused:
+        raise ClientError(
+            f"{len(refused)} of {len(commit.rows)} rows are not written: they have one of these columns already, "
+            f"or were cleared: {', '.join(refused[:3])}"
+        )
+
+
+def pieces(commit: Commit) -> list[Commit]:
+    """The rows in commits of bounded size, each behind its own groups."""
+    groups = {group.group_id: group for group in commit.groups}
+    result: list[list[RowWrite]] = [[]]
+    size = 0
+    for row in commit.rows:
+        num_bytes = sum(map(len, row.columns.values()))
+        if result[-1] and (size + num_bytes > COMMIT_BYTES or len(result[-1]) == COMMIT_ROWS):
+            result.append([])
+            size = 0
+        result[-1].append(row)
+        size += num_bytes
+    return [replace(commit, rows=rows, groups=_groups_of(rows, groups)) for rows in result]
+
+
+def _groups_of(rows: Sequence[RowWrite], groups: Mapping[GroupId, GroupWrite]) -> list[GroupWrite]:
+    named = dict.fromkeys(parse_row_id(row.row_id)[0] for row in rows)
+    return [groups[group_id] for group_id in named if group_id in groups]
