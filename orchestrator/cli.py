@@ -109,16 +109,37 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
     return resolved
 
 
-@app.command(help="Look into a run: what it is doing, or what it did. [--audit: was every row trained exactly once?]")
+@app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
 def inspect(
     run_dir: RunDirectory,
     audit: Annotated[
         bool, typer.Option("--audit", help="Recompute that every row of every trained batch was trained exactly once.")
     ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on looking until the run is over; plain lines without a terminal.")
+    ] = False,
 ) -> None:
     from orchestrator import inspect as inspection
 
-    raise typer.Exit(inspection.main(run_dir, audit=audit))
+    raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow))
+
+
+LetterIds = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Dead letters, as inspect names them.")]
+AllLetters = Annotated[bool, typer.Option("--all", help="Every dead letter.")]
+
+
+@app.command(help="Put dead letters back into their queues, where somebody still wants them.")
+def retry(run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False) -> None:
+    from orchestrator import dead_letters
+
+    raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=False))
+
+
+@app.command(help="Forget dead letters.")
+def drop(run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False) -> None:
+    from orchestrator import dead_letters
+
+    raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=True))
 
 
 @app.command(help="Write a run's trace for Perfetto, and draw it: what every worker did, and why it was idle.")

@@ -1,29 +1,31 @@
 """``streamrl-orchestrator inspect``: what a run is doing, or did, read from its broker, journal and checkpoints.
 
-Owns: reading and printing. Never: changes anything; the broker of a run that is over is started while we read.
+Owns: finding the run, and the loop of ``--follow``. Never: changes anything; the broker of a run that is over is
+started while we read. What is shown is in survey.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
 
 from orchestrator.audit import AuditReport, CheckpointRecord, RoundsLog, audit
 from orchestrator.config import resolve
 from orchestrator.core.outbox import entry_id
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.live import batch_line, blocked_line, printable
+from orchestrator.runtime.live import batch_line
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.reconcile import rows_without
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.sim.replay import recorded_commands
+from orchestrator.survey import Survey, survey_line, survey_view, take_survey
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
 from transport.broker.connect import connect
@@ -36,7 +38,6 @@ from transport.messages import (
     StepDone,
     TrainRound,
     trainer_command_decoder,
-    worker_status_decoder,
 )
 from transport.settings import Settings
 from transport.types import Column, RowId, RunName, row_id
@@ -46,23 +47,68 @@ LOOK_OUTAGE_S = 3.0
 """A look is not worth waiting longer for a broker."""
 
 
-def main(run_dir: Path, *, audit: bool) -> int:
+FOLLOW_S = 2.0
+AWAY_S = 30.0
+"""A run that is followed may be without an orchestrator for so long: it is started again when it dies."""
+
+
+def main(run_dir: Path, *, audit: bool, follow: bool) -> int:
     """Print the run, or audit it. Returns 0; 1 when the audit finds a problem."""
+    rundir, settings = find_run(run_dir)
+    return asyncio.run(_main(rundir, settings, only_audit=audit, follow=follow))
+
+
+def find_run(run_dir: Path) -> tuple[RunDir, Settings]:
+    """The run in ``run_dir``. Raises ConfigError when there is none."""
     rundir = RunDir(run_dir)
     if not rundir.exists():
         raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
-    settings = resolve(None, [rundir.config], [], os.environ).settings
-    return asyncio.run(_main(rundir, settings, only_audit=audit))
+    return rundir, resolve(None, [rundir.config], [], os.environ).settings
 
 
-async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool) -> int:
+async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool, follow: bool) -> int:
     console = Console(highlight=False)
     async with open_run_broker(rundir, settings) as broker:
         if only_audit:
             report = await audit_run(rundir, settings, broker)
             return _print_audit(console, report)
-        await _print_run(console, rundir, broker)
+        _print_run(console, rundir, await _survey(broker))
+        if follow:
+            await follow_run(console, broker)
         return 0
+
+
+async def _survey(broker: Broker) -> Survey:
+    return await take_survey(broker, now_ms=time.time_ns() // 1_000_000)
+
+
+def _print_run(console: Console, rundir: RunDir, survey: Survey) -> None:
+    console.print(f"run {survey.run}  {survey.state}  {rundir.path}", markup=False)
+    lines = read_metrics(rundir.metrics)
+    if lines:
+        console.print(batch_line(lines[-1]), markup=False)
+    console.print(survey_view(survey))
+
+
+async def follow_run(console: Console, broker: Broker, *, every_s: float = FOLLOW_S, away_s: float = AWAY_S) -> None:
+    """Look again and again: a table that is redrawn on a terminal, else a line each time.
+
+    Ends when the run is over, or no orchestrator was alive for ``away_s`` (at once, if none was at the first look).
+    """
+    alive_s: float | None = None
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while (survey := await _survey(broker)).state != keys.STATE_FINISHED.decode():
+            now_s = time.monotonic()
+            alive_s = now_s if survey.status else alive_s
+            if alive_s is None or now_s - alive_s > away_s:
+                break
+            if console.is_terminal:
+                live.update(survey_view(survey), refresh=True)
+            else:
+                console.print(survey_line(survey), markup=False, soft_wrap=True)
+            await asyncio.sleep(every_s)
+    over = survey.state == keys.STATE_FINISHED.decode()
+    console.print("the run is over" if over else "no orchestrator is alive", markup=False)
 
 
 @asynccontextmanager
@@ -153,49 +199,3 @@ def _print_audit(console: Console, report: AuditReport) -> int:
     verdict = "FAILED" if report.problems else "clean: every row of every trained batch was trained exactly once"
     console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)", markup=False)
     return 1 if report.problems else 0
-
-
-async def _print_run(console: Console, rundir: RunDir, broker: Broker) -> None:
-    state = await broker.get_meta(keys.STATE)
-    console.print(f"run {broker.run}  {(state or b'unknown').decode()}  {rundir.path}", markup=False)
-    lines = read_metrics(rundir.metrics)
-    if lines:
-        console.print(batch_line(lines[-1]), markup=False)
-    raw = await broker.get_meta(keys.STATUS)
-    if raw is not None and (blocked := json.loads(raw).get("blocked")):
-        console.print(printable(blocked_line(blocked)), markup=False)
-    console.print(await _stream_table(broker))
-    console.print(await _worker_table(broker))
-    await _print_dead_letters(console, broker)
-
-
-async def _stream_table(broker: Broker) -> Table:
-    table = _table("stream", "entries", "pending", "oldest idle")
-    for stream, length in sorted((await broker.streams()).items()):
-        pending = await broker.pending(stream) if stream.startswith(("plans:", "tasks:")) else []
-        idle = f"{max(entry.idle_s for entry in pending):.1f} s" if pending else ""
-        table.add_row(stream, str(length), str(len(pending) or ""), idle)
-    return table
-
-
-async def _worker_table(broker: Broker) -> Table:
-    table = _table("worker", "doing", "for", "running", "waiting", "weights", "host", "pid")
-    for worker_id, raw in sorted((await broker.leases()).items()):
-        status = worker_status_decoder.decode(raw)
-        weights = str(status.weights or "")
-        cells = (status.doing, f"{status.since_s:.0f} s", str(status.running), str(status.waiting), weights)
-        table.add_row(worker_id, *(printable(cell) for cell in cells), printable(status.host), str(status.pid))
-    return table
-
-
-async def _print_dead_letters(console: Console, broker: Broker) -> None:
-    for letter in await broker.dead_letters():
-        fields = " ".join(f"{name}={value}" for name, value in letter.entry.fields.items())
-        console.print(printable(f"dead {letter.entry_id} from {letter.queue}: {letter.reason}  {fields}"), markup=False)
-
-
-def _table(*columns: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(str(column))
-    return table

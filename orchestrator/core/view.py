@@ -106,7 +106,7 @@ def describe_wait(pipeline: Pipeline) -> str:
     """What holds the run up and since when, and where the groups of the batch in training are."""
     p = pipeline
     wait = current_wait(p)
-    blocked = f"{wait}, since {p.now_s - wait.since_s:.0f} s" if wait else ""
+    blocked = f"{wait}; unchanged for {p.now_s - wait.since_s:.0f} s" if wait else ""
     where = ""
     if p.training.batch in p.batches:
         one = _batch_view(p, p.training.batch)

@@ -161,7 +161,7 @@ def test_the_wait_began_when_it_last_changed():
         world.now_s = now_s
         world.tell(Tick())
     assert wait_of(world).since_s == 10.0
-    assert "since 20 s" in world.state.describe_wait()
+    assert "unchanged for 20 s" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
     assert wait_of(world).since_s == 30.0, "a sample came: it waits for fewer"
     world.now_s = 40.0
