@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 from orchestrator.core.batches import NOBODY, Group, Stage
-from orchestrator.core.dispatch import Order, Placement, has_room, plan_priority
+from orchestrator.core.dispatch import Order, Placement, plan_priority, with_room
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.pipeline import Deadline, PendingEntry, Pipeline
@@ -62,19 +62,19 @@ class Assignments:
         """
         p = self._p
         while (group := self.head()) is not None and not p.frozen(group.batch):
-            takers = [worker for worker in p.fleet.workers.values() if self.may_take(worker, group)]
+            roomy = with_room(p.fleet.workers.values(), group.num_missing, p.settings.group_size)
+            takers = [worker for worker in roomy if self.may_take(worker, group)]
             if not takers:
                 return
             heapq.heappop(p.pending)
             self._assign(group, p.fleet.workers[self._place(takers, group.avoid)])
 
     def may_take(self, worker: Worker, group: Group) -> bool:
-        """The gate: fresh enough, of this epoch, fit, with room, and not on its way to newer weights."""
+        """The gate, for a worker with room: fresh enough, of this epoch, fit, and not on its way to newer weights."""
         p = self._p
         settings = p.settings
         return (
-            has_room(worker, group.num_missing, settings.group_size)
-            and may_dispatch(group.batch, worker.loaded, p.lineage.epoch, settings.max_staleness)
+            may_dispatch(group.batch, worker.loaded, p.lineage.epoch, settings.max_staleness)
             and worker.fit
             and not p.fleet.holds_back(worker, group.batch, settings.update, settings.rollout_batches)
         )

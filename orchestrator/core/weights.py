@@ -48,7 +48,8 @@ class Weights:
         """The worker serves ``weights``; older ones than it is known to serve are a repeated report."""
         if worker.loaded is None or age(weights) > age(worker.loaded):
             worker.loaded = weights
-        self._p.fleet.all_told = False
+        if self._p.fleet.behind(worker):
+            self._p.fleet.all_told = False  # else nobody has become due to load: a thousand reports cost no look at all
         if worker.loading is not None and age(worker.loaded) >= age(worker.loading):
             worker.loading = None
             worker.load_failures = 0

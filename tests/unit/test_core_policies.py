@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.batching import Phase, pack_round, part_of_slot, plan_phases
-from orchestrator.core.dispatch import has_room, least_loaded, plan_priority
+from orchestrator.core.dispatch import least_loaded, plan_priority, with_room
 from orchestrator.core.lpt import assign_lpt
 from orchestrator.core.staleness import Lineage, is_too_old, may_admit, may_dispatch
 from transport.types import WeightIdentity, WorkerId
@@ -74,9 +74,9 @@ def test_a_worker_to_avoid_is_taken_only_when_it_is_alone():
 
 
 def test_room_is_the_slots_and_one_group_of_lookahead():
-    assert has_room(Load(WorkerId("a"), capacity=8, in_flight=8), 4, group_size=4)
-    assert not has_room(Load(WorkerId("a"), capacity=8, in_flight=9), 4, group_size=4)
-    assert has_room(Load(WorkerId("a"), capacity=8, in_flight=9), 3, group_size=4)
+    full, over = Load(WorkerId("a"), capacity=8, in_flight=8), Load(WorkerId("b"), capacity=8, in_flight=9)
+    assert with_room([full, over], 4, group_size=4) == [full]
+    assert with_room([full, over], 3, group_size=4) == [full, over]
 
 
 def test_an_earlier_batch_outranks_any_prediction():
