@@ -197,6 +197,8 @@ def _in_words(kind: Any) -> str:
         return "one of " + ", ".join(f'"{choice.value}"' for choice in kind)
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(typing.get_args(kind))} numbers"
+    if typing.get_origin(kind) is list:
+        return f"a list, each {_in_words(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
         return "a table of numbers, strings, true or false, or lists of whole numbers"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]

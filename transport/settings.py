@@ -13,6 +13,7 @@ import msgspec
 from transport.types import UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
+LoggerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +27,7 @@ class RunSettings(Section, frozen=True, kw_only=True):
     dir: str = "runs"  # the run's files go to <dir>/<name>
     seed: int = 0
     batches: int = 40  # batches to train; each makes one version of the weights
+    loggers: list[LoggerName] = msgspec.field(default_factory=list[LoggerName])  # who gets the metrics, beside the file
 
 
 class ModelSettings(Section, frozen=True, kw_only=True):

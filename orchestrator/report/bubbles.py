@@ -1,7 +1,8 @@
 """Where a run's idle seconds went: every instant of every stage is busy, or idle for one cause.
 
-A generation worker with C slots that runs r samples is idle by the share ``1 - min(r, C) / C``: half-empty slots are
-half an idle worker. The first that holds names the cause:
+A generation worker with C slots that runs r samples is idle by the share ``1 - r / C``: half-empty slots are half an
+idle worker. C is the most that it ever ran at once, at most its capacity: slots that the run's settings can never fill
+are nobody's bubble. The first that holds names the cause:
 
     weights    it is loading new weights, whatever runs beside that
     other      samples that it has claimed wait for a slot (admission, prompts being computed)
@@ -114,6 +115,15 @@ def stages(timeline: Timeline) -> Mapping[str, list[str]]:
     return {"generation": timeline.workers, TRAINER: [TRAINER]}
 
 
+def most_at_once(timeline: Timeline) -> dict[str, int]:
+    """Track -> samples that it ever ran at once: their lanes are the lowest free ones."""
+    lanes: dict[str, int] = {}
+    for span in timeline.spans:
+        if span.kind is SpanKind.SAMPLE:
+            lanes[span.track] = max(lanes.get(span.track, 0), span.lane + 1)
+    return lanes
+
+
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 _Change = tuple[float, str, str, int]
@@ -138,8 +148,12 @@ def _unordered_changes(timeline: Timeline) -> Iterator[_Change]:
 
 @dataclass(slots=True)
 class _Worker:
-    """A generation worker at one instant of the sweep. settled_s, settled: up to where it is accounted for."""
+    """A generation worker at one instant of the sweep. settled_s, settled: up to where it is accounted for.
 
+    most: samples that it ever runs at once.  capacity: slots that count now, 0 while it is not there.
+    """
+
+    most: int = 1
     capacity: int = 0
     running: int = 0
     queued: int = 0
@@ -158,7 +172,8 @@ class _Sweep:
     def __init__(self, timeline: Timeline, num_windows: int) -> None:
         tracks = [*timeline.workers, TRAINER]
         self.usage = {track: [Usage() for _ in range(num_windows)] for track in tracks}
-        self._workers = {track: _Worker() for track in timeline.workers}
+        most = most_at_once(timeline)
+        self._workers = {track: _Worker(most=most.get(track, 1)) for track in timeline.workers}
         self._now_s = 0.0
         self._stage_s = dict.fromkeys(Cause, 0.0)
         self._capacity = 0
@@ -175,8 +190,9 @@ class _Sweep:
         self._settle(track, worker, in_window)
         match what:
             case "present":
-                worker.capacity += by
-                self._capacity += by
+                slots = min(abs(by), worker.most) * (1 if by > 0 else -1)
+                worker.capacity += slots
+                self._capacity += slots
             case "queued":
                 worker.queued += by
             case SpanKind.LOAD:

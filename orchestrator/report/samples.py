@@ -1,8 +1,8 @@
 """A few samples of a run as text, kept in ``samples.jsonl`` for its report.
 
-They are what the orchestrator shows to the live page (runtime/samples.py): the best and the worst of a group, already
-cut. The supervisor reads them where that page does, so nothing is fetched or decoded twice. Owns: the file and its
-bound: at most MAX_OF_BATCH of each batch. Never: escapes; who shows them does.
+They are what the orchestrator shows on the live page (runtime/samples.py): the best and the worst of a group, already
+cut, so nothing is fetched or decoded twice. Owns: the file and its bound: at most MAX_OF_BATCH of each batch. Never:
+escapes; who shows them does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ class SampleKeeper:
         self._rows = {sample.get("row") for sample in known}
         self._of_batch = Counter(_batch(sample) for sample in known)
 
-    def keep(self, history: bytes) -> None:
-        """Take what is new out of the orchestrator's history (JSON with ``samples``, newest first)."""
-        shown = json.loads(history).get("samples", ())
-        new = [sample for sample in reversed(shown) if self._is_wanted(sample)]
-        if new:
+    def keep(self, sample: dict[str, Any]) -> None:
+        """Keep one, if it is new and its batch has not had its share."""
+        if self._is_wanted(sample):
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(sample) + "\n" for sample in new)
+                file.write(json.dumps(sample) + "\n")
 
     def _is_wanted(self, sample: dict[str, Any]) -> bool:
         batch = _batch(sample)

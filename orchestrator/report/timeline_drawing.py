@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from orchestrator.report.bubbles import Cause, Usage, usage_by_window
 from orchestrator.report.drawing import Drawing, Polyline, Rect, Words
@@ -59,9 +60,8 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Drawing:
     shown = timeline.workers[:MAX_WORKERS]
     height = TOP + len(shown) * (BAND + THIN + 2 * GAP) + 2 * (BAND + GAP) + 40
     drawing = Drawing(WIDTH, height)
-    end_s = max(timeline.end_s, 1e-9)
-    scale = (WIDTH - LEFT - RIGHT) / end_s
-    columns = [end_s * column / NUM_COLUMNS for column in range(NUM_COLUMNS + 1)]
+    time = _TimeAxis.of(timeline)
+    columns = time.columns()
     usage = usage_by_window(timeline, columns)
     _legend(drawing, title)
     top = TOP
@@ -69,16 +69,41 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Drawing:
         _band_title(drawing, worker, top)
         _fill_band(drawing, usage[worker], top, busy=BUSY)
         loads = [span for span in timeline.spans if span.track == worker and span.kind is SpanKind.LOAD]
-        _draw_spans(drawing, loads, top + BAND + 2, THIN, scale)
+        _draw_spans(drawing, loads, top + BAND + 2, THIN, time)
         top += BAND + THIN + 2 * GAP
     _band_title(drawing, SCORING, top)
     _draw_backlog(drawing, timeline, columns, top)
     top += BAND + GAP
     _band_title(drawing, TRAINER, top)
     _fill_band(drawing, usage[TRAINER], top, busy="")
-    _draw_spans(drawing, [span for span in timeline.spans if span.track == TRAINER], top, BAND, scale)
-    _axis(drawing, timeline, top + BAND, scale, left_out=len(timeline.workers) - len(shown))
+    _draw_spans(drawing, [span for span in timeline.spans if span.track == TRAINER], top, BAND, time)
+    _axis(drawing, timeline, top + BAND, time, left_out=len(timeline.workers) - len(shown))
     return drawing
+
+
+@dataclass(frozen=True, slots=True)
+class _TimeAxis:
+    """From the first moment at which somebody could work to the last event: starting up is not drawn."""
+
+    start_s: float
+    end_s: float
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> _TimeAxis:
+        start_s = min((presence.start_s for presence in timeline.presences), default=0.0)
+        return cls(start_s, max(timeline.end_s, start_s + 1e-6))
+
+    def x(self, second: float) -> float:
+        return LEFT + (second - self.start_s) * (WIDTH - LEFT - RIGHT) / (self.end_s - self.start_s)
+
+    def columns(self) -> list[float]:
+        """[NUM_COLUMNS + 1] edges of the columns, seconds."""
+        width_s = (self.end_s - self.start_s) / NUM_COLUMNS
+        return [self.start_s + width_s * column for column in range(NUM_COLUMNS + 1)]
+
+    def ticks(self) -> list[float]:
+        step = nice_step(self.end_s - self.start_s, 12)
+        return [tick * step for tick in range(math.ceil(self.start_s / step), math.floor(self.end_s / step) + 1)]
 
 
 def _legend(drawing: Drawing, title: str) -> None:
@@ -109,11 +134,11 @@ def _fill_band(drawing: Drawing, usage: Sequence[Usage], top: float, *, busy: st
                 drawing.rects.append(Rect(LEFT + column * width, bottom, width, height, color))
 
 
-def _draw_spans(drawing: Drawing, spans: Sequence[Span], top: float, height: float, scale: float) -> None:
+def _draw_spans(drawing: Drawing, spans: Sequence[Span], top: float, height: float, time: _TimeAxis) -> None:
     for span in spans:
-        width = max(0.3, (span.end_s - span.start_s) * scale)
+        width = max(0.3, time.x(span.end_s) - time.x(span.start_s))
         hint = f"{span.name}: {span.end_s - span.start_s:.3f} s at {span.start_s:.2f} s"
-        drawing.rects.append(Rect(LEFT + span.start_s * scale, top, width, height, KIND_COLORS[span.kind], hint))
+        drawing.rects.append(Rect(time.x(span.start_s), top, width, height, KIND_COLORS[span.kind], hint))
 
 
 def _draw_backlog(drawing: Drawing, timeline: Timeline, columns: Sequence[float], top: float) -> None:
@@ -122,8 +147,8 @@ def _draw_backlog(drawing: Drawing, timeline: Timeline, columns: Sequence[float]
     waiting = [0.0] * (len(columns) - 1)
     column_s = columns[1] - columns[0]
     for span in spans:
-        first = min(int(span.start_s / column_s), len(waiting) - 1)
-        last = min(int(span.end_s / column_s), len(waiting) - 1)
+        first = min(int((span.start_s - columns[0]) / column_s), len(waiting) - 1)
+        last = min(int((span.end_s - columns[0]) / column_s), len(waiting) - 1)
         for column in range(first, last + 1):
             begin_s, end_s = max(span.start_s, columns[column]), min(span.end_s, columns[column + 1])
             waiting[column] += max(0.0, end_s - begin_s) / column_s
@@ -136,18 +161,15 @@ def _draw_backlog(drawing: Drawing, timeline: Timeline, columns: Sequence[float]
             drawing.rects.append(Rect(x, top + BAND - height, width, height, KIND_COLORS[SpanKind.SCORING]))
 
 
-def _axis(drawing: Drawing, timeline: Timeline, bottom: float, scale: float, *, left_out: int) -> None:
+def _axis(drawing: Drawing, timeline: Timeline, bottom: float, time: _TimeAxis, *, left_out: int) -> None:
     """Seconds below, and a line through all bands at the end of each batch."""
     for trained in timeline.trained:
-        x = LEFT + trained.at_s * scale
+        x = time.x(trained.at_s)
         drawing.lines.append(Polyline(((x, TOP - 6), (x, bottom)), "#00000055", 0.5))
-    step = nice_step(timeline.end_s, 12)
-    tick = 0
-    while step and tick * step <= timeline.end_s:
-        x = LEFT + tick * step * scale
+    for second in time.ticks():
+        x = time.x(second)
         drawing.lines.append(Polyline(((x, bottom), (x, bottom + 5)), "#333", 1))
-        drawing.words.append(Words(x, bottom + 20, f"{tick * step:g} s", anchor="middle"))
-        tick += 1
+        drawing.words.append(Words(x, bottom + 20, f"{second:g} s", anchor="middle"))
     if left_out:
         drawing.words.append(Words(8, bottom + 20, f"{left_out} more workers"))
 

@@ -27,6 +27,7 @@ from orchestrator.api.routes import Api, build_app
 from orchestrator.api.server import control_secret, open_listener, serve_http
 from orchestrator.core.dataflow import grpo_tasks
 from orchestrator.errors import RunFailedError
+from orchestrator.report.samples import SAMPLES, SampleKeeper
 from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
@@ -92,7 +93,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     inbox = new_inbox()
     board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
-    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir))
+    keeper = SampleKeeper(run_dir / SAMPLES)
+    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
     look_back = LookBack(membership, metrics, samples, clock)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

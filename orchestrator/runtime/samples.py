@@ -34,10 +34,19 @@ COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_INFO, Column.REWARD_COMPONENTS)
 class RecentSamples:
     """The newest samples, two of a group: its best and its worst."""
 
-    def __init__(self, rows: RowStore, load_detokenizer: Callable[[], Detokenize]) -> None:
-        """load_detokenizer: slow, may raise DataError; called once, off the loop, when there is something to show."""
+    def __init__(
+        self,
+        rows: RowStore,
+        load_detokenizer: Callable[[], Detokenize],
+        keep: Callable[[dict[str, Any]], object] = lambda _: None,
+    ) -> None:
+        """load_detokenizer: slow, may raise DataError; called once, off the loop, when there is something to show.
+
+        keep: called with each sample that is shown, for the run's report.
+        """
         self._rows = rows
         self._load = load_detokenizer
+        self._keep = keep
         self._detokenize: Detokenize | None = None
         self._unreadable = False
         self._shown: deque[dict[str, Any]] = deque(maxlen=MAX_SHOWN)
@@ -81,7 +90,9 @@ class RecentSamples:
         except (MessageError, msgspec.MsgspecError, OverflowError, IndexError) as error:
             log.warning("a sample cannot be shown", row=row, error=str(error))
             return
-        self._shown.appendleft(sample_view(row, info, reward, components, prompt, response))
+        sample = sample_view(row, info, reward, components, prompt, response)
+        self._shown.appendleft(sample)
+        self._keep(sample)
 
 
 def best_and_worst(rewards: Sequence[float]) -> list[int]:

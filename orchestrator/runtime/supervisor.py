@@ -27,7 +27,9 @@ import structlog
 
 from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
+from orchestrator.report.finish import REPORT, finish_run
 from orchestrator.runtime.live import View, open_view
+from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, python_module
 from orchestrator.runtime.rundir import RunDir
@@ -35,7 +37,7 @@ from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.errors import RunExistsError, TransientError, first_error
+from transport.errors import RunExistsError, StreamError, TransientError, first_error
 from transport.messages import Event, RunResumed, WorkerLost, encode, worker_status_decoder
 from transport.settings import Settings
 from transport.types import RunName, WorkerKind
@@ -55,6 +57,7 @@ def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
+    check_installed(settings.run.loggers)
     rundir = RunDir(Path(settings.run.dir) / settings.run.name)
     if rundir.exists() and not resume:
         raise RunExistsError(
@@ -95,6 +98,8 @@ class Supervisor:
             loop.add_signal_handler(number, self._stopping.set)
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
+            stack.callback(self._write_report)  # last of all, however the run ends
+            await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)
             model_dir = await self._until_stopped(self._prepare_model())
             url, password = await self._open_broker(stack)
@@ -259,6 +264,16 @@ class Supervisor:
             self._address = address
             self._view.note(f"live page http://{address}/")
 
+    def _write_report(self) -> None:
+        """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""
+        if not self._rundir.journal.is_dir():
+            return  # it ended before anything happened
+        try:
+            finish_run(self._rundir)
+        except (StreamError, OSError) as error:
+            log.warning("no report", error=str(error))
+            self._view.note(f"no report: {error}")
+
     def _summary(self, seconds: float) -> str:
         lines = read_metrics(self._rundir.metrics)
         if not lines:
@@ -270,6 +285,7 @@ class Supervisor:
             f"reward {first.get('reward', 0.0):.2f} -> {last.get('reward', 0.0):.2f}",
             f"model {os.path.relpath(self._rundir.model)}",
             f"metrics {os.path.relpath(self._rundir.metrics)}",
+            f"report {os.path.relpath(self._rundir.path / REPORT)}",
         ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
 

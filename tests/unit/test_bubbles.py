@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.report.bubbles import Cause, Usage, bubbles_by_batch, total, usage_by_window
-from orchestrator.report.spans import SCORING, TRAINER, Presence, Span, SpanKind, Timeline, Trained
+from orchestrator.report.spans import SCORING, TRAINER, Presence, Span, SpanKind, Timeline, Trained, in_lanes
 
 A, B = "generate-0.1", "generate-1.1"
 
@@ -24,7 +24,8 @@ def timeline(*spans: Span, workers: tuple[str, ...] = (A,), slots: int = 2, end_
     present = [Presence(track=worker, start_s=0.0, end_s=end_s, capacity=slots) for worker in workers]
     trainer = Presence(track=TRAINER, start_s=0.0, end_s=end_s)
     trained = (Trained(epoch=1, batch=0, at_s=end_s),)
-    return Timeline(spans=spans, marks=(), presences=(*present, trainer), trained=trained, end_s=end_s)
+    placed = in_lanes(spans)
+    return Timeline(spans=placed, marks=(), presences=(*present, trainer), trained=trained, end_s=end_s)
 
 
 def idle(line: Timeline, track: str) -> dict[Cause, float]:
@@ -40,6 +41,12 @@ def test_a_full_worker_is_not_idle():
 def test_a_half_empty_worker_in_the_tail_is_half_idle():
     line = timeline(sample(A, 0, 10), sample(A, 0, 4))
     assert idle(line, A) == {Cause.SKEW: 3.0}
+
+
+def test_slots_that_are_never_filled_are_nobodys_bubble():
+    line = timeline(sample(A, 0, 10), sample(A, 0, 4), slots=64)
+    assert idle(line, A) == {Cause.SKEW: 3.0}
+    assert idle(line, TRAINER) == {Cause.PIPELINE: 7.0, Cause.SKEW: 3.0}
 
 
 def test_a_worker_without_samples_waits_for_the_tail_of_another():
@@ -66,8 +73,8 @@ def test_an_empty_stage_waits_for_the_trainer_then_for_the_weights():
 
 
 def test_a_load_names_the_idle_slots_of_its_own_worker_only():
-    line = timeline(sample(A, 0, 10), span(B, SpanKind.LOAD, 0, 10), workers=(A, B))
-    assert idle(line, A) == {Cause.SKEW: 5.0}
+    line = timeline(sample(A, 0, 10), sample(A, 0, 4), span(B, SpanKind.LOAD, 0, 10), workers=(A, B))
+    assert idle(line, A) == {Cause.SKEW: 3.0}
     assert idle(line, B) == {Cause.WEIGHTS: 10.0}
 
 

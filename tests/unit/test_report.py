@@ -170,8 +170,9 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     assert json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     assert [line.items() >= old.items() for line, old in zip(after, before, strict=True)] == [True, True]
     assert after[0]["response_tokens_p50"] == after[0]["response_tokens_p90"] == 9
-    # batch 0 ends at 5 s: joined at 1, one of two slots busy in [2, 3], scored at 3.5, stepping in [4.5, 5]
-    assert after[0]["bubble_generation_skew_s"] == 0.5
+    # batch 0 ends at 5 s: joined at 1, its sample runs in [2, 3], is scored at 3.5, the trainer steps in [4.5, 5]
+    assert after[0]["bubble_generation_skew_s"] == 0.0
+    assert after[0]["bubble_generation_other_s"] == 2.0
     assert after[0]["bubble_generation_scoring_s"] == 0.5
     assert after[0]["bubble_generation_pipeline_s"] == 0.5
     assert after[0]["generation_present_s"] == 4.0
@@ -182,24 +183,23 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def history(*rows: str) -> bytes:
-    return json.dumps({"samples": [{"row": row, "response": HOSTILE} for row in rows]}).encode()
+def keep(path: Path, *rows: str) -> None:
+    keeper = SampleKeeper(path)
+    for row in rows:
+        keeper.keep({"row": row, "response": HOSTILE})
 
 
 def test_samples_are_kept_once_and_few_of_a_batch(tmp_path: Path):
     path = tmp_path / "samples.jsonl"
-    keeper = SampleKeeper(path)
-    keeper.keep(history("0/1/0", "0/0/0"))
-    keeper.keep(history("0/2/0", "0/1/0", "0/0/0"))
-    again = SampleKeeper(path)  # the run was resumed
-    again.keep(history("1/0/0", "0/3/0", "0/1/0"))
+    keep(path, "0/0/0", "0/1/0", "0/1/0", "0/2/0")
+    keep(path, "0/1/0", "0/3/0", "1/0/0")  # the orchestrator was started again
     assert [sample["row"] for sample in read_samples(path)] == ["1/0/0", "0/1/0", "0/0/0"]
     assert MAX_OF_BATCH == 2
 
 
 def test_a_torn_line_of_samples_is_left_out(tmp_path: Path):
     path = tmp_path / "samples.jsonl"
-    SampleKeeper(path).keep(history("0/0/0"))
+    keep(path, "0/0/0")
     path.write_text(path.read_text() + '{"row": "0/1')
     assert [sample["row"] for sample in read_samples(path)] == ["0/0/0"]
 

@@ -117,7 +117,7 @@ def test_a_step_between_mini_batches_lies_before_the_next_round():
 
 def test_waits_are_named_by_their_cause():
     found = [(wait.track, wait.start_s, wait.end_s, wait.name) for wait in waits(build_timeline(RUN))]
-    assert (TRAINER, 2.0, 7.0, "wait: skew") in found
+    assert (TRAINER, 2.0, 7.0, "wait: pipeline") in found
     assert (WORKER, 6.0, 11.0, "wait: pipeline") in found
 
 
