@@ -47,6 +47,7 @@ class Browser:
         self._number = 0
         self._unread = b""
         self._session = ""
+        self._loads = 0
         self.errors: list[str] = []
 
     def __enter__(self) -> Browser:
@@ -84,7 +85,12 @@ class Browser:
         os.close(self._write)
 
     def open(self, url: str) -> None:
+        """Go there, and wait until the page and its scripts are loaded."""
+        loads = self._loads
         self._call("Page.navigate", url=url)
+        deadline_s = time.monotonic() + ANSWER_S
+        while self._loads == loads:
+            self._notice(self._next(deadline_s))
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page. Raises AssertionError when it throws."""
@@ -150,8 +156,9 @@ class Browser:
         return json.loads(message)
 
     def _notice(self, event: dict[str, Any]) -> None:
-        """Keep what goes wrong in the page."""
+        """Count loaded pages; keep what goes wrong in them."""
         params = event.get("params", {})
+        self._loads += event.get("method") == "Page.loadEventFired"
         if event.get("method") == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))

@@ -324,3 +324,16 @@ def test_lanes_curves_and_samples_are_reached_and_read_by_keyboard(page: LivePag
     browser.evaluate("document.querySelector('#samples summary').focus()")
     browser.press("Enter")
     assert browser.evaluate("document.querySelector('#samples details').open")
+
+
+def test_lanes_go_on_when_the_orchestrator_was_replaced(page: LivePage, browser: Browser):
+    show(browser, page)
+    painted = browser.evaluate(coloured_pixels("generate-1"))
+    fresh = LaneHistory()
+    fresh.note({}, CELLS + 10.0)
+    page.look_back = {**page.look_back, "lanes": fresh.as_dict()}
+    page.tell(workers=[])
+    browser.wait_for("document.querySelector('.lane .word').textContent === 'gone'")
+    browser.wait_for(f"{coloured_pixels('generate-1')} !== {painted}")
+    assert 0.9 * painted < browser.evaluate(coloured_pixels("generate-1")) < painted, "ten cells later"
+    assert browser.evaluate("document.querySelectorAll('.lane').length") == len(WORKERS)

@@ -16,8 +16,8 @@ const CHARTS = [
   { title: "Reward components", components: true },
   { title: "Response tokens", names: ["response_tokens", "response_tokens_max"], labels: ["mean", "longest"], floor: 0 },
   { title: "Staleness of a batch's samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
-  { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "training", "trainer waits", "publishing"], floor: 0 },
-  { title: "Tokens a second", names: ["tokens_per_s"], floor: 0 },
+  { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "train", "wait", "publish"], floor: 0, robust: true },
+  { title: "Tokens a second", names: ["tokens_per_s"], floor: 0, robust: true },
 ];
 const NOT_CURVES = /^(batch|version|epoch|time_s|bubble_.*|.*_present_s)$/;
 const shared = { batch: null }; // the batch that is read out, in all charts at once
@@ -78,7 +78,7 @@ function updateChart(figure, chart, batches) {
   const [caption, svg, key] = figure.children;
   const at = shared.batch === null ? batches.length - 1 : nearest(batches, shared.batch);
   const reading = chart.series
-    .map((one) => (chart.series.length > 1 ? `${one.label} ` : "") + number(one.values[at]))
+    .map((one) => (chart.series.length > 1 || chart.components ? `${one.label} ` : "") + number(one.values[at]))
     .join(" · ");
   const batch = batches.length ? `batch ${batches[at] + 1}: ` : "";
   setText(caption.lastElementChild, reading ? (shared.batch === null ? reading : batch + reading) : "no batch trained yet");
@@ -94,11 +94,11 @@ function updateChart(figure, chart, batches) {
 
 function marks(chart, batches, at) {
   const values = chart.series.flatMap((one) => one.values).filter((value) => value !== null);
-  const { low, high, ticks } = scale(values, chart.floor);
+  const { low, high, ticks } = scale(chart.robust ? withoutPeaks(values) : values, chart.floor);
   const first = batches[0] ?? 0;
   const last = Math.max(batches.at(-1) ?? 1, first + 1);
   const x = (batch) => LEFT + ((batch - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => TOP + (1 - (Math.min(value, high) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const parts = ticks.flatMap((tick) => [
     shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
     shape("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, tickText(tick)),
@@ -107,13 +107,17 @@ function marks(chart, batches, at) {
     parts.push(shape("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, `batch ${first + 1}`));
     if (batches.length > 1) parts.push(shape("text", { class: "tick", x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, String(last + 1)));
   }
-  if (shared.batch !== null && batches.length) {
-    parts.push(shape("line", { class: "cursor", x1: x(batches[at]), x2: x(batches[at]), y1: TOP, y2: HEIGHT - BOTTOM }));
-  }
   for (const one of [...chart.series].reverse()) {
     parts.push(shape("path", { class: "line", "data-line": one.tone, d: path(one.values, batches, x, y) }));
     const value = one.values[at];
     if (typeof value === "number") parts.push(shape("circle", { class: "spot", "data-line": one.tone, cx: x(batches[at]), cy: y(value), r: 3 }));
+  }
+  const peak = Math.max(...values);
+  if (peak > high) {
+    parts.push(shape("text", { class: "tick cut", x: WIDTH - RIGHT, y: TOP + 10, "text-anchor": "end" }, `cut, up to ${tickText(peak)}`));
+  }
+  if (shared.batch !== null && batches.length) {
+    parts.push(shape("line", { class: "cursor", x1: x(batches[at]), x2: x(batches[at]), y1: TOP, y2: HEIGHT - BOTTOM }));
   }
   return parts;
 }
@@ -134,6 +138,13 @@ function path(values, batches, x, y) {
     .join("");
 }
 
+/** Without rare peaks, such as the start of the run in its first batch: they would press everything else flat. */
+function withoutPeaks(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const usual = sorted[Math.floor(0.97 * (sorted.length - 1))];
+  return sorted.at(-1) > 2.5 * usual ? sorted.filter((value) => value <= 1.5 * usual) : sorted;
+}
+
 /** Round limits around the values, and two to five round ticks within them. */
 function scale(values, floor) {
   let low = Math.min(...values, ...(floor === undefined ? [] : [floor]));
@@ -152,7 +163,12 @@ function scale(values, floor) {
   return { low: ticks[0], high: ticks.at(-1), ticks };
 }
 
-const tickText = (tick) => (tick !== 0 && (Math.abs(tick) < 1e-3 || Math.abs(tick) >= 1e6) ? tick.toExponential(0) : String(Number(tick.toPrecision(4))));
+function tickText(tick) {
+  const size = Math.abs(tick);
+  if (size >= 1e9 || (size > 0 && size < 1e-3)) return tick.toExponential(0);
+  if (size >= 1e6) return `${Number((tick / 1e6).toPrecision(3))}M`;
+  return size >= 1e4 ? `${Number((tick / 1e3).toPrecision(3))}k` : String(Number(tick.toPrecision(4)));
+}
 
 // -- reading: one cursor for all charts
 

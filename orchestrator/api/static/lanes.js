@@ -9,11 +9,14 @@ const LETTER_A = "a".charCodeAt(0);
 const BUSY_MAX = 9;
 
 let drawn = null; // the newest history's lanes
+let asked = null; // the last answer, as it came
 let cursor = null; // {place, cell} that is read out
 
-/** lanes: of /history, or null.  status: of /status. */
+/** lanes: of /history, or null where nothing of them is new.  status: of /status. */
 export function showLanes(lanes, status) {
-  drawn = lanes || drawn || { cells: 300, cell_s: 1, states: [], lanes: [] };
+  if (lanes && lanes !== asked) drawn = drawn ? carriedOver(drawn, lanes) : lanes;
+  asked = lanes || asked;
+  drawn = drawn || { cells: 300, cell_s: 1, until_s: 0, states: [], lanes: [] };
   const now = new Map((status.workers || []).map((worker) => [placeOf(worker.worker), worker]));
   const past = new Map(drawn.lanes.map((lane) => [lane.place, lane]));
   const order = { generate: 0, score: 1, train: 2 };
@@ -23,6 +26,32 @@ export function showLanes(lanes, status) {
   keyed(byId("lanes"), places, createLane, (row, place) => updateLane(row, past.get(place), now.get(place), status));
   showLegend();
   readOut();
+}
+
+/**
+ * `news`, and in its empty cells what was known before: an orchestrator that was replaced begins its lanes anew, but the
+ * run's clock goes on. A clock that went back belongs to another run.
+ */
+function carriedOver(before, news) {
+  const shift = Math.round((news.until_s - before.until_s) / news.cell_s);
+  if (shift < 0) return news;
+  const states = [...new Set([...news.states, ...before.states])];
+  const letter = (name) => String.fromCharCode(LETTER_A + states.indexOf(name));
+  const known = new Map(news.lanes.map((lane) => [lane.place, lane]));
+  const blank = { doing: " ".repeat(news.cells), busy: "0".repeat(news.cells) };
+  for (const lane of before.lanes) if (!known.has(lane.place)) known.set(lane.place, { ...lane, ...blank });
+  const lanes = [...known.values()].map((lane) => {
+    const old = before.lanes.find((one) => one.place === lane.place);
+    if (!old) return lane;
+    const cells = [...lane.doing].map((char, cell) => {
+      if (char !== " ") return char;
+      const past = old.doing[cell + shift] ?? " ";
+      return past === " " ? " " : letter(before.states[past.charCodeAt(0) - LETTER_A]);
+    });
+    const busy = [...lane.busy].map((char, cell) => (lane.doing[cell] === " " ? (old.busy[cell + shift] ?? "0") : char));
+    return { ...lane, doing: cells.join(""), busy: busy.join("") };
+  });
+  return { ...news, states, lanes: lanes.filter((lane) => lane.doing.trim()) };
 }
 
 /** What the lane's process did in a cell, "" where there was none. */
