@@ -1,0 +1,111 @@
+"""The emulated trainer: it tells, publishes, saves and resumes like any trainer; its time is what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.trainer_run import TrainerRun, tiny_settings
+from transport.broker import keys
+from transport.clock import MonotonicClock
+from transport.ledger import read_ledger
+from transport.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady, WeightManifest, manifest_decoder
+from transport.settings import ReplaySettings
+from transport.types import WorkerId
+from workers.generation.slow_link import SlowLink
+from workers.trainer.emulated import EmulatedLearner
+from workers.trainer.publish import WeightPublisher
+from workers.trainer.worker import TrainerWorker
+
+COSTS = ReplaySettings(time_scale=0.5, round_s=1.0, train_token_s=0.1, optimizer_s=3.0)
+ROWS, TOKENS = 9, 34
+"""Of a batch that ``TrainerRun.send_batch`` sends in two rounds."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TrainerRun:
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text("{}")
+    return TrainerRun(model_dir, tmp_path / "run", tiny_settings(engine="emulated"))
+
+
+async def train(run: TrainerRun) -> list[float]:
+    """Train what was sent. Returns the seconds that the learner took, one after another."""
+    run.incarnation += 1
+    slept: list[float] = []
+    await asyncio.to_thread(run.run_dir.mkdir, exist_ok=True)
+    learner = EmulatedLearner(COSTS, WeightPublisher("emulated-test", run.run_dir), slept.append)
+    worker = TrainerWorker(
+        run.broker,
+        run.settings,
+        WorkerId(f"train-0.{run.incarnation}"),
+        run.model_dir,
+        run.run_dir,
+        learner,
+        MonotonicClock(),
+    )
+    await worker.run()
+    return slept
+
+
+async def manifests(run: TrainerRun) -> list[WeightManifest]:
+    entries = await run.broker.read(keys.WEIGHTS, "0-0", count=9)
+    return [manifest_decoder.decode(entry.entry.payload) for entry in entries]
+
+
+async def test_it_takes_the_time_it_is_told(run: TrainerRun):
+    await run.send_batch(0)
+    await run.finish()
+    slept = await train(run)
+    assert len(slept) == 3
+    assert sum(slept[:2]) == pytest.approx(0.5 * (2 * 1.0 + 0.1 * TOKENS))
+    assert slept[2] == pytest.approx(0.5 * 3.0)
+
+
+async def test_it_tells_what_a_trainer_tells_and_goes_on_from_its_checkpoint(run: TrainerRun):
+    await run.send_batch(0, checkpoint=True)
+    await run.finish()
+    await train(run)
+    await run.send_batch(1)
+    await run.finish()
+    await train(run)
+    kinds = [type(event) for event in await run.events()]
+    batch = [RoundDone, RoundDone, StepDone]
+    assert kinds == [TrainerReady, *batch, CheckpointSaved, CheckpointSaved, TrainerReady, *batch, CheckpointSaved]
+    ledger = read_ledger(run.run_dir / "checkpoints")
+    assert ledger is not None
+    assert {key: len(rows) for key, rows in ledger.rows().items()} == {(0, 0): ROWS, (1, 0): ROWS}
+    published = [(one.weights.epoch, one.weights.version) for one in await manifests(run)]
+    assert published == [(1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_when_it_is_published(run: TrainerRun):
+    publisher = WeightPublisher("emulated-link", run.run_dir)
+    run.run_dir.mkdir()
+    learner = EmulatedLearner(COSTS, publisher, lambda seconds: None)
+    try:
+        clock = MonotonicClock()
+        link = SlowLink(0.5, clock)
+        manifest = learner.publish(1, 1)
+        started_s = clock.now_s()
+        for _ in range(2):
+            with link.pull(manifest) as tensors:
+                assert tensors == {}
+        assert 0.5 <= clock.now_s() - started_s < 1.0, "the second pull finds it there"
+    finally:
+        learner.shut_down()
+
+
+def test_workers_of_a_replay_import_no_torch():
+    """Or they would take seconds to start."""
+    modules = (
+        "workers.build, workers.generation.replay, workers.generation.slow_link, workers.generation.worker, "
+        "workers.trainer.emulated, workers.trainer.publish, workers.trainer.worker"
+    )
+    code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
