@@ -55,6 +55,17 @@ class Children:
         process = self._processes.get(name)
         return process.pid if process and process.returncode is None else None
 
+    def pids(self) -> dict[str, int]:
+        """Every living process by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.returncode is None}
+
+    def end(self, name: str) -> None:
+        """SIGKILL: for one that hangs. ``keep`` starts it again."""
+        process = self._processes.get(name)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
     async def keep(self, spec: ChildSpec, *, on_death: Callable[[int], Awaitable[None]] | None = None) -> None:
         """Run ``spec`` until it exits cleanly, starting it again whenever it dies; ``on_death`` hears of its pid.
 

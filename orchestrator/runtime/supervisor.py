@@ -33,10 +33,12 @@ from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, python_module
 from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.signs_of_life import SignsOfLife
 from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.clock import MonotonicClock
 from transport.errors import RunExistsError, StreamError, TransientError, first_error
 from transport.messages import Event, RunResumed, WorkerLost, encode, worker_status_decoder
 from transport.settings import Settings
@@ -46,6 +48,7 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
+PREPARING_S = 60.0
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -139,7 +142,7 @@ class Supervisor:
             stderr=(self._rundir.logs / "prepare.log").open("ab"),
         )
         try:
-            output, _ = await process.communicate()
+            output = await self._said(process)
         except asyncio.CancelledError:
             with suppress(ProcessLookupError):
                 process.kill()
@@ -148,6 +151,18 @@ class Supervisor:
             code = process.returncode if process.returncode is not None else -1
             raise ChildFailedError("prepare", code, self._children.last_words("prepare"))
         return Path(output.decode().strip().splitlines()[-1])
+
+    async def _said(self, process: asyncio.subprocess.Process) -> bytes:
+        """What the preparation prints. It may download for as long as it takes: its user hears that it still does."""
+        started_s = time.monotonic()
+        said = asyncio.create_task(process.communicate(), name="prepare")
+        try:
+            while not (await asyncio.wait({said}, timeout=PREPARING_S))[0]:
+                waited_s = time.monotonic() - started_s
+                self._view.note(f"preparing the model for {waited_s:.0f} s; see {self._rundir.logs / 'prepare.log'}")
+            return said.result()[0]
+        finally:
+            said.cancel()
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
         """Start the embedded broker unless there is a URL. Returns the URL and the password."""
@@ -191,6 +206,9 @@ class Supervisor:
                         task = self._keep(group, spec, broker)
                         (trainers if kind is WorkerKind.TRAIN else others).append(task)
                 others.append(group.create_task(self._watch(broker), name="watch"))
+                limit_s = self._settings.liveness.startup_s
+                life = SignsOfLife(broker, self._children, MonotonicClock(), limit_s=limit_s)
+                others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
                 await asyncio.wait(trainers)
                 for task in others:
                     task.cancel()
