@@ -34,6 +34,7 @@ from transport.types import Column, FinishReason, PromptId, RowId, RunName, Weig
 from workers.errors import EngineCrashedError, WeightsMismatchError
 from workers.generation import updates as updates_module
 from workers.generation import worker as worker_module
+from workers.generation.lengths import ForcedLengths
 from workers.generation.worker import GenerationWorker, group_seed
 
 ME = WorkerId("generate-0.1")
@@ -83,12 +84,19 @@ class RenewalCounter(MemoryBroker):
 class World:
     """One worker on one in-memory broker, and what a test does to it."""
 
-    def __init__(self, capacity):
+    def __init__(self, capacity, lengths=None):
         self.broker = RenewalCounter(MemoryServer(), RunName("test"))
         self.engine = FakeEngine(capacity)
         self.puller = FakePuller()
         self.worker = GenerationWorker(
-            self.broker, self.engine, SETTINGS, ME, self.puller, MonotonicClock(), stop_token_ids=(2, 4)
+            self.broker,
+            self.engine,
+            SETTINGS,
+            ME,
+            self.puller,
+            MonotonicClock(),
+            stop_token_ids=(2, 4),
+            lengths=lengths,
         )
         self._cursor, self._unread = ZERO_ID, []
         self._plans = 0
@@ -146,8 +154,8 @@ class World:
 
 
 @asynccontextmanager
-async def running(capacity=4):
-    world = World(capacity)
+async def running(capacity=4, lengths=None):
+    world = World(capacity, lengths)
     task = asyncio.create_task(world.worker.run())
     try:
         yield world
@@ -173,6 +181,14 @@ async def test_a_plan_becomes_a_request():
     assert (sampling.max_new_tokens, sampling.temperature, sampling.stop_token_ids) == (9, 0.7, (2, 4))
     assert sampling.seed == group_seed(0, group_id(3, 0))
     assert not sampling.ignore_eos
+
+
+async def test_forced_lengths_are_limits_that_no_stop_token_ends():
+    forced = ForcedLengths(range(1, 9), groups_per_batch=1, group_size=2)
+    async with running(lengths=forced) as world:
+        await world.plan(0, samples=(1,))
+        (request,) = await world.engine.wait_submitted(1)
+    assert (request.limits, request.limit(1), request.sampling.ignore_eos) == ((8,), 8, True)
 
 
 async def test_seeds_differ_by_group_and_run_and_stay_the_same_otherwise():
