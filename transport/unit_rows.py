@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from transport.broker.base import Broker, Commit, CommitResult, RowWrite
 from transport.errors import PeerUnavailableError
@@ -25,7 +26,9 @@ from transport.messages import MessageDecoder, encode
 from transport.rows import check_commit
 from transport.tensors.manifest import checksum
 from transport.types import USER_PREFIX, Column, GroupId, RowId, Struct, parse_row_id
-from transport.units import Part, UnitClient
+from transport.units import GroupParts, Part, UnitClient
+
+T = TypeVar("T")
 
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
@@ -40,12 +43,37 @@ class Locator(Struct, frozen=True, kw_only=True):
     checksum: str
 
 
+ROWS_PER_REQUEST = 1024
+"""The header of a request names every value: some 100 bytes each, of the 1 MiB that a header may have."""
 _locator_decoder = MessageDecoder(Locator)
 
 
 def in_unit(column: Column) -> bool:
     """Whether a column's bytes lie in a unit: those that grow with the response, and all of users."""
     return column in UNIT_COLUMNS or column.startswith(USER_PREFIX)
+
+
+class _Bulky:
+    """What of one row goes into a unit: parts and values belong together; ``unit`` is where they went."""
+
+    def __init__(self, row: RowWrite, attempt: str) -> None:
+        self.row = row
+        self.group_id, _ = parse_row_id(row.row_id)
+        self.unit = ""
+        self._columns = [column for column in row.columns if in_unit(column)]
+        self.values = [row.columns[column] for column in self._columns]
+        self.parts = tuple(
+            Part(key=f"{row.row_id}:{column}:{attempt}", nbytes=len(raw), checksum=checksum(raw))
+            for column, raw in zip(self._columns, self.values, strict=True)
+        )
+
+    def stored(self) -> Mapping[Column, bytes]:
+        """The row's columns as they go into the broker."""
+        locators = {
+            column: encode(Locator(unit=self.unit, key=part.key, nbytes=part.nbytes, checksum=part.checksum))
+            for column, part in zip(self._columns, self.parts, strict=True)
+        }
+        return {**self.row.columns, **locators}
 
 
 class UnitRows:
@@ -80,40 +108,47 @@ class UnitRows:
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
-        stored = [await self._store(row) for row in commit.rows]
-        rows = [replace(row, columns=columns) for row, columns in zip(commit.rows, stored, strict=True)]
+        rows = await self._store(commit.rows)
         result = await self._broker.commit(replace(commit, rows=rows))
         for row, inserted in zip(rows, result.inserted, strict=True):
             if not inserted:
                 await self._take_back(row)
         return result
 
-    async def _store(self, row: RowWrite) -> Mapping[Column, bytes]:
-        """Put the bulky columns of a row into a unit. Returns its columns with locators in their place."""
+    async def _store(self, rows: Sequence[RowWrite]) -> list[RowWrite]:
+        """Put the bulky columns of all rows into units. Returns the rows with locators in their place."""
         attempt = uuid.uuid4().hex
-        bulky = {column: raw for column, raw in row.columns.items() if in_unit(column)}
-        if not bulky:
-            return row.columns
-        group_id, _ = parse_row_id(row.row_id)
-        values = {f"{row.row_id}:{column}:{attempt}": raw for column, raw in bulky.items()}
-        unit = await self._put(group_id, values)
-        locators = {
-            column: encode(Locator(unit=unit, key=key, nbytes=len(raw), checksum=checksum(raw)))
-            for column, (key, raw) in zip(bulky, values.items(), strict=True)
-        }
-        return {**row.columns, **locators}
+        bulky = [_Bulky(row, attempt) for row in rows]
+        await self._place([one for one in bulky if one.parts])
+        return [replace(one.row, columns=one.stored()) for one in bulky]
 
-    async def _put(self, group_id: GroupId, values: Mapping[str, bytes]) -> str:
-        """Store in the first unit that takes it. Returns that unit."""
+    async def _place(self, bulky: list[_Bulky]) -> None:
+        """Put each row into the first unit of its group's ranking that takes it: one request a unit, all at once."""
+        rankings = {one.group_id: self.ranked_units(one.group_id) for one in bulky}
         failures: list[str] = []
-        for unit in self.ranked_units(group_id):
-            try:
-                await asyncio.to_thread(self._client(unit).put, group_id, values)
-            except PeerUnavailableError as error:
-                failures.append(str(error))
-            else:
-                return unit
-        raise PeerUnavailableError("storage units", "; ".join(failures) or "there are none")
+        for rank in range(len(self._units)):
+            by_unit: dict[str, list[_Bulky]] = {}
+            for one in bulky:
+                by_unit.setdefault(rankings[one.group_id][rank], []).append(one)
+            tried = list(by_unit.items())
+            errors = await asyncio.gather(*(asyncio.to_thread(self._put, unit, part) for unit, part in tried))
+            failures += [error for error in errors if error]
+            bulky = [one for (_, part), error in zip(tried, errors, strict=True) if error for one in part]
+        if bulky:
+            raise PeerUnavailableError("storage units", "; ".join(failures) or "there are none")
+
+    def _put(self, unit: str, bulky: Sequence[_Bulky]) -> str:
+        """Returns why the unit did not take it, "" when it did."""
+        client = self._client(unit)
+        try:
+            for some in _pieces(bulky, ROWS_PER_REQUEST):
+                groups = [GroupParts(group_id=one.group_id, parts=one.parts) for one in some]
+                client.put(groups, [value for one in some for value in one.values])
+        except PeerUnavailableError as error:
+            return str(error)
+        for one in bulky:
+            one.unit = unit
+        return ""
 
     async def _take_back(self, row: RowWrite) -> None:
         """Free what an insert that lost had put; what cannot be freed now goes with its group."""
@@ -126,14 +161,19 @@ class UnitRows:
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         """As RowStore. A column whose unit lost it is missing. Raises PeerUnavailableError: a unit does not answer."""
         rows = await self._broker.read_rows(row_ids, columns)
-        for unit, parts in _by_unit(rows).items():
-            values = await asyncio.to_thread(self._client(unit).get, [part for _, _, part in parts])
+        held = list(_by_unit(rows).items())
+        read = (asyncio.to_thread(self._get, unit, [part for _, _, part in parts]) for unit, parts in held)
+        for (_, parts), values in zip(held, await asyncio.gather(*read), strict=True):
             for (index, column, _), value in zip(parts, values, strict=True):
                 if value is None:
                     del rows[index][column]
                 else:
                     rows[index][column] = value
         return rows
+
+    def _get(self, unit: str, parts: Sequence[Part]) -> list[bytes | None]:
+        client = self._client(unit)
+        return [value for some in _pieces(parts, ROWS_PER_REQUEST) for value in client.get(some)]
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_groups(group_ids, columns)
@@ -157,6 +197,10 @@ class UnitRows:
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
+
+
+def _pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _by_unit(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, list[tuple[int, Column, Part]]]:

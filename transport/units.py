@@ -10,7 +10,7 @@ with ``drop_groups``; nothing else removes what a locator may point to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
@@ -37,11 +37,17 @@ class Part(Struct, frozen=True, kw_only=True):
     checksum: str
 
 
-class Put(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep these values, which belong to ``group_id`` and follow one another after the header."""
+class GroupParts(Struct, frozen=True, kw_only=True):
+    """The values of one group in a put."""
 
     group_id: GroupId
     parts: tuple[Part, ...]
+
+
+class Put(Struct, frozen=True, kw_only=True, tag=True):
+    """Keep these values, which follow one another after the header: all of them, or none."""
+
+    groups: tuple[GroupParts, ...]
 
 
 class Get(Struct, frozen=True, kw_only=True, tag=True):
@@ -84,7 +90,7 @@ class StorageUnit:
         self._host = host
         self._server = ChannelServer(self._serve, host=host, port=port, secret=secret, request_s=REQUEST_S)
         self._lock = threading.Lock()
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, bytearray] = {}
         self._group_keys: dict[GroupId, set[str]] = {}
         self._retained_bytes = 0
 
@@ -111,25 +117,27 @@ class StorageUnit:
                 channel.send(self._drop(request))
 
     def _put(self, channel: Channel, request: Put) -> None:
-        nbytes = sum(part.nbytes for part in request.parts)
-        if any(not 0 <= part.nbytes <= MAX_COLUMN_BYTES for part in request.parts):
+        parts = [part for group in request.groups for part in group.parts]
+        nbytes = sum(part.nbytes for part in parts)
+        if any(not 0 <= part.nbytes <= MAX_COLUMN_BYTES for part in parts):
             raise MessageError(f"{channel.address} puts a column of an impossible size")
         if self._retained_bytes + nbytes > self._max_bytes:
             channel.send(Refused(reason=f"the unit is full: it holds {self._retained_bytes} bytes", retry=True))
             raise PeerUnavailableError(channel.address, "its bytes are not read: the connection ends")
-        values = {part.key: _receive(channel, part) for part in request.parts}
+        values = {part.key: _receive(channel, part) for part in parts}
         with self._lock:
             for key, value in values.items():
                 self._retained_bytes += len(value) - len(self._values.get(key, b""))
                 self._values[key] = value
-            self._group_keys.setdefault(request.group_id, set()).update(values)
+            for group in request.groups:
+                self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
         channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
 
     def _get(self, channel: Channel, request: Get) -> None:
         with self._lock:
             values = [self._values.get(key) for key in request.keys]
         sizes = tuple(-1 if value is None else len(value) for value in values)
-        channel.send(Values(sizes=sizes), b"".join(value for value in values if value is not None))
+        channel.send(Values(sizes=sizes), [value for value in values if value is not None])
 
     def _drop(self, request: Drop) -> Done:
         freed = 0
@@ -143,13 +151,13 @@ class StorageUnit:
         return Done(nbytes=freed, retained_bytes=self._retained_bytes)
 
 
-def _receive(channel: Channel, part: Part) -> bytes:
+def _receive(channel: Channel, part: Part) -> bytearray:
     """One value of a put. Raises ChecksumError, which ends the connection before anything is kept."""
     value = bytearray(part.nbytes)
     channel.receive_into(memoryview(value))
     if checksum(value) != part.checksum:
         raise ChecksumError(f"{channel.address}: value {part.key!r} arrived damaged")
-    return bytes(value)
+    return value
 
 
 class UnitClient:
@@ -163,12 +171,12 @@ class UnitClient:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
 
-    def put(self, group_id: GroupId, values: Mapping[str, bytes]) -> None:
-        """Store values under new keys. Raises PeerUnavailableError, also for a unit that is full."""
-        parts = tuple(Part(key=key, nbytes=len(raw), checksum=checksum(raw)) for key, raw in values.items())
+    def put(self, groups: Sequence[GroupParts], values: Sequence[bytes]) -> None:
+        """Store values under new keys: all of them in one request. Raises PeerUnavailableError, also for a unit that is
+        full. values: of all parts of ``groups``, in their order."""
 
         def request(channel: Channel) -> None:
-            channel.send(Put(group_id=group_id, parts=parts), b"".join(values.values()))
+            channel.send(Put(groups=tuple(groups)), values)
             self._accepted(channel.receive(_done_decoder))
 
         self._ask(request)
@@ -182,7 +190,8 @@ class UnitClient:
             wrong = [p.key for p, size in zip(parts, sizes, strict=False) if size not in (-1, p.nbytes)]
             if len(sizes) != len(parts) or wrong:
                 raise ChecksumError(f"{self.address} has values of another size: {wrong[:3]}")
-            return [None if size < 0 else _receive(channel, part) for part, size in zip(parts, sizes, strict=True)]
+            received = zip(parts, sizes, strict=True)
+            return [None if size < 0 else bytes(_receive(channel, part)) for part, size in received]
 
         return self._ask(request)
 

@@ -9,11 +9,13 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Append, Broker, Commit, Entry, GroupWrite, RowWrite
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.rows import BrokerRows, RowStore, decode_array, encode_array
+from transport.tensors.manifest import checksum
 from transport.types import Column, GroupId, RowId, TaskSpec, group_id, row_id
 from transport.unit_rows import UNIT_COLUMNS, UnitRows
-from transport.units import Part, StorageUnit, UnitClient
+from transport.units import GroupParts, Part, StorageUnit, UnitClient
 
 GROUP = group_id(0, 0)
+VALUE = GroupParts(group_id=GROUP, parts=(Part(key="key", nbytes=5, checksum=checksum(b"value")),))
 BOTH = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS)
 
 
@@ -199,16 +201,16 @@ def test_a_unit_asks_for_the_secret(units: list[StorageUnit]) -> None:
     address = units[-1].start()
     client = UnitClient(address, secret=b"wrong")
     with pytest.raises(PeerRejectedError):
-        client.put(GROUP, {"key": b"value"})
+        client.put([VALUE], [b"value"])
     friend = UnitClient(address, secret=b"right")
-    friend.put(GROUP, {"key": b"value"})
+    friend.put([VALUE], [b"value"])
     assert units[-1].retained_bytes == 5
     friend.close()
 
 
 def test_a_value_of_another_size_or_content_than_located_is_refused(units: list[StorageUnit]) -> None:
     client = UnitClient(new_unit(units))
-    client.put(GROUP, {"key": b"value"})
+    client.put([VALUE], [b"value"])
     for part in (Part(key="key", nbytes=1 << 40, checksum=""), Part(key="key", nbytes=5, checksum="crc32:00000000")):
         with pytest.raises(ChecksumError):
             client.get([part])

@@ -297,7 +297,7 @@ def test_a_peer_that_stalls_is_given_up_at_the_deadline(peer) -> None:
 def serve_until_killed(directory: Path, address: "multiprocessing.SimpleQueue[str]") -> None:
     def serve(channel: Channel) -> None:
         channel.receive_into(memoryview(bytearray(4)))
-        channel.send(RangeFollows(nbytes=len(CONTENT)), CONTENT[: len(CONTENT) // 2])
+        channel.send(RangeFollows(nbytes=len(CONTENT)), [CONTENT[: len(CONTENT) // 2]])
         os.kill(os.getpid(), 9)
 
     server = ChannelServer(serve, host="127.0.0.1", port=0, secret=b"", request_s=10)

@@ -53,14 +53,8 @@ class Writer:
         return [GroupWrite(group_id=group_id, size=size, columns={}) for group_id in ids]
 
     async def write(self, commit: Commit) -> None:
-        """Write rows in pieces, each of them atomic."""
-        room = asyncio.Semaphore(COMMITS_AT_ONCE)
-
-        async def write_piece(piece: Commit) -> None:
-            async with room:
-                check_inserted(piece, (await self._rows.commit(piece)).inserted)
-
-        await asyncio.gather(*(write_piece(piece) for piece in pieces(commit)))
+        """As ``write_in_pieces``."""
+        await write_in_pieces(self._rows, commit)
 
     async def clear(self, index: Sequence[RowId]) -> int:
         groups = list(dict.fromkeys(parse_row_id(row)[0] for row in index))
@@ -84,6 +78,17 @@ def _own_column(name: str) -> Column:
     if not is_user_name(name):
         raise ClientError(f"column {name!r} is not a client's: its name begins with {USER_PREFIX!r}, then a-z, 0-9, _")
     return Column(name)
+
+
+async def write_in_pieces(rows: RowStore, commit: Commit) -> None:
+    """Write rows in commits of bounded size, a few at once; each of them is atomic. Raises as ``check_inserted``."""
+    room = asyncio.Semaphore(COMMITS_AT_ONCE)
+
+    async def write_piece(piece: Commit) -> None:
+        async with room:
+            check_inserted(piece, (await rows.commit(piece)).inserted)
+
+    await asyncio.gather(*(write_piece(piece) for piece in pieces(commit)))
 
 
 def check_inserted(commit: Commit, inserted: Sequence[bool]) -> None:
