@@ -176,6 +176,35 @@ def compare(
     raise typer.Exit(finish.compare(run_dirs, out))
 
 
+def _control(request: str, text: str) -> None:
+    """Register one of the requests of runtime/control.py as a command."""
+
+    @app.command(name=request, help=f"Ask a running run: {text} Visible in its journal and status.")
+    def ask(run_dir: RunDirectory) -> None:
+        from orchestrator.runtime import ask as asking
+
+        raise typer.Exit(asking.main(run_dir, request))
+
+
+_control("pause", "dispatch nothing new; running samples finish.")
+_control("resume", "end a pause.")
+_control("drain", "finish the batch in training, save the last checkpoint and the final model, end. [--resume goes on]")
+_control("checkpoint", "save a checkpoint after the batch in training.")
+
+
+@app.command(
+    name="set",
+    help="Change a setting of a running run: run.batches, trainer.checkpoint_every, or of pipeline max_staleness, "
+    "update, max_refills, max_attempts, rollout_timeout_s. It holds until --resume is given another.",
+)
+def set_(
+    run_dir: RunDirectory, assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False)]
+) -> None:
+    from orchestrator.runtime import ask as asking
+
+    raise typer.Exit(asking.main_set(run_dir, assignment))
+
+
 @app.command(help="Replay a run's journal: the same events must give the same commands.")
 def replay(run_dir: RunDirectory) -> None:
     from orchestrator.sim import replay as replaying

@@ -225,8 +225,27 @@ class StopRequested(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class PauseRequested(Struct, frozen=True, kw_only=True, tag=True):
+    """Someone asked that nothing new be dispatched; running samples finish, what is ready is trained."""
+
+
+class ResumeRequested(Struct, frozen=True, kw_only=True, tag=True):
+    """Someone asked that a pause end."""
+
+
+class CheckpointRequested(Struct, frozen=True, kw_only=True, tag=True):
+    """Someone asked for a checkpoint after the batch in training."""
+
+
+class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
+    """Someone changed a setting of the running run. key: dotted, one of those that the core can change."""
+
+    key: str
+    value: int | float | str
+
+
 class RunResumed(Struct, frozen=True, kw_only=True, tag=True):
-    """The run was started again (``--resume``): an earlier StopRequested no longer holds."""
+    """The run was started again (``--resume``): an earlier StopRequested or PauseRequested no longer holds."""
 
 
 class Tick(Struct, frozen=True, kw_only=True, tag=True):
@@ -251,6 +270,10 @@ Event: TypeAlias = (
     | WeightsFailed
     | BrokerUsage
     | StopRequested
+    | PauseRequested
+    | ResumeRequested
+    | CheckpointRequested
+    | SettingChanged
     | RunResumed
     | Tick
 )

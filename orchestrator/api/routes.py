@@ -9,6 +9,7 @@ costs no broker round trip, so that asking often cannot slow the run.
     GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
     GET /metrics          the same numbers for Prometheus
     GET /                 the live page, static files
+    POST /control/...     see control.py
 """
 
 from __future__ import annotations

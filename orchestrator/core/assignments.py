@@ -61,7 +61,7 @@ class Assignments:
         take it, nobody may take any other.
         """
         p = self._p
-        while (group := self.head()) is not None and not p.frozen(group.batch):
+        while not p.paused and (group := self.head()) is not None and not p.frozen(group.batch):
             roomy = with_room(p.fleet.workers.values(), group.num_missing, p.settings.group_size)
             takers = [worker for worker in roomy if self.may_take(worker, group)]
             if not takers:

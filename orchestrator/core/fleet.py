@@ -89,6 +89,11 @@ class Fleet(msgspec.Struct, kw_only=True):
         for worker in self.workers.values():
             worker.load_failures = 0
 
+    def change_update(self) -> None:
+        """Workers take versions in another way from now on: nobody's turn, everyone looked at again."""
+        self.turn = NOBODY
+        self.all_told = False
+
     def join(self, worker: Worker) -> None:
         """A worker arrived."""
         self.workers[worker.worker_id] = worker

@@ -81,7 +81,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 class Pipeline(msgspec.Struct, kw_only=True):
     """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet.
 
-    wait: what it waited for at the last tick.
+    configured: the settings that the run was last started with; ``settings`` are those with what was changed since.
+    paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
     """
 
     settings: CoreSettings
@@ -98,6 +99,8 @@ class Pipeline(msgspec.Struct, kw_only=True):
     lineage: Lineage = msgspec.field(default_factory=Lineage)
     training: Training = msgspec.field(default_factory=Training)
     retention: Retention = msgspec.field(default_factory=Retention)
+    configured: CoreSettings | None = None
+    paused: bool = False
     stop_reason: str = ""
     finish_reason: str = ""
     wait: Wait | None = None

@@ -21,10 +21,11 @@ class Checkpoint(NamedTuple):
 
 
 class Retention(msgspec.Struct, kw_only=True):
-    """Checkpoints that are kept, oldest first, and the bytes retained in the broker."""
+    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: someone wants one."""
 
     checkpoints: list[Checkpoint] = msgspec.field(default_factory=list[Checkpoint])
     retained_bytes: int = 0
+    requested: bool = False
     force_checkpoint: bool = False
     over_budget: bool = False
 
@@ -54,6 +55,7 @@ class Retention(msgspec.Struct, kw_only=True):
         self.over_budget = retained_bytes > max_retained_bytes
 
     def checkpoint_due(self, batch: int, every: int, is_last: bool) -> bool:
-        """Whether a checkpoint follows ``batch``. A forced one is due once."""
-        forced, self.force_checkpoint = self.force_checkpoint, False
+        """Whether a checkpoint follows ``batch``. A forced or requested one is due once."""
+        forced = self.force_checkpoint or self.requested
+        self.force_checkpoint = self.requested = False
         return forced or is_last or (every > 0 and (batch + 1) % every == 0)

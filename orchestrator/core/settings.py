@@ -73,3 +73,48 @@ def core_settings(settings: Settings) -> CoreSettings:
         keep_checkpoints=trainer.keep_checkpoints,
         max_retained_bytes=settings.broker.max_retained_bytes,
     )
+
+
+CHANGEABLE = {
+    "run.batches": "num_batches",
+    "pipeline.max_staleness": "max_staleness",
+    "pipeline.update": "update",
+    "pipeline.max_refills": "max_refills",
+    "pipeline.max_attempts": "max_attempts",
+    "pipeline.rollout_timeout_s": "rollout_timeout_s",
+    "trainer.checkpoint_every": "checkpoint_every",
+}
+"""Settings that may change while the run goes on, and their fields here: the core alone reads them, each for its next
+decision. The others are in the hands of processes that read them once, or fix what a batch is."""
+MINIMUM = {"num_batches": 1, "max_staleness": 0, "max_refills": 0, "max_attempts": 1, "checkpoint_every": 1}
+
+
+def changed(settings: CoreSettings, key: str, value: object) -> CoreSettings | None:
+    """``settings`` with another value of ``key``; None where the core cannot take it."""
+    name = CHANGEABLE.get(key, "")
+    types = {field.name: field.type for field in msgspec.structs.fields(CoreSettings)}
+    try:
+        converted = msgspec.convert(value, types[name])
+    except (KeyError, msgspec.ValidationError):
+        return None
+    if name == "rollout_timeout_s" and not 0 < converted < float("inf"):
+        return None
+    if name in MINIMUM and converted < MINIMUM[name]:
+        return None
+    wanted = msgspec.structs.replace(settings, **{name: converted})
+    return wanted if wanted.rollout_batches <= wanted.max_staleness + 1 else None  # none of them could be admitted
+
+
+def changeable(settings: CoreSettings) -> dict[str, int | float | str]:
+    """Dotted key -> its value now, of every setting that may be changed."""
+    return {key: getattr(settings, name) for key, name in CHANGEABLE.items()}
+
+
+def reconfigured(current: CoreSettings, before: CoreSettings, wanted: CoreSettings) -> CoreSettings:
+    """``current`` under a configuration that was ``before`` and is now ``wanted``.
+
+    What the configuration changed wins; what was changed while the run went on stays otherwise.
+    """
+    names = [field.name for field in msgspec.structs.fields(CoreSettings)]
+    differing = [name for name in names if getattr(wanted, name) != getattr(before, name)]
+    return msgspec.structs.replace(current, **{name: getattr(wanted, name) for name in differing})

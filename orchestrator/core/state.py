@@ -24,24 +24,28 @@ from orchestrator.core.pipeline import Pipeline, Wait
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.running import RunningView, longest_running
-from orchestrator.core.settings import CoreSettings, core_settings
+from orchestrator.core.settings import CoreSettings, changed, core_settings, reconfigured
 from orchestrator.core.slots import REQUEST_KEY, Slots
 from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
 from orchestrator.core.waits import current_wait, note_wait
 from orchestrator.core.weights import Weights
 from transport.messages import (
     BrokerUsage,
+    CheckpointRequested,
     CheckpointSaved,
     Command,
     Event,
     GroupScored,
+    PauseRequested,
     PromptsArrived,
+    ResumeRequested,
     RolloutFailed,
     RolloutFinished,
     RoundDone,
     RowsMissing,
     RunResumed,
     ScoringFailed,
+    SettingChanged,
     StepDone,
     StopRequested,
     Tick,
@@ -66,7 +70,7 @@ class PipelineState:
     def __init__(
         self, settings: CoreSettings, *, order: Order = longest_first, place: Placement = least_loaded
     ) -> None:
-        self._wire(Pipeline(settings=settings), order, place)
+        self._wire(Pipeline(settings=settings, configured=settings), order, place)
 
     def _wire(self, pipeline: Pipeline, order: Order, place: Placement) -> None:
         settings = pipeline.settings
@@ -93,6 +97,16 @@ class PipelineState:
     @property
     def settings(self) -> CoreSettings:
         return self._p.settings
+
+    @property
+    def configured(self) -> CoreSettings:
+        """The settings that the run was last started with. Snapshots of before there was a difference have none."""
+        return self._p.configured or self._p.settings
+
+    @property
+    def paused(self) -> bool:
+        """Whether dispatch is held by request."""
+        return self._p.paused
 
     @property
     def source_position(self) -> str:
@@ -135,13 +149,16 @@ class PipelineState:
     ) -> PipelineState:
         """The state that ``snapshot`` was made of.
 
-        settings: replace those of the snapshot (a resumed run may train more batches); snapshot the state at once then,
-        because events before and after obey different settings.
+        settings: the configuration from now on (a resumed run may train more batches); what was changed while the run
+        went on stays where the configuration is as it was. Snapshot the state at once then, because events before and
+        after obey different settings.
         Raises msgspec.ValidationError or msgspec.DecodeError on other bytes.
         """
         pipeline = _decoder.decode(snapshot)
         if settings is not None:
-            pipeline.settings = settings
+            before = pipeline.configured or pipeline.settings
+            pipeline.settings = reconfigured(pipeline.settings, before, settings)
+            pipeline.configured = settings
         state = cls.__new__(cls)
         state._wire(pipeline, order, place)
         return state
@@ -219,8 +236,17 @@ class PipelineState:
                 self._p.retention.use(event.retained_bytes, self._p.settings.max_retained_bytes)
             case StopRequested():
                 self._on_stop(event)
+            case PauseRequested():
+                self._p.paused = not self._p.stopping
+            case ResumeRequested():
+                self._p.paused = False
+            case CheckpointRequested():
+                self._p.retention.requested = True
+            case SettingChanged():
+                self._on_setting(event)
             case RunResumed():
                 self._p.stop_reason = ""
+                self._p.paused = False
                 self._rounds.reopen()
             case _:
                 assert_never(event)
@@ -322,6 +348,20 @@ class PipelineState:
         self._rounds.checkpoint_saved(event)
 
     def _on_stop(self, event: StopRequested) -> None:
+        """Also out of a pause: the batch in training could not finish otherwise."""
         if not self._p.stopping:
             self._p.stop_reason = event.reason or "stopped"
+            self._p.paused = False
             self._rollouts.suspend()
+
+    # -- people
+
+    def _on_setting(self, event: SettingChanged) -> None:
+        """One that cannot be taken, or comes after the trainer's last command, changes nothing; the view shows it."""
+        p = self._p
+        wanted = changed(p.settings, event.key, event.value)
+        if wanted is None or p.training.finish_id is not None:
+            return
+        if wanted.update is not p.settings.update:
+            p.fleet.change_update()
+        p.settings = wanted

@@ -11,6 +11,7 @@ import msgspec
 
 from orchestrator.core.batches import MISSING, Stage
 from orchestrator.core.pipeline import Pipeline, Wait
+from orchestrator.core.settings import changeable
 from orchestrator.core.waits import current_wait
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 
@@ -44,6 +45,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting_prompts: read and not admitted.  pending, running, scoring, ready: groups (ready: and not in a round).
     rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
+    settings: those that may change while the run goes on, as they are now.
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
     """
 
@@ -64,6 +66,9 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: int
     retained_bytes: int
     over_budget: bool
+    paused: bool
+    checkpoint_requested: bool
+    settings: dict[str, int | float | str]
     stop_reason: str
     finish_reason: str
     wait: Wait | None
@@ -94,6 +99,9 @@ def view(pipeline: Pipeline) -> PipelineView:
         outstanding=len(p.outbox.open) + len(p.outbox.rounds),
         retained_bytes=p.retention.retained_bytes,
         over_budget=p.retention.over_budget,
+        paused=p.paused,
+        checkpoint_requested=p.retention.requested,
+        settings=changeable(p.settings),
         stop_reason=p.stop_reason,
         finish_reason=p.finish_reason,
         wait=current_wait(p),

@@ -22,6 +22,7 @@ from transport.types import WorkerKind
 NAMED = 4
 """Workers named in one sentence."""
 UNREADY = (Stage.PENDING, Stage.RUNNING, Stage.SCORING)
+PAUSER = "whoever asked for it: streamrl-orchestrator resume"
 PROMPT_SOURCE = "the prompt source"
 
 
@@ -126,6 +127,8 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
 
 def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     """Why nobody has taken the next group."""
+    if p.paused:
+        return _wait(p, "generation", f"the end of the pause, to dispatch {_count(pending)}", PAUSER)
     fleet = p.fleet
     workers = list(fleet.workers.values())
     if not workers:

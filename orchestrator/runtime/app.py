@@ -23,9 +23,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from orchestrator.api.control import Control
 from orchestrator.api.routes import Api, build_app
 from orchestrator.api.server import control_secret, open_listener, serve_http
 from orchestrator.core.dataflow import grpo_tasks
+from orchestrator.core.settings import changeable
 from orchestrator.errors import RunFailedError
 from orchestrator.report.samples import SAMPLES, SampleKeeper
 from orchestrator.runtime.decide import Decider, recover_state
@@ -113,16 +115,16 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             ),
             group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
             group.create_task(
-                publish_status(broker, state, membership, metrics, watchdog, clock, board), name="status"
+                publish_status(broker, state, membership, metrics, watchdog, clock, board, decider), name="status"
             ),
             group.create_task(watchdog.watch(state), name="watchdog"),
             group.create_task(look_back.watch(), name="look back"),
         ]
         if listener is not None:
             secret = control_secret(settings.api, rundir.api_secret)
-            web = build_app(
-                Api(board, rundir.metrics, look_back.latest).routes(), host=settings.api.host, secret=secret
-            )
+            api = Api(board, rundir.metrics, look_back.latest)
+            control = Control(broker, settings, lambda: changeable(state.settings))
+            web = build_app([*api.routes(), *control.routes()], host=settings.api.host, secret=secret)
             loops.append(group.create_task(serve_http(web, listener), name="http"))
         await ended.wait()
         try:

@@ -53,7 +53,7 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
             if isinstance(command, DropRows | TrimRounds | SlotOutcome)
         ]
     wanted = core_settings(settings)
-    if state.settings != wanted:
+    if state.configured != wanted:
         state = PipelineState.restore(state.snapshot(), settings=wanted)
         journal.snapshot(state.snapshot(), state.seq)
     return state, [*state.outstanding(), *again]
@@ -80,6 +80,11 @@ class Decider:
         self._clock = clock
         self._cursor = cursor
         self._since_snapshot = 0
+
+    @property
+    def cursor(self) -> str:
+        """Id of the last entry of the events log that was applied."""
+        return self._cursor
 
     def restate(self) -> None:
         """Submit again whatever was commanded and is not confirmed."""

@@ -1,9 +1,11 @@
 """What the run is doing now, as one JSON object: for the live view, ``/status`` and whoever asks with redis-cli.
 
 run, elapsed_s       name; seconds on the run's clock
+events_cursor        id of the last entry of the events log that is applied
 ...                  every field of ``core.view.PipelineView``: trained_version, num_batches, newest {epoch, version,
                      digest}, waiting_prompts, pending, running, scoring, ready, in_flight_samples,
-                     rounds_outstanding, retained_bytes, stop_reason, finish_reason, ...
+                     rounds_outstanding, retained_bytes, paused, checkpoint_requested, stop_reason, finish_reason,
+                     settings {key: value} of those that may change, ...
                      wait: what is waited for now, also when all is well: {stage, waits_for, owner, since_s}
                      batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
 blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
@@ -26,6 +28,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.core.state import PipelineState
+from orchestrator.runtime.decide import Decider
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog, UsageWindow
 from orchestrator.runtime.watchdog import Watchdog
@@ -64,6 +67,7 @@ async def publish_status(
     watchdog: Watchdog,
     clock: Clock,
     board: StatusBoard,
+    decider: Decider,
 ) -> None:
     """Make the status, on the board and in the broker, forever."""
     usage = UsageWindow()
@@ -72,6 +76,7 @@ async def publish_status(
         status = {
             "run": broker.run,
             "elapsed_s": round(clock.now_s(), 1),
+            "events_cursor": decider.cursor,
             **view,
             "blocked": watchdog.blocked(state),
             "generation": view["workers"],

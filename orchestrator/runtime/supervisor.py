@@ -28,6 +28,7 @@ import structlog
 from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.report.finish import REPORT, finish_run
+from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
@@ -35,12 +36,12 @@ from orchestrator.runtime.provision import Children, ChildSpec, python_module
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.signs_of_life import SignsOfLife
 from transport.broker import keys
-from transport.broker.base import Broker, Entry
+from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.clock import MonotonicClock
 from transport.errors import RunExistsError, StreamError, TransientError, first_error
-from transport.messages import Event, RunResumed, WorkerLost, encode, worker_status_decoder
+from transport.messages import RunResumed, WorkerLost, worker_status_decoder
 from transport.settings import Settings
 from transport.types import RunName, WorkerKind
 
@@ -111,7 +112,7 @@ class Supervisor:
             stack.push_async_callback(broker.close)
             env = {PASSWORD_VARIABLE: password} if password else {}
             if self._resume:
-                await _append_event(broker, RunResumed())
+                await append_event(broker, RunResumed())
             await self._until_stopped(self._supervise(broker, model_dir, url, env))
         self._view.note(self._summary(time.monotonic() - started_s))
 
@@ -253,7 +254,7 @@ class Supervisor:
                     status = worker_status_decoder.decode(raw)
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")
-                        await _append_event(broker, lost, worker=worker_id)
+                        await append_event(broker, lost, worker=worker_id)
                         await broker.end_lease(worker_id)
 
     async def _watch(self, broker: Broker) -> None:
@@ -306,8 +307,3 @@ class Supervisor:
             f"report {os.path.relpath(self._rundir.path / REPORT)}",
         ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
-
-
-async def _append_event(broker: Broker, event: Event, **fields: str) -> None:
-    entry = Entry(fields={"event": type(event).__name__, **fields}, payload=encode(event))
-    await broker.append(keys.EVENTS, entry)

@@ -43,6 +43,9 @@ NO_PROGRESS = (Tick, BrokerUsage, WorkerReported, RolloutFailed, RowsMissing, We
 class Waiting(Protocol):
     """Who knows what the run waits for (core.state.PipelineState)."""
 
+    @property
+    def paused(self) -> bool: ...
+
     def wait(self) -> Wait | None: ...
 
     def describe_wait(self) -> str: ...
@@ -72,7 +75,9 @@ class Watchdog:
         return {**msgspec.to_builtins(wait), "still_s": round(still_s, 1)}
 
     def check(self, state: Waiting) -> None:
-        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``."""
+        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``. A pause is no stall."""
+        if state.paused:
+            self._progress_s = self._clock.now_s()
         still_s = self._still_s()
         if still_s >= self._liveness.stall_s:
             raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")

@@ -33,8 +33,8 @@ def recorded_commands(directory: Path) -> Iterator[tuple[JournalRecord, list[Com
 
 
 def _with_settings_of(kept: bytes | None, state: PipelineState) -> PipelineState:
-    """``state`` under the settings of the one kept at the same event: a resumed run may have changed them there."""
-    if kept is None or (settings := PipelineState.restore(kept).settings) == state.settings:
+    """``state`` configured as the one kept at the same event: a resumed run may have changed that there."""
+    if kept is None or (settings := PipelineState.restore(kept).configured) == state.configured:
         return state
     return PipelineState.restore(state.snapshot(), settings=settings)
 

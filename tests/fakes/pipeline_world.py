@@ -144,11 +144,12 @@ class PipelineWorld:
     def _take_plan(self, command_id: CommandId, command: DispatchGroups) -> None:
         (plan,) = command.plans
         worker = self.workers[command.worker_id]
+        assert not self.state.paused, "dispatched during a pause"
         assert plan.group_id in self.admitted
         assert plan.group_id not in self.dropped
         assert worker.weights is not None
         assert worker.weights.epoch == self.trainer.epoch, "dispatched to weights of another epoch"
-        assert plan.batch - worker.weights.version <= self.settings.max_staleness, "staleness is past its bound"
+        assert plan.batch - worker.weights.version <= self.state.settings.max_staleness, "staleness is past its bound"
         assert all(row_id(plan.group_id, sample) not in self.rows for sample in plan.samples)
         worker.plans[plan.group_id] = (plan, worker.weights)
         worker.cursor = entry_id(*command_id)

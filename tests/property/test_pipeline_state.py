@@ -14,11 +14,15 @@ from orchestrator.core.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld, groups_of
 from transport.messages import (
     BrokerUsage,
+    CheckpointRequested,
+    PauseRequested,
+    ResumeRequested,
     RolloutFailed,
     RolloutFinished,
     RowsMissing,
     RunResumed,
     ScoringFailed,
+    SettingChanged,
     StopRequested,
     Tick,
     TrainRound,
@@ -50,6 +54,17 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         checkpoint_every=st.integers(0, 3),
         max_retained_bytes=st.just(1000),
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
+
+
+SETTING_CHANGES = st.one_of(
+    st.tuples(st.just("run.batches"), st.integers(0, 6)),
+    st.tuples(st.just("pipeline.max_staleness"), st.integers(-1, 2)),
+    st.tuples(st.just("pipeline.update"), st.sampled_from([*(mode.value for mode in UpdateMode), "sideways"])),
+    st.tuples(st.just("pipeline.max_refills"), st.integers(0, 3)),
+    st.tuples(st.just("trainer.checkpoint_every"), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["pipeline.group_size", "nonsense"]), st.integers(0, 3)),
+)
+"""Good ones, and ones that the core must not take."""
 
 
 def holds_plans(machine: PipelineMachine) -> bool:
@@ -191,6 +206,19 @@ class PipelineMachine(RuleBasedStateMachine):
             self.world.finished = ""
             self.world.tell(RunResumed())
 
+    @rule(paused=st.booleans())
+    def pause(self, paused):
+        self.world.tell(PauseRequested() if paused else ResumeRequested())
+
+    @rule()
+    def checkpoint_now(self):
+        self.world.tell(CheckpointRequested())
+
+    @rule(change=SETTING_CHANGES)
+    def change_setting(self, change):
+        key, value = change
+        self.world.tell(SettingChanged(key=key, value=value))
+
     @invariant()
     def what_a_broker_may_lose_is_outstanding(self):
         if not hasattr(self, "world"):
@@ -205,6 +233,7 @@ class PipelineMachine(RuleBasedStateMachine):
             return
         world = self.world
         world.tell(BrokerUsage(retained_bytes=0))
+        world.tell(ResumeRequested())
         world.run_to_end()
         view = world.state.view()
         assert world.trainer.version == view.trained_version

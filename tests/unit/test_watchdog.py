@@ -29,6 +29,8 @@ LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)
 class Waiting:
     """A run that waits at one stage."""
 
+    paused = False
+
     def __init__(self, stage: str = "scoring") -> None:
         self.stage = stage
 
