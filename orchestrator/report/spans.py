@@ -142,14 +142,14 @@ class _Builder:
     present: dict[str, tuple[float, int]] = field(default_factory=dict[str, tuple[float, int]])
     last_sample_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
     trainer_ids: set[WorkerId] = field(default_factory=set[WorkerId])
-    trainer_free_s: float = 0.0
+    trainer_spans: list[Span] = field(default_factory=list[Span])
     checkpoints: set[str] = field(default_factory=set[str])
 
     def finish(self) -> Timeline:
         for track in list(self.present):
             self._leave(track)
         return Timeline(
-            spans=in_lanes(self.spans),
+            spans=in_lanes([*self.spans, *one_after_another(self.trainer_spans)]),
             marks=self.marks,
             presences=sorted(self.presences, key=lambda presence: presence.start_s),
             trained=self.trained,
@@ -200,7 +200,7 @@ class _Builder:
             self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
 
     def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
-        """Spans in the order in which they ended; one never begins before the last one ended."""
+        """Spans in the order in which they ended."""
         match event:
             case RoundDone():
                 batch = int(event.round_id.partition(".")[0])
@@ -224,12 +224,10 @@ class _Builder:
         self, kind: SpanKind, seconds: float, name: str, batch: int, *, before_s: float = 0.0, tokens: int = 0
     ) -> None:
         """A span of the trainer that ended ``before_s`` ago."""
-        end_s = self.now_s - before_s
-        start_s = max(end_s - seconds, self.trainer_free_s)
-        if start_s < end_s and seconds > 0:
-            span = Span(track=TRAINER, kind=kind, start_s=start_s, end_s=end_s, name=name, batch=batch, tokens=tokens)
-            self.spans.append(span)
-            self.trainer_free_s = end_s
+        if seconds > 0:
+            end_s = self.now_s - before_s
+            about = {"track": TRAINER, "kind": kind, "name": name, "batch": batch, "tokens": tokens}
+            self.trainer_spans.append(Span(start_s=end_s - seconds, end_s=end_s, **about))
 
     def _membership(self, event: WorkerJoined | WorkerLost | TrainerReady) -> None:
         match event:
@@ -288,6 +286,20 @@ class _Builder:
                 queued_s=queued_s,
             )
         )
+
+
+def one_after_another(spans: Sequence[Span]) -> list[Span]:
+    """Spans of one thread, in order: each keeps its length and moves back to where the next one leaves room.
+
+    Events that came late, or several at once, put them too late; what follows says how much.
+    """
+    moved: list[Span] = []
+    limit_s = float("inf")
+    for span in reversed(spans):
+        end_s = max(0.0, min(span.end_s, limit_s))
+        limit_s = max(0.0, end_s - (span.end_s - span.start_s))
+        moved.append(replace(span, start_s=limit_s, end_s=end_s))
+    return moved[::-1]
 
 
 def in_lanes(spans: Iterable[Span]) -> list[Span]:

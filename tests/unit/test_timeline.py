@@ -115,6 +115,14 @@ def test_a_step_between_mini_batches_lies_before_the_next_round():
     assert times(timeline, SpanKind.STEP) == [(TRAINER, 1.5, 2.0)]
 
 
+def test_events_that_come_together_keep_their_lengths():
+    round_done = RoundDone(round_id="0.0", num_rows=1, num_tokens=1, busy_s=2.0)
+    timeline = build_timeline(records((9.0, round_done), (9.0, STEP)))
+    assert times(timeline, SpanKind.ROUND) == [(TRAINER, 6.0, 8.0)]
+    assert times(timeline, SpanKind.STEP) == [(TRAINER, 8.0, 8.5)]
+    assert times(timeline, SpanKind.PUBLISH) == [(TRAINER, 8.5, 9.0)]
+
+
 def test_waits_are_named_by_their_cause():
     found = [(wait.track, wait.start_s, wait.end_s, wait.name) for wait in waits(build_timeline(RUN))]
     assert (TRAINER, 2.0, 7.0, "wait: pipeline") in found
