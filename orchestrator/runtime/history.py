@@ -1,17 +1,31 @@
 """What the live page draws beyond this moment: what every worker did in the last minutes, and the run's curves.
 
-Owns: two bounded memories, rebuilt after a restart (lanes from now on, curves from ``metrics.jsonl``). Never:
+Owns: bounded memories, rebuilt after a restart (lanes and events from now on, curves from ``metrics.jsonl``). Never:
 decisions, or how it looks. Invariant: their size does not grow with the length of the run; thinned curves still reach
 from its first batch to its last.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from transport.messages import WorkerStatus
+from transport.messages import (
+    CheckpointSaved,
+    Event,
+    GroupScored,
+    JournalRecord,
+    RolloutFinished,
+    RoundDone,
+    StepDone,
+    TrainerReady,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStatus,
+)
 from transport.types import WorkerId
 
 CELL_S = 1.0
@@ -22,6 +36,10 @@ MAX_LANES = 64
 """A page of more lanes cannot be read; the rest is only counted."""
 ABSENT = " "
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MAX_EVENTS = 4000
+"""Ten batches of a small run; accounting for so many takes about 40 ms."""
+WORK = (RolloutFinished, GroupScored, RoundDone, StepDone, CheckpointSaved, WeightsLoaded)
+PRESENCE = (WorkerJoined, WorkerLost, TrainerReady)
 MAX_POINTS = 240
 """Of a curve: about one a pixel where it is drawn small."""
 
@@ -77,8 +95,10 @@ class _Lane:
         self._busy = deque(["0"] * CELLS, maxlen=CELLS)
         self._last: WorkerStatus | None = None
         self._share = "0"
+        self._silent_cells = 0
 
     def advance(self, num_cells: int) -> None:
+        self._silent_cells += num_cells
         for _ in range(num_cells):
             self._doing.append(ABSENT)
             self._busy.append("0")
@@ -91,10 +111,12 @@ class _Lane:
             share = (status.busy_s - last.busy_s) / (status.elapsed_s - last.elapsed_s)
             self._share = str(round(9 * min(1.0, max(0.0, share))))
         self._last = status
+        self._silent_cells = 0
         self._doing[-1], self._busy[-1] = letter, self._share
 
     def seen(self) -> bool:
-        return any(letter != ABSENT for letter in self._doing)
+        """Whether any cell has something in it."""
+        return self._silent_cells < CELLS
 
     def as_dict(self) -> dict[str, str]:
         return {"kind": self._kind, "doing": "".join(self._doing), "busy": "".join(self._busy)}
@@ -108,6 +130,25 @@ def _incarnation(worker_id: str) -> int:
 def _natural_order(place: str) -> tuple[str, int]:
     kind, _, index = place.rpartition("-")
     return (kind, int(index)) if index.isdigit() else (place, 0)
+
+
+class RecentEvents:
+    """The newest events that tell of work, and all that tell who was there."""
+
+    def __init__(self) -> None:
+        self._work: deque[tuple[float, Event]] = deque(maxlen=MAX_EVENTS)
+        self._presence: deque[tuple[float, Event]] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, event: Event, now_s: float) -> None:
+        if isinstance(event, PRESENCE):
+            self._presence.append((now_s, event))
+        elif isinstance(event, WORK):
+            self._work.append((now_s, event))
+
+    def records(self) -> list[JournalRecord]:
+        """In order of time; positions are not those of the journal."""
+        events = heapq.merge(self._presence, self._work, key=lambda told: told[0])
+        return [JournalRecord(seq=seq, now_s=now_s, event=event) for seq, (now_s, event) in enumerate(events, 1)]
 
 
 class Curves:

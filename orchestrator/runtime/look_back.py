@@ -4,6 +4,7 @@ lanes        {cell_s, cells, until_s, states [name], lanes [{place, kind, doing,
              doing, busy: a character a cell, the newest last: the state's letter (a is states[0], a space: not there),
              and the share of the cell in which it computed, in ninths
 curves       {name: [number or null]}, one list a number of metrics.jsonl, a point a batch (thinned)
+bubbles      {batches [first, last], stages {generation, trainer: {"computing" or a cause: seconds}}}, {} at first
 components   names of the reward's components among the curves
 samples      newest first: [{row, reward, components, worker, tokens, finish, versions, engine_s, prompt, prompt_cut,
              response, response_cut}]; what a model wrote is there as it is: whoever shows it escapes it
@@ -17,6 +18,7 @@ from typing import Any
 from orchestrator.runtime.history import LaneHistory
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.recent_bubbles import recent_bubbles
 from orchestrator.runtime.samples import RecentSamples
 from transport.clock import Clock
 
@@ -24,6 +26,8 @@ LOOK_S = 0.5
 """A cell of a lane is looked at twice."""
 SAMPLES_EVERY = 4
 """Looks between two samples that are fetched: people do not read faster."""
+PATIENCE_S = 10.0
+"""Bubbles are accounted for while somebody asked not longer ago: a page asks every two seconds."""
 
 
 class LookBack:
@@ -35,6 +39,8 @@ class LookBack:
         self._samples = samples
         self._clock = clock
         self._lanes = LaneHistory()
+        self._asked_s = -PATIENCE_S
+        self._bubbles: dict[str, Any] = {}
 
     async def watch(self) -> None:
         """Note what the workers do, and fetch a sample now and then, forever."""
@@ -43,11 +49,15 @@ class LookBack:
                 self._lanes.note(self._membership.statuses, self._clock.now_s())
                 await asyncio.sleep(LOOK_S)
             await self._samples.show(self._metrics.newest_group)
+            if self._clock.now_s() - self._asked_s < PATIENCE_S:
+                self._bubbles = await asyncio.to_thread(recent_bubbles, self._metrics.recent.records())
 
     def latest(self) -> dict[str, Any]:
+        self._asked_s = self._clock.now_s()
         return {
             "lanes": self._lanes.as_dict(),
             "curves": self._metrics.curves.as_dict(),
+            "bubbles": self._bubbles,
             "components": sorted(self._metrics.components),
             "samples": self._samples.newest_first,
         }

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from orchestrator.runtime.history import Curves
+from orchestrator.runtime.history import Curves, RecentEvents
 from transport.messages import Command, Event, GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
 from transport.types import GroupId, WorkerId
 
@@ -56,7 +56,8 @@ def batch_of(group_or_row: str) -> int:
 class MetricsLog:
     """Tallies batches from the events and appends a line to ``path`` when one is trained.
 
-    For the live page it also keeps the curves, the names of the reward's components and the newest scored group.
+    For the live page it also keeps the curves, recent events, the names of the reward's components and the newest group
+    that was scored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,11 +69,13 @@ class MetricsLog:
         self._last_step_s: float | None = None
         self.last_line: dict[str, Any] = {}
         self.curves = Curves(lines)
+        self.recent = RecentEvents()
         self.components: set[str] = set()
         self.newest_group: GroupScored | None = None
 
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""
+        self.recent.add(event, now_s)
         match event:
             case RolloutFinished():
                 batch = batch_of(event.row_id)

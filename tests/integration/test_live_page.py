@@ -148,6 +148,7 @@ def look_back() -> dict[str, Any]:
     return {
         "lanes": lanes.as_dict(),
         "curves": Curves(lines).as_dict(),
+        "bubbles": {"batches": [1, 9], "stages": {"generation": {"computing": 60.0, "pipeline": 30.0, "skew": 10.0}}},
         "components": ["right"],
         "samples": [sample, {**sample, "row": "11/0/4", "response": "2"}],
     }
@@ -210,6 +211,8 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert "dead letters2" in browser.evaluate("document.querySelector('#queues tr.alarm').textContent")
     assert browser.evaluate("document.querySelectorAll('#curves path').length") >= 3
     assert "no group that it may take" in browser.text("#idle")
+    assert browser.text("#bubbles-title") == "Idle time by cause, batches 2 to 10"
+    assert "pipeline bubble 30%skew bubble 10%" in browser.text("#bubbles")
     assert "12/40" in browser.evaluate("document.title")
     assert browser.errors == []
 

@@ -67,7 +67,7 @@ async function pollHistory() {
     showSamples(history.samples);
     showLanes(history.lanes, status || {});
     showLastMinute();
-    showBubbles(history.curves);
+    showBubbles(history.bubbles || {});
   } catch {
     // The status is asked for more often, and says why there is no answer.
   }

@@ -1,4 +1,4 @@
-// Where time went: by the lanes of the last minute, and by the bubbles that the metrics name.
+// Where time went: by the lanes of the last minute, and by the bubbles of the last batches.
 
 import { byId, keyed, make, setText } from "./dom.js";
 import { busyAt, doingAt, drawnLanes } from "./lanes.js";
@@ -6,7 +6,6 @@ import { causeOf, toneOf, workTone } from "./states.js";
 import { percent } from "./text.js";
 
 const WINDOW_CELLS = 60;
-const BATCHES = 8;
 const SMALLEST = 0.005;
 const STAGES = { generation: "decode", trainer: "train" };
 const CAUSES = [
@@ -57,18 +56,17 @@ function lastMinute(lanes, kind) {
   return shares([...parts].map(([name, part]) => ({ name, ...part })));
 }
 
-/** Idle time of the last batches by cause, where metrics.jsonl has it (bubble_<stage>_<cause>_s). */
-export function showBubbles(curves) {
-  const stages = Object.keys(STAGES).filter((stage) => curves[`${stage}_present_s`]);
-  byId("bubbles-part").hidden = !stages.length;
-  showUsages(byId("bubbles"), stages, (stage) => bubbles(curves, stage));
+/** Idle time of the last whole batches by cause. bubbles: of /history. */
+export function showBubbles(bubbles) {
+  const { batches, stages } = bubbles.stages ? bubbles : { batches: null, stages: {} };
+  const title = "Idle time by cause";
+  setText(byId("bubbles-title"), batches ? `${title}, batches ${batches[0] + 1} to ${batches[1] + 1}` : `${title}, after some batches`);
+  showUsages(byId("bubbles"), Object.keys(STAGES), (stage) => causes(stage, stages[stage] || {}));
 }
 
-function bubbles(curves, stage) {
-  const recent = (name) => (curves[name] || []).slice(-BATCHES).reduce((sum, value) => sum + (value || 0), 0);
-  const idle = CAUSES.map(([cause, name, tone]) => ({ name, tone, seconds: recent(`bubble_${stage}_${cause}_s`) }));
-  const busy_s = recent(`${stage}_present_s`) - idle.reduce((sum, part) => sum + part.seconds, 0);
-  return shares([{ name: "computing", tone: STAGES[stage], seconds: Math.max(0, busy_s) }, ...idle]);
+function causes(stage, seconds) {
+  const known = [["computing", "computing", STAGES[stage]], ...CAUSES];
+  return shares(known.map(([cause, name, tone]) => ({ name, tone, seconds: Math.max(0, seconds[cause] || 0) })));
 }
 
 function shares(parts) {
