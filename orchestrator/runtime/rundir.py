@@ -3,6 +3,8 @@
 <dir>/<name>/
   config.toml       the resolved configuration, with where each value came from
   metrics.jsonl     one line a trained batch
+  samples.jsonl     a few answers of each batch
+  report.html       the run on one page, and trace.json for Perfetto: written when it ends
   journal/          every applied event, snapshots (recovery, replay, audit)
   broker/           the embedded broker's append-only file and password
   checkpoints/      step-<version>/ of the trainer
