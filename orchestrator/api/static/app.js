@@ -135,7 +135,7 @@ function showTiles(last) {
   setText(byId("left"), left > 0 && each_s ? `about ${duration(left * each_s)} left` : "\u00a0");
   setText(byId("reward"), number(last.reward));
   const rewards = (history && history.curves.reward) || [];
-  setText(byId("reward-from"), rewards.length > 1 ? `from ${number(rewards[0])} in the first batch` : "mean of the last batch");
+  setText(byId("reward-from"), rewards.length > 1 ? `${number(rewards[0])} in the first batch` : "mean of the last batch");
   setText(byId("tokens"), "response_tokens" in last ? `${number(last.response_tokens)} tokens` : "–");
   setText(byId("tokens-max"), "response_tokens_max" in last ? `longest ${number(last.response_tokens_max)}` : "\u00a0");
   setText(byId("version"), status.newest ? `v${status.newest.version}` : "–");

@@ -77,7 +77,7 @@ export function showLongest(status) {
     `${group.missing.length} of ${group.group_size}`,
     group.worker_id,
   ]);
-  while (lines.length < MAX_LONGEST) lines.push([lines.length ? "" : "nothing is being generated", "", "", ""]);
+  while (lines.length < MAX_LONGEST) lines.push([lines.length ? "" : "none", "", "", ""]);
   rows(byId("longest"), lines);
 }
 
