@@ -103,6 +103,15 @@ async def test_ids_that_do_not_ascend_are_a_bug(broker: Broker, ids: list[str]) 
     assert await broker.length("rounds") == 0
 
 
+async def test_many_are_enqueued_once_each_and_claimed_in_order(broker: Broker) -> None:
+    assert await broker.enqueue_many(QUEUE, []) == 0
+    assert await broker.enqueue_many(QUEUE, [("1-0", entry("a")), ("1-1", entry("b"))]) == 2
+    assert await broker.enqueue_many(QUEUE, [("1-1", entry("again")), ("2-0", entry("c"))]) == 1
+    claimed = await broker.claim(QUEUE, "me", count=9)
+    assert [delivery.entry_id for delivery in claimed] == ["1-0", "1-1", "2-0"]
+    assert [delivery.entry.fields["name"] for delivery in claimed] == ["a", "b", "c"]
+
+
 async def test_trim_frees_up_to_the_cursor_and_keeps_the_last_id(broker: Broker) -> None:
     await broker.append_many("rounds", [(f"{i}-{i}", entry(str(i))) for i in range(1, 6)])
     assert await broker.trim("rounds", "3-3") == 3
@@ -429,6 +438,7 @@ async def test_fences(broker: Broker, harness: BrokerHarness) -> None:
         broker.append("weights", entry("old"), fence=old),
         broker.append_many("weights", [("2-0", entry("old"))], fence=old),
         broker.enqueue(QUEUE, entry("old"), fence=old),
+        broker.enqueue_many(QUEUE, [("2-0", entry("old"))], fence=old),
     ):
         with pytest.raises(FencedError):
             await write

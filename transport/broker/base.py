@@ -237,6 +237,12 @@ class Broker(Protocol):
         """Append to a work queue (and create its consumer group). Same contract as ``append``."""
         ...
 
+    async def enqueue_many(
+        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
+    ) -> int:
+        """Append to a work queue as ``append_many`` does to a log."""
+        ...
+
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]: ...
 
     async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:

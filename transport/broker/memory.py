@@ -98,6 +98,11 @@ class MemoryBroker:
             return stream.add(entry, entry_id, self._server.now_ms())
 
     async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
+        return await self._append_many(log, entries, fence, queue=False)
+
+    async def _append_many(
+        self, name: str, entries: Sequence[tuple[str, Entry]], fence: Fence | None, *, queue: bool
+    ) -> int:
         check_ids(entry_id for entry_id, _ in entries)
         for _, entry in entries:
             check_entry(entry)
@@ -106,7 +111,8 @@ class MemoryBroker:
             _check_fence(state, fence)
             if not entries:
                 return 0
-            stream = state.stream(log)
+            stream = state.stream(name)
+            stream.is_queue = stream.is_queue or queue
             added = [stream.add(entry, entry_id, self._server.now_ms()) for entry_id, entry in entries]
             return sum(entry_id is not None for entry_id in added)
 
@@ -149,6 +155,11 @@ class MemoryBroker:
         self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
     ) -> str | None:
         return await self._append(queue, entry, entry_id, fence, queue=True)
+
+    async def enqueue_many(
+        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
+    ) -> int:
+        return await self._append_many(queue, entries, fence, queue=True)
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
         deadline_s = asyncio.get_running_loop().time() + wait_s

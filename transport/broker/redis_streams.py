@@ -179,6 +179,12 @@ class RedisBroker:
     ) -> str | None:
         return (await self._append(queue, [(entry_id, entry)], fence, queue=True))[0]
 
+    async def enqueue_many(
+        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
+    ) -> int:
+        ids = await self._append(queue, entries, fence, queue=True)
+        return sum(entry_id is not None for entry_id in ids)
+
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
         def command(block: Command) -> Command:
             group = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
