@@ -105,9 +105,8 @@ class Executor:
             await self._broker.commit(Commit(fence=self._fence, groups=writes))
         self._last_seq = max([self._last_seq, *(command_id[0] for command_id, _ in batch)])
         appends: dict[str, dict[str, Entry]] = {}
-        for command_id, command in sorted(
-            batch, key=lambda issued: issued[0]
-        ):  # restated ones are older, or twice here
+        by_id = sorted(batch, key=lambda issued: issued[0])  # a restated command is older, or here twice
+        for command_id, command in by_id:
             for stream, (identity, entry) in stream_entries(command_id, command):
                 appends.setdefault(stream, {})[identity] = entry
         for stream, entries in appends.items():
