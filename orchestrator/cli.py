@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -213,15 +213,44 @@ def replay(run_dir: RunDirectory) -> None:
 
 
 @app.command(
-    help="The orchestrator process alone; `run` starts it. Reads <run-dir>/config.toml, and the broker's password from "
-    "STREAMRL_BROKER_PASSWORD. Exits with 4 where starting it again is no use."
+    help="The control plane alone, against a broker that is there: workers join with streamrl-worker, at "
+    "any time. The broker's password comes from STREAMRL_BROKER_PASSWORD. With --run-dir it is the process that "
+    f"`run` starts, and reads <run-dir>/config.toml.\n\n{EXIT_CODES} 4: starting it again is no use."
 )
 def serve(
-    run_name: Annotated[str, typer.Option("--run", help="Name of the run.")],
     broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
-    run_dir: Annotated[Path, typer.Option(help="Directory of the run: config.toml, journal, metrics.")],
-    model_dir: Annotated[Path, typer.Option(help="Hugging Face directory with the model's tokenizer.")],
+    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run. [the preset's]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}.")
+    ] = None,
+    config_file: Annotated[list[Path] | None, typer.Option("--config", help="TOML file, as for `run`.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, as for `run`.")
+    ] = None,
+    directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's config.toml, made by `run`.")] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
+    ] = None,
 ) -> None:
+    if run_dir is not None:
+        _serve_child(broker, run_name, run_dir, model_dir)
+    named = [*_shorthand("run.name", run_name), *_shorthand("run.dir", directory), f"broker.url={broker}"]
+    overrides = [*(override or []), *named]
+    if resume:
+        resolved = resolve_resumed(preset, config_file or [], overrides)
+    else:
+        chosen = preset or (None if config_file else DEFAULT_PRESET)
+        resolved = config.resolve(chosen, config_file or [], overrides, os.environ)
+    from orchestrator.runtime import process
+
+    raise typer.Exit(process.main_alone(resolved, resume=resume, model_dir=model_dir))
+
+
+def _serve_child(broker: str, run_name: str | None, run_dir: Path, model_dir: Path | None) -> NoReturn:
+    if run_name is None or model_dir is None:
+        raise ConfigError("--run-dir needs --run and --model-dir")
     from orchestrator.runtime import process
 
     raise typer.Exit(

@@ -41,7 +41,18 @@ app = typer.Typer(
 BrokerUrl = Annotated[str, typer.Option("--broker", help="redis:// or rediss:// URL of the run's broker")]
 Run = Annotated[str, typer.Option("--run", help="name of the run")]
 RunDirectory = Annotated[Path, typer.Option("--run-dir", help="directory for what this worker writes")]
-ModelDirectory = Annotated[Path, typer.Option("--model-dir", help="local Hugging Face directory of the base model")]
+OwnDirectory = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="directory for what this worker writes  [runs/<run>]", show_default=False),
+]
+ModelDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--model-dir",
+        help="local Hugging Face directory of the base model  [prepared from the run's model.path]",
+        show_default=False,
+    ),
+]
 Index = Annotated[int, typer.Option("--index", help="number of this worker among its kind, from 0")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
@@ -63,47 +74,55 @@ def prepare(
 def generate(
     broker: BrokerUrl,
     run: Run,
-    run_dir: RunDirectory,
-    model_dir: ModelDirectory,
+    run_dir: OwnDirectory = None,
+    model_dir: ModelDirectory = None,
     index: Index = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.build import generation_worker
+    from workers.build import generation_worker, with_model
 
-    _serve(WorkerKind.GENERATE, index, broker, run, generation_worker(run_dir, model_dir, trust_remote_code))
+    home = run_dir or own_directory(run)
+    build = with_model(model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code))
+    _serve(WorkerKind.GENERATE, index, broker, run, build)
 
 
 @app.command()
 def score(
     broker: BrokerUrl,
     run: Run,
-    run_dir: RunDirectory,
-    model_dir: ModelDirectory,
+    run_dir: OwnDirectory = None,
+    model_dir: ModelDirectory = None,
     index: Index = 0,
     reward: Annotated[
         str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
     ] = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
-    from workers.build import scoring_worker
+    from workers.build import scoring_worker, with_model
 
-    _serve(WorkerKind.SCORE, index, broker, run, scoring_worker(run_dir, model_dir, reward))
+    home = run_dir or own_directory(run)
+    build = with_model(model_dir, False, lambda model: scoring_worker(home, model, reward))
+    _serve(WorkerKind.SCORE, index, broker, run, build)
 
 
 @app.command()
 def train(
     broker: BrokerUrl,
     run: Run,
-    run_dir: RunDirectory,
-    model_dir: ModelDirectory,
+    run_dir: OwnDirectory = None,
+    model_dir: ModelDirectory = None,
     index: Index = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
-    from workers.build import trainer_worker
+    from workers.build import trainer_worker, with_model
 
-    _serve(WorkerKind.TRAIN, index, broker, run, trainer_worker(run_dir, model_dir, index, trust_remote_code))
+    home = run_dir or own_directory(run)
+    build = with_model(
+        model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code)
+    )
+    _serve(WorkerKind.TRAIN, index, broker, run, build)
 
 
 @app.command()
@@ -116,6 +135,11 @@ def evaluate(
     from workers.models import model_cache
 
     print(json.dumps(evaluate_run(run_dir, model, cache_dir=model_cache(os.environ))))
+
+
+def own_directory(run: str) -> Path:
+    """Where a worker writes that was not told: the same place as the orchestrator's default."""
+    return Path("runs") / run
 
 
 def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:

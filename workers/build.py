@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,25 @@ from workers.lifecycle import Worker, WorkerFactory
 if TYPE_CHECKING:
     from workers.trainer.learner import Learner
     from workers.trainer.publish import WeightPublisher
+
+
+def with_model(model_dir: Path | None, trust_remote_code: bool, make: Callable[[Path], WorkerFactory]) -> WorkerFactory:
+    """The worker that ``make`` makes of a model directory: the given one, or ``model.path`` of the run, prepared here.
+
+    The path comes with the run's settings; whether its code may run stays this machine's decision.
+    """
+
+    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
+        directory = model_dir or await asyncio.to_thread(_prepare, settings.model.path, trust_remote_code)
+        return await make(directory)(broker, settings, worker_id)
+
+    return build
+
+
+def _prepare(path: str, trust_remote_code: bool) -> Path:
+    from workers.models import model_cache, prepare_model
+
+    return prepare_model(path, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
 
 
 def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -> WorkerFactory:

@@ -23,10 +23,10 @@ import msgspec
 import structlog
 
 from transport.broker import keys
-from transport.broker.base import Broker
+from transport.broker.base import Broker, Entry
 from transport.clock import Clock
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
-from transport.messages import STARTING, WorkerStatus, encode
+from transport.messages import STARTING, WorkerLost, WorkerStatus, encode
 from transport.settings import LivenessSettings, Settings
 from transport.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
 
@@ -114,6 +114,14 @@ async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: Work
         with contextlib.suppress(TransientError, FatalError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await broker.end_lease(worker_id)
+                if stopping.is_set():
+                    await _say_goodbye(broker, worker_id)
+
+
+async def _say_goodbye(broker: Broker, worker_id: WorkerId) -> None:
+    """What it held goes to others at once, instead of when its lease would have run out."""
+    lost = WorkerLost(worker_id=worker_id, reason="it was told to leave")
+    await broker.append(keys.EVENTS, Entry(fields={"event": "WorkerLost", "worker": worker_id}, payload=encode(lost)))
 
 
 async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping: asyncio.Event) -> T | None:

@@ -61,8 +61,8 @@ FLUSH_S = 10.0
 """At the end, how long the last commands may take to reach the broker."""
 
 
-async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> None:
-    """Orchestrate the run until it is finished or a signal comes.
+async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> bool:
+    """Orchestrate the run until it is finished or a signal comes. Returns whether it is finished.
 
     Raises: StalledError, RunFailedError, FencedError (another orchestrator took the run over), RunExistsError,
     JournalError (history is damaged).
@@ -137,15 +137,18 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     journal.close()
     if ended.failure:
         raise RunFailedError(ended.failure)
+    return ended.finished
 
 
 class Ending(asyncio.Event):
     """Set when the run is over, or when this process shall end. failure: why the run failed, "" when it did not."""
 
+    finished = False
     failure = ""
 
     def finish(self, reason: str) -> None:
         """The core's last word on the run."""
+        self.finished = True
         if reason.startswith(FAILED):
             self.failure = reason.removeprefix(FAILED).strip()
         self.set()

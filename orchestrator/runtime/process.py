@@ -1,25 +1,38 @@
 """The orchestrator as a process of its own: settings, logs, broker, event loop, then ``app.serve``.
 
 Owns: what comes before the first event and after the last. Never: decides. Invariant: what ends it is one StreamError,
-whose exit code tells the supervisor whether to start it again.
+whose exit code tells the supervisor, or whatever else keeps it alive, whether to start it again.
+
+    main            a child of ``run``: its directory is there and locked by its supervisor
+    main_alone      the control plane by itself: workers join it over the broker, at any time
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from orchestrator.config import resolve
+from orchestrator.api.server import check_secret
+from orchestrator.config import Resolved, render, resolve
+from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.runtime.app import serve
+from orchestrator.runtime.control import append_event
+from orchestrator.runtime.problems import load_problems
+from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
 from transport import faults
 from transport.broker.connect import connect
 from transport.errors import first_error
 from transport.logs import configure_logs
+from transport.messages import RunResumed
 from transport.settings import Settings
 from transport.types import RunName
+
+FIRST_ANSWER_S = 5.0
+"""A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
 
 def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: Mapping[str, str]) -> int:
@@ -27,16 +40,59 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     configure_logs(process="orchestrator")
     faults.arm(environ.get("STREAMRL_FAULTS", ""))
     settings = resolve(None, [RunDir(run_dir).config], [f"broker.url={broker_url}"], environ).settings
+    return _run(_serve(settings, RunName(run), run_dir, model_dir))
+
+
+def main_alone(resolved: Resolved, *, resume: bool, model_dir: Path | None) -> int:
+    """Claim the run's directory and serve it. model_dir: None prepares ``model.path``; only its tokenizer is used here.
+
+    Raises: ConfigError without a broker; RunExistsError; Interrupted when a signal came before the run was over.
+    """
+    settings = resolved.settings
+    if not settings.broker.url:
+        raise ConfigError("serve starts no broker: name one with --broker", key="broker.url")
+    check_secret(settings.api)
+    load_problems(settings)  # a mistake in the data is answered before anything is made
+    configure_logs(process="orchestrator")
+    return _run(_serve_alone(resolved, resume=resume, model_dir=model_dir))
+
+
+def _run(work: Coroutine[Any, Any, bool]) -> int:
     try:
-        uvloop.run(_serve(settings, RunName(run), run_dir, model_dir))
+        finished = uvloop.run(work)
     except BaseExceptionGroup as failures:
         raise first_error(failures) from None
+    if not finished:
+        raise Interrupted("stopped before the run was over; everything is kept for --resume")
     return 0
 
 
-async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Path) -> None:
+async def _serve_alone(resolved: Resolved, *, resume: bool, model_dir: Path | None) -> bool:
+    settings = resolved.settings
+    name = RunName(settings.run.name)
+    broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
+    await broker.close()  # it answers: worth a directory and a model
+    rundir = RunDir(Path(settings.run.dir) / name)
+    rundir.claim(render(resolved), resume=resume)
+    try:
+        model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, say)
+        say(f"run {name} in {rundir.path}; workers join with")
+        say(f"  streamrl-worker generate|score|train --broker {settings.broker.url} --run {name}")
+        return await _serve(settings, name, rundir.path, model_dir, resume=resume)
+    finally:
+        rundir.unlock()
+
+
+def say(line: str) -> None:
+    """To the person who started it; logs go to standard error."""
+    print(line, flush=True)
+
+
+async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, resume: bool = False) -> bool:
     broker = await connect(settings.broker, run, url=settings.broker.url)
     try:
-        await serve(settings, broker, run_dir, model_dir)
+        if resume:
+            await append_event(broker, RunResumed())
+        return await serve(settings, broker, run_dir, model_dir)
     finally:
         await broker.close()

@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ NO_USE = (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL)
 """A child that exits so says that starting it again is no use; its last line says why."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
+PREPARING_S = 60.0
+"""Between two words on a preparation that goes on."""
 STABLE_S = 60.0
 """A child that lived for so long starts counting its restarts in a row anew."""
 _PR_SET_PDEATHSIG = 1
@@ -134,6 +137,43 @@ class Children:
 def python_module(module: str, *args: str) -> list[str]:
     """The command line of one of our own programs, in this interpreter."""
     return [sys.executable, "-m", module, *args]
+
+
+async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
+    """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
+
+    note: hears what is prepared, and that it still is.  Raises ChildFailedError with its last words, see ``logs``.
+    """
+    note(f"model {path}")
+    log_path = logs / "prepare.log"
+    with log_path.open("ab") as words:
+        process = await asyncio.create_subprocess_exec(
+            *python_module("workers", "prepare", "--model", path), stdout=asyncio.subprocess.PIPE, stderr=words
+        )
+    try:
+        output = await _said(
+            process, lambda waited_s: note(f"preparing the model for {waited_s:.0f} s; see {log_path}")
+        )
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    if process.returncode != 0:
+        code = process.returncode if process.returncode is not None else -1
+        raise ChildFailedError("prepare", code, Children(logs, max_restarts=0).last_words("prepare"))
+    return Path(output.decode().strip().splitlines()[-1])
+
+
+async def _said(process: asyncio.subprocess.Process, still: Callable[[float], None]) -> bytes:
+    """What the preparation prints. It may download for as long as it takes: its user hears that it still does."""
+    started_s = time.monotonic()
+    said = asyncio.create_task(process.communicate(), name="prepare")
+    try:
+        while not (await asyncio.wait({said}, timeout=PREPARING_S))[0]:
+            still(time.monotonic() - started_s)
+        return said.result()[0]
+    finally:
+        said.cancel()
 
 
 def _describe(code: int) -> str:

@@ -82,6 +82,22 @@ class RunDir:
             raise RunExistsError(f"{self.path} is a file; choose another --name or --dir")
         self.logs.mkdir(parents=True, exist_ok=True)
 
+    def claim(self, config: str, *, resume: bool) -> None:
+        """Make the directory ours until ``unlock``, and write its configuration.
+
+        Raises RunExistsError: it holds a run and ``resume`` is not asked for, or the other way round, or it is live.
+        """
+        if self.exists() and not resume:
+            raise RunExistsError(
+                f"{self.path} already holds a run; go on with it: --resume --name {self.path.name}, "
+                "or choose another --name"
+            )
+        if resume and not self.exists():
+            raise RunExistsError(f"there is no run to resume in {self.path}")
+        self.create()
+        self.lock()
+        self.config.write_text(config, encoding="utf-8")
+
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""
         lock = (self.path / "lock").open("a+", encoding="ascii")

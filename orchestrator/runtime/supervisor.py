@@ -32,7 +32,7 @@ from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
-from orchestrator.runtime.provision import Children, ChildSpec, python_module
+from orchestrator.runtime.provision import Children, ChildSpec, prepare_model, python_module
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.signs_of_life import SignsOfLife
 from transport.broker import keys
@@ -40,7 +40,7 @@ from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.clock import MonotonicClock
-from transport.errors import RunExistsError, StreamError, TransientError, first_error
+from transport.errors import StreamError, TransientError, first_error
 from transport.messages import RunResumed, WorkerLost, worker_status_decoder
 from transport.settings import Settings
 from transport.types import RunName, WorkerKind
@@ -49,7 +49,6 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
-PREPARING_S = 60.0
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -63,18 +62,9 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     settings = resolved.settings
     check_installed(settings.run.loggers)
     rundir = RunDir(Path(settings.run.dir) / settings.run.name)
-    if rundir.exists() and not resume:
-        raise RunExistsError(
-            f"{rundir.path} already holds a run; go on with it: --resume --name {settings.run.name}, "
-            "or choose another --name"
-        )
-    if resume and not rundir.exists():
-        raise RunExistsError(f"there is no run to resume in {rundir.path}")
-    rundir.create()
-    rundir.lock()
+    rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
     try:
-        rundir.config.write_text(render(resolved), encoding="utf-8")
         await Supervisor(settings, rundir, view, resume=resume).run()
     finally:
         view.close()
@@ -105,7 +95,8 @@ class Supervisor:
             stack.callback(self._write_report)  # last of all, however the run ends
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)
-            model_dir = await self._until_stopped(self._prepare_model())
+            preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
+            model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
             name = RunName(self._settings.run.name)
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
@@ -132,38 +123,6 @@ class Supervisor:
 
     def _resume_args(self) -> str:
         return f"--name {self._settings.run.name} --dir {self._settings.run.dir}"
-
-    async def _prepare_model(self) -> Path:
-        """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process)."""
-        path = self._settings.model.path
-        self._view.note(f"model {path}")
-        process = await asyncio.create_subprocess_exec(
-            *python_module("workers", "prepare", "--model", path),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=(self._rundir.logs / "prepare.log").open("ab"),
-        )
-        try:
-            output = await self._said(process)
-        except asyncio.CancelledError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            raise
-        if process.returncode != 0:
-            code = process.returncode if process.returncode is not None else -1
-            raise ChildFailedError("prepare", code, self._children.last_words("prepare"))
-        return Path(output.decode().strip().splitlines()[-1])
-
-    async def _said(self, process: asyncio.subprocess.Process) -> bytes:
-        """What the preparation prints. It may download for as long as it takes: its user hears that it still does."""
-        started_s = time.monotonic()
-        said = asyncio.create_task(process.communicate(), name="prepare")
-        try:
-            while not (await asyncio.wait({said}, timeout=PREPARING_S))[0]:
-                waited_s = time.monotonic() - started_s
-                self._view.note(f"preparing the model for {waited_s:.0f} s; see {self._rundir.logs / 'prepare.log'}")
-            return said.result()[0]
-        finally:
-            said.cancel()
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
         """Start the embedded broker unless there is a URL. Returns the URL and the password."""

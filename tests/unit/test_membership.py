@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from orchestrator.runtime.membership import RETURN_POLLS, Newcomers, SilenceClock
-from transport.messages import STARTING, WorkerStatus
-from transport.types import PROTOCOL_VERSION, WorkerId, WorkerKind
+import asyncio
+
+import msgspec
+
+from orchestrator.runtime.intake import new_inbox
+from orchestrator.runtime.membership import RETURN_POLLS, Membership, Newcomers, SilenceClock
+from transport.broker.memory import MemoryBroker
+from transport.broker.memory_server import MemoryServer
+from transport.clock import ManualClock
+from transport.messages import STARTING, WorkerJoined, WorkerStatus, encode
+from transport.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
 
 A, B = WorkerId("generate-0.1"), WorkerId("generate-1.1")
 
@@ -45,3 +53,20 @@ def test_a_worker_given_up_must_be_seen_several_times_to_return():
     newcomers.poll([A], {A: status(A)})
     answers = [newcomers.poll([], {A: status(A)}) for _ in range(RETURN_POLLS)]
     assert [len(found) for found in answers] == [0] * (RETURN_POLLS - 1) + [1]
+
+
+async def test_a_worker_of_another_protocol_and_one_that_cannot_be_read_never_join():
+    broker = MemoryBroker(MemoryServer(), RunName("r"))
+    newer = msgspec.structs.replace(status(A), protocol=PROTOCOL_VERSION + 1)
+    await broker.beat(A, encode(newer), ttl_s=60.0)
+    await broker.beat(WorkerId("generate-2.1"), b"\xc1 not a status", ttl_s=60.0)
+    await broker.beat(B, encode(status(B)), ttl_s=60.0)
+    membership, inbox = Membership(broker, 10.0, ManualClock()), new_inbox()
+    watching = asyncio.create_task(membership.watch(inbox, lambda: []))
+    arrival = await asyncio.wait_for(inbox.get(), timeout=4.0)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert isinstance(arrival.event, WorkerJoined)
+    assert arrival.event.worker_id == B
+    assert inbox.empty()
+    assert set(membership.statuses) == {B}
