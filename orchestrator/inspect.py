@@ -30,7 +30,7 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.errors import RunExistsError
+from transport.errors import BrokerUnavailableError, RunExistsError
 from transport.ledger import read_ledger
 from transport.messages import (
     CloseMiniBatch,
@@ -48,6 +48,8 @@ LOOK_OUTAGE_S = 3.0
 
 
 FOLLOW_S = 2.0
+PIPE_COLUMNS = 200
+"""Without a terminal nothing is gained by breaking lines, and grep loses."""
 AWAY_S = 30.0
 """A run that is followed may be without an orchestrator for so long: it is started again when it dies."""
 
@@ -68,6 +70,8 @@ def find_run(run_dir: Path) -> tuple[RunDir, Settings]:
 
 async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool, follow: bool) -> int:
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_COLUMNS)
     async with open_run_broker(rundir, settings) as broker:
         if only_audit:
             report = await audit_run(rundir, settings, broker)
@@ -87,28 +91,38 @@ def _print_run(console: Console, rundir: RunDir, survey: Survey) -> None:
     lines = read_metrics(rundir.metrics)
     if lines:
         console.print(batch_line(lines[-1]), markup=False)
-    console.print(survey_view(survey))
+    console.print(survey_view(survey), soft_wrap=True)
 
 
 async def follow_run(console: Console, broker: Broker, *, every_s: float = FOLLOW_S, away_s: float = AWAY_S) -> None:
     """Look again and again: a table that is redrawn on a terminal, else a line each time.
 
-    Ends when the run is over, or no orchestrator was alive for ``away_s`` (at once, if none was at the first look).
+    Ends when the run is over, its broker is gone, or no orchestrator was alive for ``away_s`` (at once, if none was at
+    the first look), and says which.
     """
-    alive_s: float | None = None
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while (survey := await _survey(broker)).state != keys.STATE_FINISHED.decode():
-            now_s = time.monotonic()
-            alive_s = now_s if survey.status else alive_s
-            if alive_s is None or now_s - alive_s > away_s:
-                break
-            if console.is_terminal:
-                live.update(survey_view(survey), refresh=True)
-            else:
-                console.print(survey_line(survey), markup=False, soft_wrap=True)
-            await asyncio.sleep(every_s)
-    over = survey.state == keys.STATE_FINISHED.decode()
-    console.print("the run is over" if over else "no orchestrator is alive", markup=False)
+        why = await _follow(live, broker, every_s, away_s)
+    console.print(why, markup=False)
+
+
+async def _follow(live: Live, broker: Broker, every_s: float, away_s: float) -> str:
+    """Returns why there is nothing more to see."""
+    alive_s: float | None = None
+    while True:
+        try:
+            survey = await _survey(broker)
+        except BrokerUnavailableError:  # a run's embedded broker ends with it
+            return "the broker is gone: the run is over, or was stopped"
+        if survey.state == keys.STATE_FINISHED.decode():
+            return "the run is over"
+        alive_s = time.monotonic() if survey.status else alive_s
+        if alive_s is None or time.monotonic() - alive_s > away_s:
+            return "no orchestrator is alive"
+        if live.console.is_terminal:
+            live.update(survey_view(survey), refresh=True)
+        else:
+            live.console.print(survey_line(survey), markup=False, soft_wrap=True)
+        await asyncio.sleep(every_s)
 
 
 @asynccontextmanager

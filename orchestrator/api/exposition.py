@@ -60,6 +60,9 @@ def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, text in OF_LAST_BATCH.items():
         if name in status["last"]:
             yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(status["last"][name]))
+    blocked = status.get("blocked")
+    still_s = {blocked["stage"]: blocked["still_s"]} if blocked else {}
+    yield _labelled("streamrl_blocked_seconds", "Seconds without progress, past the first limit.", "stage", still_s)
     yield _labelled("streamrl_groups", "Groups by stage.", "stage", {stage: status[stage] for stage in GROUP_STAGES})
     yield _labelled("streamrl_queue_entries", "Entries of each stream.", "stream", status["queues"])
 

@@ -4,7 +4,8 @@ A stopped, deadlocked or never ending start cannot report itself, and the orches
 nobody above it but the supervisor. A sign of life is, of a worker, a lease that says more than "starting"; of the
 orchestrator, a status that is not stale.
 
-Owns: the deadline ``liveness.startup_s`` of every child. Never: what follows for the work it held (leases see to that).
+Owns: two deadlines of every child, ``liveness.startup_s`` to come and SILENCES leases once it came. Never: what follows
+for the work it held (leases see to that).
 Invariant: silence counts only while the broker answers, and anew for every process.
 """
 
@@ -29,6 +30,8 @@ from transport.types import WorkerId
 log = structlog.get_logger(__name__)
 
 LOOK_S = 1.0
+SILENCES = 6
+"""Leases in a row that may run out: its work went to others after one, and a machine can be very busy."""
 ORCHESTRATOR = "orchestrator"
 
 
@@ -41,33 +44,42 @@ class Processes(Protocol):
 
 
 class SignsOfLife:
-    """Looks at ``processes`` through ``broker``; ends one that gave no sign of life for ``limit_s``."""
+    """Looks at ``processes`` through ``broker``; ends one that gives no sign of life.
 
-    def __init__(self, broker: Broker, processes: Processes, clock: Clock, *, limit_s: float) -> None:
+    startup_s: to the first one of a process.  silence_s: since then.
+    """
+
+    def __init__(
+        self, broker: Broker, processes: Processes, clock: Clock, *, startup_s: float, silence_s: float
+    ) -> None:
         self._broker = broker
         self._processes = processes
         self._clock = clock
-        self._limit_s = limit_s
-        self._silence = SilenceClock(limit_s)
+        self._starting = SilenceClock(startup_s)
+        self._started = SilenceClock(silence_s)
+        self._came: set[WorkerId] = set()
 
     async def watch(self, tell: Callable[[str], None]) -> None:
         """Look forever; ``tell`` hears of every process that is ended."""
         while True:
             with suppress(TransientError):
                 for name in await self.look():
-                    tell(f"{name} gave no sign of life for {self._limit_s:.0f} s; starting it again")
+                    tell(f"{name} gave no sign of life for too long; starting it again")
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> list[str]:
         """One look. Returns the names of the processes that were ended. Raises what the broker raises."""
-        alive = await self._alive()
-        named = {WorkerId(f"{name} {pid}"): name for name, pid in self._processes.pids().items()}
-        living = [key for key, name in named.items() if self._processes.pids().get(name) in alive]
-        silent = [named[key] for key in self._silence.poll(named, living, self._clock.now_s())]
-        for name in silent:
-            log.warning("no sign of life; ending it", process=name, seconds=self._limit_s)
-            self._processes.end(name)
-        return silent
+        alive, now_s = await self._alive(), self._clock.now_s()
+        pids = self._processes.pids()
+        named = {WorkerId(f"{name} {pid}"): name for name, pid in pids.items()}
+        living = {key for key, name in named.items() if pids[name] in alive}
+        self._came = (self._came | living) & named.keys()
+        silent = self._starting.poll(named.keys() - self._came, living, now_s)
+        silent += self._started.poll(self._came, living, now_s)
+        for key in silent:
+            log.warning("no sign of life; ending it", process=named[key], came=key in self._came)
+            self._processes.end(named[key])
+        return [named[key] for key in silent]
 
     async def _alive(self) -> set[int]:
         """Process ids of this host's children that gave a sign of life."""

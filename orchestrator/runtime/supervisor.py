@@ -34,7 +34,7 @@ from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, prepare_model, python_module
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.signs_of_life import SignsOfLife
+from orchestrator.runtime.signs_of_life import SILENCES, SignsOfLife
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
@@ -166,8 +166,7 @@ class Supervisor:
                         task = self._keep(group, spec, broker)
                         (trainers if kind is WorkerKind.TRAIN else others).append(task)
                 others.append(group.create_task(self._watch(broker), name="watch"))
-                limit_s = self._settings.liveness.startup_s
-                life = SignsOfLife(broker, self._children, MonotonicClock(), limit_s=limit_s)
+                life = self._signs_of_life(broker)
                 others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
                 await asyncio.wait(trainers)
                 for task in others:
@@ -185,6 +184,12 @@ class Supervisor:
             f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of whoever should have acted. "
             f"Everything is kept; go on with: streamrl-orchestrator run --resume {self._resume_args()}"
         )
+
+    def _signs_of_life(self, broker: Broker) -> SignsOfLife:
+        liveness = self._settings.liveness
+        silence_s = SILENCES * liveness.lease_s
+        clock = MonotonicClock()
+        return SignsOfLife(broker, self._children, clock, startup_s=liveness.startup_s, silence_s=silence_s)
 
     def _fleet(self) -> list[tuple[WorkerKind, int]]:
         settings = self._settings

@@ -51,10 +51,13 @@ def test_a_stall_ends_the_run_with_its_own_code_and_resume_finishes(tmp_path: Pa
         check_whole(run, batches=12)
 
 
-def test_an_orchestrator_that_hangs_is_ended_and_started_again(tmp_path: Path):
-    """Its lease is its status; nobody else could tell that it does nothing."""
-    with LiveRun(tmp_path, "run.batches=12", "liveness.startup_s=25.0", "liveness.stall_s=400.0") as run:
+@pytest.mark.parametrize(
+    ("words", "name"), [(("orchestrator", "serve"), "orchestrator"), (("workers", "generate"), "generate-0")]
+)
+def test_a_process_that_hangs_is_ended_and_started_again(tmp_path: Path, words: tuple[str, str], name: str):
+    """Nobody else could do its work, and it cannot report itself."""
+    with LiveRun(tmp_path, "run.batches=12", "liveness.lease_s=3.0", "liveness.stall_s=400.0") as run:
         run.wait_for_batch(2)
-        run.kill("orchestrator", "serve", number=signal.SIGSTOP)
-        run.wait_until(lambda: "orchestrator gave no sign of life for 25 s" in run.output, "word of the hung process")
+        run.kill(*words, number=signal.SIGSTOP)
+        run.wait_until(lambda: f"{name} gave no sign of life" in run.output, "word of the hung process")
         check_whole(run, batches=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -123,6 +124,16 @@ class LiveRun:
             timeout=60,
         )
 
+    def follow(self) -> subprocess.Popen[str]:
+        """``inspect --follow`` beside the run; it ends after it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "orchestrator", "inspect", str(self.run_dir), "--follow"],
+            cwd=self._directory,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     def audit(self) -> subprocess.CompletedProcess[str]:
         return self.command("inspect", str(self.run_dir), "--audit")
 
@@ -175,8 +186,9 @@ class LiveRun:
             time.sleep(POLL_S)
 
     def resume_stopped(self, pid: int) -> None:
-        """Let a process that was sent SIGSTOP go on."""
-        self._seen[pid].send_signal(signal.SIGCONT)
+        """Let a process that was sent SIGSTOP go on, if it was not replaced meanwhile."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._seen[pid].send_signal(signal.SIGCONT)
 
     def survivors(self) -> list[int]:
         """Processes of the run that are still alive."""

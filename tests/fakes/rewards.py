@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 
 def length(prompt: str, response: str, entry: dict[str, Any]) -> dict[str, float]:
@@ -46,6 +47,13 @@ def as_told(prompt: str, response: str, entry: dict[str, Any]) -> object:
                 marker.touch()
                 raise RuntimeError("not yet")
     return 1.0
+
+
+def raises_for_some(prompt: str, response: str, entry: dict[str, Any]) -> float:
+    """Raises for one question in four, and always for the same."""
+    if crc32(entry["question"].encode()) % 4 == 0:
+        raise ValueError(f"cannot judge {entry['question']!r}")
+    return sum(char.isdigit() for char in response) / max(1, len(response))
 
 
 def secrets(prompt: str, response: str, entry: dict[str, Any]) -> float:

@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "ready": 4,
     "in_flight_samples": 8,
     "retained_bytes": 4096,
+    "blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0.1", "since_s": 2.0, "still_s": 70.0},
     "queues": {"plans:generate-0.1": 2},
     "workers": [
         {"worker": "generate-0.1", "kind": "generate", "running": 8, "idle": 0.25, "counters": {"tokens": 70.0}},
@@ -142,6 +143,7 @@ async def test_metrics_are_prometheus_text(tmp_path: Path):
         "streamrl_batch_reward 0.5",
         "streamrl_batch_staleness 0.5",
         "streamrl_retained_bytes 4096.0",
+        'streamrl_blocked_seconds{stage="scoring"} 70.0',
         'streamrl_groups{stage="ready"} 4.0',
         'streamrl_queue_entries{stream="plans:generate-0.1"} 2.0',
         'streamrl_workers{kind="generate"} 1.0',

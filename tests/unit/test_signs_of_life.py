@@ -14,7 +14,7 @@ from transport.errors import BrokerUnavailableError
 from transport.messages import STARTING, WorkerStatus, encode
 from transport.types import RunName, WorkerId, WorkerKind
 
-LIMIT_S = 10.0
+STARTUP_S, SILENCE_S = 10.0, 5.0
 
 
 class FakeProcesses:
@@ -38,7 +38,7 @@ class World:
         self.server = MemoryServer(self.clock)
         self.broker = MemoryBroker(self.server, RunName("r"))
         self.processes = FakeProcesses(**pids)
-        self.life = SignsOfLife(self.broker, self.processes, self.clock, limit_s=LIMIT_S)
+        self.life = SignsOfLife(self.broker, self.processes, self.clock, startup_s=STARTUP_S, silence_s=SILENCE_S)
 
     async def beat(self, pid: int, *, doing: str = "waiting", host: str = "") -> None:
         status = WorkerStatus(
@@ -73,7 +73,9 @@ async def test_a_worker_that_beats_lives_until_it_falls_silent():
     for _ in range(30):
         await world.beat(7)
         assert await world.look_for(1) == []
-    assert await world.look_for(20) == ["score"]
+    assert await world.look_for(5) == [], "its lease runs 1.5 s on"
+    assert await world.look_for(2) == ["score"]
+    assert await world.look_for(9) == [], "the next process has its whole start"
 
 
 @pytest.mark.parametrize("lease", [{"doing": STARTING}, {"host": "elsewhere"}], ids=["still starts", "of another host"])
@@ -90,7 +92,7 @@ async def test_an_orchestrator_lives_while_its_status_is_fresh():
     for _ in range(30):
         await world.broker.put_meta(keys.STATUS, b"{}", ttl_s=1.5)
         assert await world.look_for(1) == []
-    assert await world.look_for(13) == ["orchestrator"]
+    assert await world.look_for(7) == ["orchestrator"]
 
 
 async def test_an_outage_of_the_broker_is_nobodys_silence():

@@ -124,6 +124,14 @@ async def test_following_ends_with_the_run():
     assert out.getvalue().splitlines() == ["12 s  trained 3/9", "12 s  trained 3/9", "the run is over"]
 
 
+async def test_following_ends_with_the_broker():
+    world = World()
+    world.broker._server.down = True
+    out = io.StringIO()
+    await follow_run(Console(file=out), world.broker, every_s=0.0)
+    assert out.getvalue() == "the broker is gone: the run is over, or was stopped\n"
+
+
 async def test_following_a_run_that_is_not_live_ends_at_once():
     world = World()
     out = io.StringIO()
