@@ -1,0 +1,301 @@
+"""Figure ``rows``: put and get of rows through the row store, beside TransferQueue and ray.util.queue.
+
+Two batches: 512 rows of 8,192 tokens (33.6 MB) and 1,024 of 1,024 (8.4 MB), each token an int32 id and a float32
+logprob. Every store gets the same arrays and gives back the same arrays, checked once; stores take turns in every
+round, and medians count. Ours is measured with columns in the broker and with columns in two storage units (processes,
+as TransferQueue's two); the faster one is ours. The others are installed beside this environment at the first call
+(Ray is 70 MB), because nothing else needs them.
+
+    python -m benchmarks.rows [--rounds 7]
+
+Last line: JSON. ``rows_<tokens>_<put|get>_ratio`` = TransferQueue's seconds over ours; ``vs_ray_queue_<tokens>_*`` the
+same for ray.util.queue, row by row as it is made for, and ``vs_ray_queue_batch_*`` with its batch calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transport.broker.base import Commit, GroupWrite, RowWrite
+from transport.broker.connect import connect
+from transport.broker.embedded import EmbeddedServer
+from transport.rows import BrokerRows, RowStore, decode_array, encode_array
+from transport.settings import BrokerSettings
+from transport.types import Column, GroupId, RowId, RunName, group_id, row_id
+from transport.unit_rows import UnitRows
+from transport.units import StorageUnit
+from workers.client.writer import write_in_pieces
+
+OTHERS = ("TransferQueue==0.1.11", "ray>=2.50")
+UNITS = 2
+GROUP_SIZE = 8
+COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS)
+SHAPES = ((512, 8192), (1024, 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """ids: [rows, tokens] int32.  logprobs: [rows, tokens] float32."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+    @staticmethod
+    def random(rows: int, tokens: int) -> Batch:
+        generator = np.random.default_rng(7)
+        ids = generator.integers(0, 150_000, (rows, tokens), dtype=np.int32)
+        return Batch(ids, -generator.random((rows, tokens), dtype=np.float32))
+
+
+class Store(Protocol):
+    """put and get are timed; drop is not."""
+
+    def put(self, number: int, batch: Batch) -> None: ...
+
+    def get(self, number: int, rows: int) -> Batch: ...
+
+    def drop(self, number: int, rows: int) -> None: ...
+
+
+class OurRows:
+    """A RowStore, used from one event loop."""
+
+    def __init__(self, runner: asyncio.Runner, rows: RowStore) -> None:
+        self._run = runner.run
+        self._rows = rows
+
+    def put(self, number: int, batch: Batch) -> None:
+        writes = [
+            RowWrite(
+                row_id=row_id(group_id(number, place // GROUP_SIZE), place % GROUP_SIZE),
+                columns={
+                    Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, ids),
+                    Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, logprobs),
+                },
+            )
+            for place, (ids, logprobs) in enumerate(zip(batch.ids, batch.logprobs, strict=True))
+        ]
+        groups = [GroupWrite(group_id=group, size=GROUP_SIZE, columns={}) for group in _groups(number, len(writes))]
+        self._run(write_in_pieces(self._rows, Commit(groups=groups, rows=writes)))
+
+    def get(self, number: int, rows: int) -> Batch:
+        found = self._run(self._rows.read_rows(_row_ids(number, rows), COLUMNS))
+        ids, logprobs = ([decode_array(column, row[column]) for row in found] for column in COLUMNS)
+        return Batch(np.stack(ids), np.stack(logprobs))
+
+    def drop(self, number: int, rows: int) -> None:
+        self._run(self._rows.drop_groups(_groups(number, rows)))
+
+
+def _groups(number: int, rows: int) -> list[GroupId]:
+    return [group_id(number, slot) for slot in range(rows // GROUP_SIZE)]
+
+
+def _row_ids(number: int, rows: int) -> list[RowId]:
+    return [row_id(group, sample) for group in _groups(number, rows) for sample in range(GROUP_SIZE)]
+
+
+class TransferQueueRows:
+    """TransferQueue's key-value calls, with its defaults."""
+
+    def __init__(self) -> None:
+        import transfer_queue
+
+        self._queue = transfer_queue
+        self._queue.init()
+
+    def put(self, number: int, batch: Batch) -> None:
+        from tensordict import TensorDict
+
+        fields = {"ids": torch.from_numpy(batch.ids), "logprobs": torch.from_numpy(batch.logprobs)}
+        keys = self._keys(number, len(batch.ids))
+        self._queue.kv_batch_put(keys=keys, partition_id="bench", fields=TensorDict(fields, batch_size=len(keys)))
+
+    def get(self, number: int, rows: int) -> Batch:
+        found = self._queue.kv_batch_get(keys=self._keys(number, rows), partition_id="bench")
+        ids, logprobs = (found[name].values().reshape(rows, -1).numpy() for name in ("ids", "logprobs"))
+        return Batch(ids, logprobs)
+
+    def drop(self, number: int, rows: int) -> None:
+        self._queue.kv_clear(keys=self._keys(number, rows), partition_id="bench")
+
+    def _keys(self, number: int, rows: int) -> list[str]:
+        return [f"{number}-{row}" for row in range(rows)]
+
+
+class RayQueueRows:
+    """ray.util.queue, one row a call, or all rows in one call."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        from ray.util.queue import Queue
+
+        self._queue = Queue()
+        self._at_once = at_once
+
+    def put(self, number: int, batch: Batch) -> None:
+        rows = list(zip(batch.ids, batch.logprobs, strict=True))
+        if self._at_once:
+            self._queue.put_nowait_batch(rows)
+        else:
+            for row in rows:
+                self._queue.put(row)
+
+    def get(self, number: int, rows: int) -> Batch:
+        found = self._queue.get_nowait_batch(rows) if self._at_once else [self._queue.get() for _ in range(rows)]
+        return Batch(np.stack([ids for ids, _ in found]), np.stack([logprobs for _, logprobs in found]))
+
+    def drop(self, number: int, rows: int) -> None:
+        """What was got is gone."""
+
+
+def serve_unit(pipe: Connection) -> None:
+    """A storage unit in a process of its own, until the pipe closes."""
+    unit = StorageUnit(max_bytes=4 << 30)
+    pipe.send(unit.start())
+    try:
+        pipe.recv()
+    except EOFError:
+        unit.close()
+
+
+@contextmanager
+def unit_process() -> Iterator[str]:
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve_unit, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.join()
+
+
+@contextmanager
+def our_stores(directory: Path) -> Iterator[dict[str, Store]]:
+    """One embedded broker; rows in it, and rows beside it."""
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        server = EmbeddedServer(directory / "broker")
+        runner.run(server.start())
+        stack.callback(lambda: runner.run(server.stop()))
+        brokers = []
+        for name in ("in-broker", "in-units"):
+            opened = connect(BrokerSettings(), RunName(name), url=server.url, password=server.password)
+            brokers.append(runner.run(opened))
+            stack.callback(lambda broker: runner.run(broker.close()), brokers[-1])
+        units = UnitRows(brokers[1], [stack.enter_context(unit_process()) for _ in range(UNITS)])
+        stack.callback(units.close)
+        yield {"broker": OurRows(runner, BrokerRows(brokers[0])), "units": OurRows(runner, units)}
+
+
+@contextmanager
+def other_stores() -> Iterator[dict[str, Store]]:
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        yield {
+            "transfer_queue": TransferQueueRows(),
+            "ray_queue": RayQueueRows(at_once=False),
+            "ray_queue_batch": RayQueueRows(at_once=True),
+        }
+    finally:
+        ray.shutdown()
+
+
+def measure(stores: dict[str, Store], batch: Batch, rounds: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of put and get by store; one round more goes first and is not counted."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in stores}
+    for number in range(rounds + 1):
+        for name, store in stores.items():
+            started_s = time.perf_counter()
+            store.put(number, batch)
+            put_s = time.perf_counter() - started_s
+            got = store.get(number, len(batch.ids))
+            get_s = time.perf_counter() - started_s - put_s
+            store.drop(number, len(batch.ids))
+            if number == 0:
+                assert np.array_equal(got.ids, batch.ids), name
+                assert np.array_equal(got.logprobs, batch.logprobs), name
+            else:
+                seconds[name].append((put_s, get_s))
+    return {
+        name: (statistics.median(put for put, _ in pairs), statistics.median(get for _, get in pairs))
+        for name, pairs in seconds.items()
+    }
+
+
+def figure(rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory, our_stores(Path(directory)) as ours, other_stores() as others:
+        for rows, tokens in SHAPES:
+            medians = measure({**ours, **others}, Batch.random(rows, tokens), rounds)
+            for name, (put_s, get_s) in medians.items():
+                print(
+                    f"{rows} x {tokens}  {name:16} put {1000 * put_s:8.1f} ms   get {1000 * get_s:8.1f} ms", flush=True
+                )
+            best = min(ours, key=lambda name: sum(medians[name]))
+            result |= {f"rows_{tokens}_ours": best} | ratios(tokens, medians[best], medians)
+    return result
+
+
+def ratios(tokens: int, ours: tuple[float, float], medians: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """How many times ours the others take, put and get apart."""
+    names = {"transfer_queue": f"rows_{tokens}_{{}}_ratio"} | {
+        name: f"vs_{name}_{tokens}_{{}}" for name in ("ray_queue", "ray_queue_batch")
+    }
+    return {
+        key.format(side): round(medians[name][place] / ours[place], 2)
+        for name, key in names.items()
+        for place, side in enumerate(("put", "get"))
+    }
+
+
+def other_python() -> Path:
+    """The interpreter of an environment inside this one that sees all of it, and the others' packages."""
+    venv = Path(sys.prefix) / "rows-others"
+    python = venv / "bin" / "python"
+    if not (venv / "ready").exists():
+        print("installing", *OTHERS, "into", venv, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        (site,) = venv.glob("lib/*/site-packages")
+        (site / "_streamrl.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # so torch is not installed again
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *OTHERS], check=True)
+        (venv / "ready").touch()
+    return python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if importlib.util.find_spec("transfer_queue") is None:
+        python = str(other_python())
+        os.execv(python, [python, "-m", "benchmarks.rows", *sys.argv[1:]])
+    print(json.dumps(figure(options.rounds)))
+
+
+if __name__ == "__main__":
+    main()
