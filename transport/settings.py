@@ -174,7 +174,7 @@ class LivenessSettings(Section, frozen=True, kw_only=True):
     startup_s: float = 300.0  # a local process that has not joined by then is ended and started again
     warn_s: float = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
     stall_s: float = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
-    max_restarts: int = 10  # of one local process
+    max_restarts: int = 5  # of one local process
 
 
 class ApiSettings(Section, frozen=True, kw_only=True):
