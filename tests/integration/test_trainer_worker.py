@@ -215,7 +215,7 @@ async def test_after_a_broker_lost_its_tail_the_trainer_tells_again_what_counts(
     assert await run.events() == []
     await run.until_told(StepDone)
     kinds = [type(event) for event in await run.events()]
-    assert kinds == [TrainerReady, CheckpointSaved, StepDone]
+    assert kinds == [TrainerReady, CheckpointSaved, RoundDone, StepDone]
     (entry,) = await run.broker.read(keys.WEIGHTS, "0-0", count=9)
     assert manifest_decoder.decode(entry.entry.payload).weights.digest == publisher.digests[1]
     await run.send_batch(1)

@@ -64,8 +64,8 @@ BROKER_POLL_S = 1.0
 STALLS = 2
 """A trainer that hears nothing for so many ``stall_s`` ends: long after the orchestrator's watchdog, which names what
 blocks the run, would have ended it; so nobody orchestrates any more."""
-RETOLD = ("TrainerReady", "CheckpointSaved", "StepDone")
-"""Events that the run cannot go on without; a lost RoundDone only delays the next round."""
+RETOLD = ("TrainerReady", "CheckpointSaved", "RoundDone", "StepDone")
+"""Events that the run cannot go on without, or, for want of a RoundDone, only after ``rollout_timeout_s``."""
 
 T = TypeVar("T")
 
