@@ -212,3 +212,12 @@ class Settings(Section, frozen=True, kw_only=True):
     liveness: LivenessSettings = LivenessSettings()
     api: ApiSettings = ApiSettings()
     eval: EvalSettings = EvalSettings()
+
+
+def public(settings: Settings) -> Settings:
+    """The settings without secrets, as they are stored in the broker."""
+    return msgspec.structs.replace(
+        settings,
+        broker=msgspec.structs.replace(settings.broker, password=""),
+        api=msgspec.structs.replace(settings.api, secret=""),
+    )

@@ -113,6 +113,17 @@ class PipelineState:
         """The prompt source's state after the last prompt that arrived: where it goes on after a restart."""
         return self._p.prompts.last_position
 
+    @property
+    def trainer_epoch(self) -> int:
+        """The highest that a trainer was told to have, 0 before the first."""
+        return self._p.lineage.epoch
+
+    @property
+    def rounds_begin(self) -> str:
+        """Entries of the rounds log up to this one are in the oldest kept checkpoint; "" before the first."""
+        checkpoints = self._p.retention.checkpoints
+        return checkpoints[0].cursor.entry if checkpoints else ""
+
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Apply ``event`` at ``now_s`` on the run's clock and return what to do, in order.
 

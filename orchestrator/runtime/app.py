@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from orchestrator.api.control import Control
@@ -34,8 +34,8 @@ from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
 from orchestrator.runtime.held_out import write_held_out
-from orchestrator.runtime.intake import new_inbox, read_events, tick, watch_usage
-from orchestrator.runtime.journal import Journal
+from orchestrator.runtime.intake import READ_COUNT, new_inbox, read_events, tick, watch_usage
+from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
@@ -47,16 +47,20 @@ from orchestrator.runtime.status import StatusBoard, publish_status
 from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
 from transport.broker import keys
-from transport.broker.base import Broker, Fence
+from transport.broker.base import Broker, Commit, Fence
 from transport.clock import MonotonicClock
-from transport.errors import RunExistsError
+from transport.errors import FencedError, RunExistsError
+from transport.ledger import checkpoint_dirs
+from transport.messages import FinishRun, RunResumed, encode
 from transport.rows import BrokerRows
-from transport.settings import Settings
+from transport.settings import Settings, public
 
 log = structlog.get_logger(__name__)
 
 FAILED = "failed:"
 """How the core's reason begins when the run cannot go on."""
+RECALLED = 20_000
+"""Events of before a restart that metrics still need: about 0.2 s to read, more than the batches that are open."""
 FLUSH_S = 10.0
 """At the end, how long the last commands may take to reach the broker."""
 
@@ -69,11 +73,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     """
     rundir = RunDir(run_dir)
     journal, recovered = Journal.open(rundir.journal)
-    if recovered.snapshot is None and await broker.get_meta(keys.STATE) is not None:
-        raise RunExistsError(
-            f"the broker already holds a run named {broker.run!r}, and it is not the one in {run_dir}: "
-            "choose another --name"
-        )
+    if recovered.snapshot is None:
+        await check_new(broker, rundir)
     fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     state, restated = recover_state(settings, journal, recovered)
     source = await asyncio.to_thread(open_source, settings, model_dir)
@@ -81,14 +82,19 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
     clock = MonotonicClock(origin_s=recovered.now_s)
     metrics = MetricsLog(rundir.metrics)
+    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
     watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()
     executor = Executor(broker, fence, desk, on_finish=ended.finish, last_seq=state.seq)
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
 
-    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
-    await broker.put_meta(keys.SETTINGS, msgspec.msgpack.encode(public(settings)))
-    await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+    async def restore() -> None:
+        await furnish(broker, settings, state.trainer_epoch)
+        decider.restate()
+
+    if await was_resumed(broker, recovered.cursor):
+        restated = [issued for issued in restated if not isinstance(issued[1], FinishRun)]
+    await furnish(broker, settings, state.trainer_epoch)
     executor.submit(restated)
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
 
@@ -111,7 +117,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(executor.run(), name="executor"),
             group.create_task(decider.run(inbox), name="decide"),
             group.create_task(
-                keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, decider.restate), name="reconcile"
+                keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, restore), name="reconcile"
             ),
             group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
             group.create_task(
@@ -141,7 +147,10 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
 
 
 class Ending(asyncio.Event):
-    """Set when the run is over, or when this process shall end. failure: why the run failed, "" when it did not."""
+    """Set when the run is over, or when this process shall end.
+
+    finished: the run is over.  failure: why the run failed, "" when it did not.
+    """
 
     finished = False
     failure = ""
@@ -154,10 +163,36 @@ class Ending(asyncio.Event):
         self.set()
 
 
-def public(settings: Settings) -> Settings:
-    """The settings without secrets, as they are stored in the broker."""
-    return msgspec.structs.replace(
-        settings,
-        broker=msgspec.structs.replace(settings.broker, password=""),
-        api=msgspec.structs.replace(settings.api, secret=""),
-    )
+async def check_new(broker: Broker, rundir: RunDir) -> None:
+    """A run without a journal begins, so nothing of its name may be there yet. Raises RunExistsError."""
+    if await broker.get_meta(keys.STATE) is not None:
+        raise RunExistsError(
+            f"the broker already holds a run named {broker.run!r}, and it is not the one in {rundir.path}: "
+            "choose another --name"
+        )
+    if checkpoint_dirs(rundir.checkpoints):
+        raise RunExistsError(
+            f"{rundir.checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
+            "the journal back, or start a run of another --name from a model directory (model.path)"
+        )
+
+
+async def furnish(broker: Broker, settings: Settings, trainer_epoch: int) -> None:
+    """What workers need in the broker beside entries and rows; again after it lost its tail, which may reach so far.
+
+    trainer_epoch: the highest that was told, so that no later trainer gets it once more.
+    """
+    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
+    with suppress(FencedError):  # the broker knows a newer one
+        await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))
+    await broker.put_meta(keys.SETTINGS, encode(public(settings)))
+    await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+
+
+async def was_resumed(broker: Broker, cursor: str) -> bool:
+    """Whether an event that was not read yet says that the run goes on: then its former end is no end any more."""
+    while entries := await broker.read(keys.EVENTS, cursor, count=READ_COUNT):
+        if any(entry.entry.fields.get("event") == RunResumed.__name__ for entry in entries):
+            return True
+        cursor = entries[-1].entry_id
+    return False

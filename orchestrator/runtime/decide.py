@@ -21,7 +21,7 @@ from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.watchdog import Watchdog
 from transport import faults
 from transport.clock import Clock
-from transport.messages import DropRows, JournalRecord, SlotOutcome, TrimRounds
+from transport.messages import DropRows, JournalRecord, RequestPrompts, SlotOutcome, TrimRounds
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -56,7 +56,17 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
     if state.configured != wanted:
         state = PipelineState.restore(state.snapshot(), settings=wanted)
         journal.snapshot(state.snapshot(), state.seq)
-    return state, [*state.outstanding(), *again]
+    return state, [*restated(state), *again]
+
+
+def restated(state: PipelineState) -> list[Issued]:
+    """What a broker that lost its tail has to be told again: all that is outstanding, and where the rounds log begins.
+
+    Without the latter, entries that came back would stand before a gap.
+    """
+    begins = state.rounds_begin
+    trims = [(CommandId(state.seq, 0), TrimRounds(cursor=begins))] if begins else []
+    return [*state.outstanding(), *trims]
 
 
 class Decider:
@@ -87,8 +97,8 @@ class Decider:
         return self._cursor
 
     def restate(self) -> None:
-        """Submit again whatever was commanded and is not confirmed."""
-        self._executor.submit(self._state.outstanding())
+        """Submit again whatever was commanded and is not confirmed; the prompt desk, in this process, lost nothing."""
+        self._executor.submit(issued for issued in restated(self._state) if not isinstance(issued[1], RequestPrompts))
 
     async def run(self, inbox: Inbox) -> None:
         """Apply what arrives, forever."""

@@ -15,7 +15,16 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator.runtime.history import Curves, RecentEvents
-from transport.messages import Command, Event, GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
+from transport.messages import (
+    Command,
+    Event,
+    GroupScored,
+    JournalRecord,
+    RolloutFinished,
+    SlotOutcome,
+    StepDone,
+    WorkerStatus,
+)
 from transport.types import GroupId, WorkerId
 
 RATE_WINDOW_S = 10.0
@@ -72,6 +81,17 @@ class MetricsLog:
         self.recent = RecentEvents()
         self.components: set[str] = set()
         self.newest_group: GroupScored | None = None
+
+    def recall(self, records: Iterable[JournalRecord]) -> None:
+        """Take note of events of before a restart, so that the batches that were open then are whole in their lines."""
+        for record in records:
+            match record.event:
+                case RolloutFinished() | GroupScored():
+                    self.observe(record.event, (), record.now_s)
+                case StepDone():
+                    self._last_step_s = record.now_s
+                case _:
+                    pass
 
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""

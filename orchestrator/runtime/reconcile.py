@@ -9,7 +9,7 @@ gone become RowsMissing; everything else shows in the workers' next reports. Sou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -29,13 +29,16 @@ async def keep_reconciled(
     inbox: Inbox,
     rows_told: Callable[[], Sequence[RowId]],
     rows_scored: Callable[[], Sequence[RowId]],
-    restate: Callable[[], object],
+    restore: Callable[[], Awaitable[None]],
 ) -> None:
-    """Watch for a broker of another boot, forever; ``restate`` then submits the outstanding commands again.
+    """Watch for a broker of another boot, forever; ``restore`` then writes what the orchestrator had written.
+
+    Rows are looked for once at the start too: the broker may have lost them while nobody orchestrated.
 
     rows_told, rows_scored: rows whose response, and whose advantage, the core was told of, and that are not trained.
     """
     boot_id = (await broker.info()).boot_id
+    await _tell_missing(broker, inbox, rows_told(), rows_scored())
     while True:
         await asyncio.sleep(POLL_S)
         current = (await broker.info()).boot_id
@@ -43,12 +46,18 @@ async def keep_reconciled(
             continue
         boot_id = current
         log.warning("the broker was restarted; reconciling")
-        restate()
-        missing = await rows_without(broker, rows_told(), Column.ROLLOUT_INFO)
-        missing += await rows_without(broker, rows_scored(), Column.ADVANTAGE)
-        if missing:
-            log.warning("the broker lost rows; they are generated again", rows=len(set(missing)))
-            await inbox.put(Arrival(RowsMissing(row_ids=tuple(sorted(set(missing))))))
+        await restore()
+        await _tell_missing(broker, inbox, rows_told(), rows_scored())
+
+
+async def _tell_missing(broker: Broker, inbox: Inbox, told: Sequence[RowId], scored: Sequence[RowId]) -> None:
+    missing = {
+        *await rows_without(broker, told, Column.ROLLOUT_INFO),
+        *await rows_without(broker, scored, Column.ADVANTAGE),
+    }
+    if missing:
+        log.warning("the broker lost rows; they are generated again", rows=len(missing))
+        await inbox.put(Arrival(RowsMissing(row_ids=tuple(sorted(missing)))))
 
 
 async def rows_without(broker: Broker, rows: Sequence[RowId], column: Column) -> list[RowId]:

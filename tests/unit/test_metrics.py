@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.runtime.metrics import MetricsLog, UsageWindow, read_metrics
-from transport.messages import GroupScored, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
+from transport.messages import GroupScored, JournalRecord, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
 from transport.types import FinishReason, GroupId, PromptId, RowId, WeightIdentity, WorkerId, WorkerKind
 
 W0 = WeightIdentity(epoch=1, version=0)
@@ -97,3 +97,15 @@ def test_idle_is_the_share_of_time_that_was_not_busy():
     assert row["idle"] == 0.25
     assert row["tokens_per_s"] == pytest.approx(50.0)
     assert window.update({}) == []
+
+
+def test_an_orchestrator_that_was_started_again_knows_what_the_open_batches_hold(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).observe(step(0), [], 1.0)
+    before = [scored("1/0", (1.0, 0.0)), step(0), scored("1/1", (0.0, 0.0))]
+    log = MetricsLog(path)
+    log.recall(JournalRecord(seq=seq, now_s=float(seq), event=event) for seq, event in enumerate(before, start=1))
+    line = log.observe(step(1), [], 4.0)
+    assert line is not None
+    assert (line["reward"], line["samples"], line["seconds"]) == (0.25, 4, 2.0)
+    assert [line["batch"] for line in read_metrics(path)] == [0, 1]

@@ -35,6 +35,8 @@ STATE = "state"
 """Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
 STATE_RUNNING = b"running"
 STATE_FINISHED = b"finished"
+SUPERVISOR = "supervisor"
+"""Meta: pid of the supervisor, written all the time, so that it notices a broker that takes no writes."""
 STATUS = "status"
 """Meta: the orchestrator's view, JSON, a few times a second while it lives (with a time to live)."""
 

@@ -1,0 +1,81 @@
+"""What the orchestrator does for a broker that lost its tail, or all it had."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from orchestrator.core.outbox import CommandId
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.state import PipelineState
+from orchestrator.runtime.app import check_new, furnish, was_resumed
+from orchestrator.runtime.decide import restated
+from orchestrator.runtime.intake import new_inbox
+from orchestrator.runtime.reconcile import keep_reconciled
+from orchestrator.runtime.rundir import RunDir
+from transport.broker import keys
+from transport.broker.base import Entry, Fence
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.errors import FencedError, RunExistsError
+from transport.messages import CheckpointSaved, RowsMissing, RunResumed, Tick, TrainerReady, TrimRounds, encode
+from transport.settings import Settings
+from transport.types import RowId, RunName, WeightIdentity, WorkerId
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker(MemoryServer(), RunName("run"))
+
+
+async def test_rows_that_were_lost_while_nobody_orchestrated_are_found_at_the_start(broker: MemoryBroker):
+    inbox = new_inbox()
+
+    async def restore() -> None:
+        raise AssertionError("the broker was not restarted")
+
+    rows = [RowId("0/0/0"), RowId("0/0/1")]
+    task = asyncio.create_task(keep_reconciled(broker, inbox, lambda: rows, lambda: [], restore))
+    async with asyncio.timeout(5):
+        arrival = await inbox.get()
+    task.cancel()
+    assert arrival.event == RowsMissing(row_ids=tuple(rows))
+
+
+async def test_a_broker_that_lost_everything_gets_what_workers_need_of_it(broker: MemoryBroker):
+    await furnish(broker, Settings(), trainer_epoch=4)
+    assert await broker.get_meta(keys.SETTINGS) is not None
+    assert await broker.get_meta(keys.STATE) == keys.STATE_RUNNING
+    assert {"tasks:reward", "tasks:advantages"} <= set(await broker.streams())
+    assert await broker.acquire_epoch("trainer") == 5
+    await furnish(broker, Settings(), trainer_epoch=4)  # one that knows better keeps what it knows
+    with pytest.raises(FencedError):
+        await broker.append("rounds", Entry(), fence=Fence(role="trainer", epoch=4))
+
+
+async def test_a_run_that_was_resumed_is_not_over(broker: MemoryBroker):
+    await broker.append(keys.EVENTS, Entry(fields={"event": "Tick"}, payload=encode(Tick())))
+    assert not await was_resumed(broker, "0-0")
+    cursor = await broker.append(keys.EVENTS, Entry(fields={"event": "RunResumed"}, payload=encode(RunResumed())))
+    assert cursor is not None
+    assert await was_resumed(broker, "0-0")
+    assert not await was_resumed(broker, cursor)
+
+
+async def test_checkpoints_without_a_journal_are_no_new_run(broker: MemoryBroker, tmp_path: Path):
+    rundir = RunDir(tmp_path)
+    await check_new(broker, rundir)
+    (rundir.checkpoints / "step-3").mkdir(parents=True)
+    with pytest.raises(RunExistsError, match="put the journal back"):
+        await check_new(broker, rundir)
+
+
+def test_a_broker_is_told_again_where_the_rounds_log_begins():
+    """Entries that came back with an older file would otherwise stand before a gap, and the audit would find it."""
+    state = PipelineState(CoreSettings(num_batches=4, groups_per_batch=2, group_size=2))
+    weights = WeightIdentity(epoch=1, version=0)
+    state.handle(TrainerReady(worker_id=WorkerId("train-0.1"), weights=weights), 0.0)
+    assert not [command for _, command in restated(state) if isinstance(command, TrimRounds)]
+    state.handle(CheckpointSaved(weights=weights, cursor="7-0", path="x"), 1.0)
+    assert (CommandId(2, 0), TrimRounds(cursor="7-0")) in restated(state)
