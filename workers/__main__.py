@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import structlog
 import typer
@@ -30,6 +30,8 @@ EXIT_FATAL = 4
 """Starting this process again is no use; the last line of its log says why."""
 EXIT_SIGNALLED = 143
 """As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
+
+OUTAGE_S = BrokerSettings().outage_s
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +55,8 @@ ModelDirectory = Annotated[
         show_default=False,
     ),
 ]
+TlsCa = Annotated[str, typer.Option("--tls-ca", help="CA file for a rediss:// broker")]
+OutageS = Annotated[float, typer.Option("--outage-s", help="how long to wait for a broker that went away")]
 Index = Annotated[int, typer.Option("--index", help="number of this worker among its kind, from 0")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
@@ -77,6 +81,8 @@ def generate(
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
     index: Index = 0,
+    tls_ca: TlsCa = "",
+    outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
@@ -84,7 +90,7 @@ def generate(
 
     home = run_dir or own_directory(run)
     build = with_model(model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code))
-    _serve(WorkerKind.GENERATE, index, broker, run, build)
+    _serve(WorkerKind.GENERATE, index, _reached(broker, tls_ca, outage_s), run, build)
 
 
 @app.command()
@@ -94,6 +100,8 @@ def score(
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
     index: Index = 0,
+    tls_ca: TlsCa = "",
+    outage_s: OutageS = OUTAGE_S,
     reward: Annotated[
         str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
     ] = "",
@@ -103,7 +111,7 @@ def score(
 
     home = run_dir or own_directory(run)
     build = with_model(model_dir, False, lambda model: scoring_worker(home, model, reward))
-    _serve(WorkerKind.SCORE, index, broker, run, build)
+    _serve(WorkerKind.SCORE, index, _reached(broker, tls_ca, outage_s), run, build)
 
 
 @app.command()
@@ -113,6 +121,8 @@ def train(
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
     index: Index = 0,
+    tls_ca: TlsCa = "",
+    outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
@@ -122,7 +132,7 @@ def train(
     build = with_model(
         model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code)
     )
-    _serve(WorkerKind.TRAIN, index, broker, run, build)
+    _serve(WorkerKind.TRAIN, index, _reached(broker, tls_ca, outage_s), run, build)
 
 
 @app.command()
@@ -142,13 +152,18 @@ def own_directory(run: str) -> Path:
     return Path("runs") / run
 
 
-def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactory) -> None:
+def _reached(url: str, tls_ca: str, outage_s: float) -> BrokerSettings:
+    """How this process reaches the broker."""
+    password = os.environ.get("STREAMRL_BROKER_PASSWORD", "")
+    return BrokerSettings(url=url, password=password, tls_ca=tls_ca, outage_s=outage_s)
+
+
+def _serve(kind: WorkerKind, index: int, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
     from transport.broker.connect import connect
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
 
     async def serve() -> bool:
-        settings = BrokerSettings(url=url, password=os.environ.get("STREAMRL_BROKER_PASSWORD", ""))
         broker = await connect(settings, RunName(run))
         try:
             return await serve_worker(broker, kind, index, build, MonotonicClock())
@@ -158,7 +173,7 @@ def _serve(kind: WorkerKind, index: int, url: str, run: str, build: WorkerFactor
     configure_logs(process=f"{kind.value}-{index}")
     faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
     if not uvloop.run(serve()):
-        sys.exit(EXIT_SIGNALLED)
+        _leave(EXIT_SIGNALLED)
 
 
 def main() -> None:
@@ -168,7 +183,14 @@ def main() -> None:
     except StreamError as error:
         structlog.get_logger(__name__).error("ended", error=type(error).__name__)
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_FATAL if isinstance(error, FatalError) else EXIT_FAILED)
+        _leave(EXIT_FATAL if isinstance(error, FatalError) else EXIT_FAILED)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without waiting for threads: one that hangs, in an engine or a collective, is why we leave."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 NO_USE = (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL)
 """A child that exits so says that starting it again is no use; its last line says why."""
+ERROR_LINES = ("streamrl-orchestrator: ", "error: ")
+"""How the line begins with which our programs end by an error of their own."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
 PREPARING_S = 60.0
@@ -51,6 +53,7 @@ class Children:
         self._log_dir = log_dir
         self._max_restarts = max_restarts
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._log_starts: dict[str, int] = {}
         self.restarts: dict[str, int] = {}
 
     def pid(self, name: str) -> int | None:
@@ -94,6 +97,7 @@ class Children:
 
     async def _run_once(self, spec: ChildSpec) -> tuple[int, int]:
         with self._log_path(spec.name).open("ab") as output:
+            self._log_starts[spec.name] = output.tell()
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -122,12 +126,18 @@ class Children:
             await asyncio.gather(*(process.wait() for process in living))
 
     def last_words(self, name: str, *, max_lines: int = 12) -> str:
-        """The end of what a child said in words (its log lines are JSON), for the error that reports its death."""
+        """What a child said last in words (its log lines are JSON), for the error that reports its death.
+
+        An error of ours is one line; a bug's traceback is given from its end. Nothing of an earlier life of the child.
+        """
         path = self._log_path(name)
         if not path.exists():
             return ""
-        text = path.read_bytes()[-8192:].decode("utf-8", "replace")
+        text = path.read_bytes()[self._log_starts.get(name, 0) :][-8192:].decode("utf-8", "replace")
         lines = [line for line in text.splitlines() if not line.startswith("{")]
+        for line in reversed(lines):
+            if line.startswith(ERROR_LINES):
+                return line.partition(": ")[2]
         return "\n".join(lines[-max_lines:])
 
     def _log_path(self, name: str) -> Path:

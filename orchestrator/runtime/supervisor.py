@@ -40,15 +40,24 @@ from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.clock import MonotonicClock
-from transport.errors import StreamError, TransientError, first_error
-from transport.messages import RunResumed, WorkerLost, worker_status_decoder
-from transport.settings import Settings
-from transport.types import RunName, WorkerKind
+from transport.errors import (
+    BrokerUnavailableError,
+    FatalError,
+    MessageError,
+    StreamError,
+    TransientError,
+    first_error,
+)
+from transport.messages import RunResumed, WorkerLost, WorkerStatus, encode, worker_status_decoder
+from transport.settings import Settings, public
+from transport.types import RunName, WorkerId, WorkerKind
 
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
+LAST_EVENTS_S = 30.0
+"""After the trainer's end, how long the orchestrator may take to hear of it."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -65,7 +74,13 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
     try:
-        await Supervisor(settings, rundir, view, resume=resume).run()
+        supervisor = Supervisor(settings, rundir, view, resume=resume)
+        try:
+            await supervisor.run()
+        except FatalError:
+            if not (resume or supervisor.started):
+                rundir.config.unlink()  # no run began here: the corrected command may use the name again
+            raise
     finally:
         view.close()
         rundir.unlock()
@@ -84,6 +99,9 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._shown = 0
         self._address = ""
+        self._server: EmbeddedServer | None = None
+        self.started = False
+        """Whether any process of the run was started."""
 
     async def run(self) -> None:
         """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
@@ -94,18 +112,25 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             stack.callback(self._write_report)  # last of all, however the run ends
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
-            stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
             name = RunName(self._settings.run.name)
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
+            stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             env = {PASSWORD_VARIABLE: password} if password else {}
             if self._resume:
-                await append_event(broker, RunResumed())
+                await self._reopen(broker)
+            self.started = True
             await self._until_stopped(self._supervise(broker, model_dir, url, env))
         self._view.note(self._summary(time.monotonic() - started_s))
+
+    async def _reopen(self, broker: Broker) -> None:
+        """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
+        await append_event(broker, RunResumed())
+        await broker.put_meta(keys.SETTINGS, encode(public(self._settings)))
+        await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``. Raises Interrupted when a signal comes first; ``work`` is then cancelled."""
@@ -128,11 +153,9 @@ class Supervisor:
         """Start the embedded broker unless there is a URL. Returns the URL and the password."""
         if self._settings.broker.url:
             return self._settings.broker.url, self._settings.broker.password
-        server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
+        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
         await server.start()
         stack.push_async_callback(server.stop)
-        watcher = asyncio.create_task(self._keep_broker(server), name="broker")
-        stack.callback(watcher.cancel)
         self._view.note(
             f"broker {server.address}  look with: REDISCLI_AUTH=$(cat {self._rundir.broker}/broker.password) "
             f"redis-cli -p {server.address.rpartition(':')[2]}"
@@ -140,16 +163,22 @@ class Supervisor:
         return server.url, server.password
 
     async def _keep_broker(self, server: EmbeddedServer) -> None:
-        """Start the embedded broker again on its own data whenever it dies."""
-        while True:
+        """Start the embedded broker again on its own data whenever it dies.
+
+        Raises: BrokerUnavailableError: it died too often; or what ``EmbeddedServer.start`` raises.
+        """
+        for _ in range(self._settings.liveness.max_restarts):
             await server.wait()
             log.warning("broker ended, starting it again")
             self._view.note("the broker died; starting it again on its append-only file")
             await server.start()
+        await server.wait()
+        raise BrokerUnavailableError(server.address, f"it died again and again; see {self._rundir.broker}/broker.log")
 
     async def _supervise(self, broker: Broker, model_dir: Path, url: str, env: dict[str, str]) -> None:
         """All children until the trainer's clean exit. The first fatal failure ends the run."""
         common = ["--broker", url, "--run", self._settings.run.name]
+        reach = ["--tls-ca", self._settings.broker.tls_ca, "--outage-s", str(self._settings.broker.outage_s)]
         run_dir = ["--run-dir", str(self._rundir.path)]
         trainers: list[asyncio.Task[None]] = []
         try:
@@ -157,11 +186,12 @@ class Supervisor:
                 serve = python_module("orchestrator", "serve", *common, *run_dir, "--model-dir", str(model_dir))
                 secret = {SECRET_VARIABLE: self._settings.api.secret} if self._settings.api.secret else {}
                 spec = ChildSpec(name="orchestrator", argv=serve, env={**env, **secret})
-                others = [self._keep(group, spec, broker)]
+                orchestrator = self._keep(group, spec, broker)
+                others = [group.create_task(self._keep_broker(self._server))] if self._server else []
                 for kind, count in self._fleet():
                     for index in range(count):
                         argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
-                        argv += ["--model-dir", str(model_dir), *self._local_arguments(kind)]
+                        argv += ["--model-dir", str(model_dir), *reach, *self._local_arguments(kind)]
                         spec = ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=env)
                         task = self._keep(group, spec, broker)
                         (trainers if kind is WorkerKind.TRAIN else others).append(task)
@@ -169,7 +199,9 @@ class Supervisor:
                 life = self._signs_of_life(broker)
                 others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
                 await asyncio.wait(trainers)
-                for task in others:
+                # It ends by itself, once it has heard of the last batch and written it down.
+                await asyncio.wait([orchestrator], timeout=LAST_EVENTS_S)
+                for task in (orchestrator, *others):
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise self._explained(first_error(failures)) from None
@@ -203,7 +235,7 @@ class Supervisor:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
         if kind is WorkerKind.SCORE and self._settings.scoring.reward:
             return ["--reward", self._settings.scoring.reward]
-        if self._settings.model.trust_remote_code:
+        if kind is not WorkerKind.SCORE and self._settings.model.trust_remote_code:
             return ["--trust-remote-code"]
         return []
 
@@ -212,18 +244,31 @@ class Supervisor:
 
     async def _report_loss(self, broker: Broker, pid: int) -> None:
         """Tell the orchestrator at once that a local worker is gone, instead of waiting for its lease to run out."""
-        with suppress(TransientError):
+        with suppress(TransientError, TimeoutError):
             async with asyncio.timeout(1.0):
-                for worker_id, raw in (await broker.leases()).items():
-                    status = worker_status_decoder.decode(raw)
+                for worker_id, status in (await _statuses(broker)).items():
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")
                         await append_event(broker, lost, worker=worker_id)
                         await broker.end_lease(worker_id)
 
     async def _watch(self, broker: Broker) -> None:
-        """Feed the view from the broker and the metrics file, forever."""
+        """Feed the view from the broker and the metrics file until the broker took no write for ``outage_s``.
+
+        A write, because a server whose disk is full still answers. Raises BrokerUnavailableError.
+        """
+        now_s = asyncio.get_running_loop().time
+        outage_s = self._settings.broker.outage_s
+        written_s = now_s()
         while True:
+            try:
+                await broker.put_meta(keys.SUPERVISOR, str(os.getpid()).encode(), ttl_s=outage_s)
+                written_s = now_s()
+            except BrokerUnavailableError as error:
+                if now_s() - written_s > outage_s:
+                    reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; go on with: "
+                    reason += f"streamrl-orchestrator run --resume {self._resume_args()}"
+                    raise BrokerUnavailableError(error.address, reason) from error
             await self._show(broker)
             await asyncio.sleep(POLL_S)
 
@@ -271,3 +316,12 @@ class Supervisor:
             f"report {os.path.relpath(self._rundir.path / REPORT)}",
         ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
+
+
+async def _statuses(broker: Broker) -> dict[WorkerId, WorkerStatus]:
+    """What the live workers say of themselves; leases that cannot be read are not of ours."""
+    statuses: dict[WorkerId, WorkerStatus] = {}
+    for worker_id, raw in (await broker.leases()).items():
+        with suppress(MessageError):
+            statuses[worker_id] = worker_status_decoder.decode(raw)
+    return statuses
