@@ -217,6 +217,14 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert browser.errors == []
 
 
+def test_of_a_large_fleet_some_lanes_are_drawn_and_the_others_counted(page: LivePage, browser: Browser):
+    row = page.status["workers"][0]
+    page.tell(workers=[{**row, "worker": f"generate-{index}.1"} for index in range(300)])
+    show(browser, page)
+    browser.wait_for("document.querySelectorAll('.lane').length === 64")
+    assert browser.text("#lanes-more") == "239 more processes are not drawn."
+
+
 def test_what_a_model_wrote_is_text_and_nothing_else(page: LivePage, browser: Browser):
     show(browser, page)
     browser.evaluate("document.querySelector('#samples details').open = true")

@@ -7,6 +7,7 @@ import { duration, percent } from "./text.js";
 const HEIGHT = 26;
 const LETTER_A = "a".charCodeAt(0);
 const BUSY_MAX = 9;
+const MAX_LANES = 64; // as many as /history has
 
 let drawn = null; // the newest history's lanes
 let asked = null; // the last answer, as it came
@@ -23,7 +24,10 @@ export function showLanes(lanes, status) {
   const places = [...new Set([...past.keys(), ...now.keys()])].sort(
     (a, b) => (order[kindOf(a)] ?? 3) - (order[kindOf(b)] ?? 3) || a.localeCompare(b, undefined, { numeric: true }),
   );
-  keyed(byId("lanes"), places, createLane, (row, place) => updateLane(row, past.get(place), now.get(place), status));
+  const shown = places.slice(0, MAX_LANES);
+  const more = Math.max(places.length - shown.length, drawn.lanes_left_out || 0);
+  setText(byId("lanes-more"), more ? `${more} more processes are not drawn.` : "");
+  keyed(byId("lanes"), shown, createLane, (row, place) => updateLane(row, past.get(place), now.get(place), status));
   showLegend();
   readOut();
 }
