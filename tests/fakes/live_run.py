@@ -43,6 +43,9 @@ class LiveRun:
                 process.kill()
         if self._process is not None:
             self._process.wait(timeout=10)
+        for pid in self._seen:  # a trainer killed above could not unlink its weights; the next one would have
+            for segment in Path("/dev/shm").glob(f"streamrl-*@{pid}@*"):
+                segment.unlink(missing_ok=True)
 
     def start(self, *arguments: str) -> None:
         """Start (or start again, with ``--resume``) the supervisor."""
