@@ -104,8 +104,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     keeper = SampleKeeper(run_dir / SAMPLES)
     samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
     look_back = LookBack(membership, metrics, samples, clock)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ended.heed_signals()
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     async with asyncio.TaskGroup() as group:
         loops = [
@@ -127,23 +126,28 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(look_back.watch(), name="look back"),
         ]
         if listener is not None:
-            secret = control_secret(settings.api, rundir.api_secret)
             api = Api(board, rundir.metrics, look_back.latest)
             control = Control(broker, settings, lambda: changeable(state.settings))
+            secret = control_secret(settings.api, rundir.api_secret)
             web = build_app([*api.routes(), *control.routes()], host=settings.api.host, secret=secret)
             loops.append(group.create_task(serve_http(web, listener), name="http"))
         await ended.wait()
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await decider.snapshot()
-        except TimeoutError:
-            log.warning("the broker did not take the last commands; they are carried out at the next start")
+        await flush(decider)
         for loop in loops:
             loop.cancel()
     journal.close()
     if ended.failure:
         raise RunFailedError(ended.failure)
     return ended.finished
+
+
+async def flush(decider: Decider) -> None:
+    """Let the last commands reach the broker, and keep the state after them. Never raises on a time-out."""
+    try:
+        async with asyncio.timeout(FLUSH_S):
+            await decider.snapshot()
+    except TimeoutError:
+        log.warning("the broker did not take the last commands; they are carried out at the next start")
 
 
 class Ending(asyncio.Event):
@@ -154,6 +158,11 @@ class Ending(asyncio.Event):
 
     finished = False
     failure = ""
+
+    def heed_signals(self) -> None:
+        """A first SIGTERM or SIGINT ends this process, not the run."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.set)
 
     def finish(self, reason: str) -> None:
         """The core's last word on the run."""
