@@ -1,0 +1,117 @@
+"""Cost model: closed forms against the token-step loop, specifications against the papers, refusals by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.analytic import (
+    DoesNotFitError,
+    decode_cost,
+    most_ranks,
+    smallest_tensor_degree,
+    switch_s,
+    train_cost,
+    transfer_cost,
+)
+from orchestrator.core.cost_model import DecodeCost, TransferCost
+from orchestrator.core.hardware import A100, GPUS, H20, H800
+from orchestrator.core.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
+
+costs = st.builds(
+    DecodeCost,
+    fixed_s=st.floats(1e-4, 0.1),
+    weights_s=st.floats(0, 0.05),
+    gemm_sample_s=st.floats(0, 1e-3),
+    sample_s=st.floats(0, 1e-3),
+    kv_token_s=st.floats(0, 1e-7),
+)
+
+
+@given(costs, st.integers(1, 300), st.integers(0, 500), st.integers(0, 400))
+def test_many_steps_equal_the_token_step_loop(cost, batch, context_of_each, steps):
+    context = batch * context_of_each
+    looped = sum(cost.step_s(batch, context + step * batch) for step in range(steps))
+    assert cost.steps_s(batch, context, steps) == pytest.approx(looped, rel=1e-9, abs=1e-12)
+
+
+@given(costs, st.integers(1, 300), st.integers(1, 20_000), st.floats(0, 30_000))
+def test_steps_in_a_time_invert_the_time_of_steps(cost, batch, context_of_each, steps):
+    context = batch * context_of_each
+    assert cost.steps_in(batch, context, cost.steps_s(batch, context, steps)) == pytest.approx(
+        steps, rel=1e-7, abs=1e-7
+    )
+
+
+def test_a_step_is_flat_until_arithmetic_outgrows_the_weights():
+    """StreamRL fig. 6, right: memory-bound, then linear."""
+    cost = decode_cost(QWEN_7B, H800, 1)
+    knee = cost.weights_s / cost.gemm_sample_s
+    assert cost.step_s(knee / 2, 0) == pytest.approx(cost.step_s(1, 0))
+    assert cost.step_s(4 * knee, 0) > 2 * cost.step_s(1, 0)
+
+
+def test_parameter_counts_are_those_of_the_model_cards():
+    billions = {name: llm.params / 1e9 for name, llm in LLMS.items()}
+    cards = {"Qwen2.5-7B": 7.61, "Qwen2.5-32B": 32.5, "Qwen2.5-72B": 72.7, "SmolLM2-135M": 0.135, "SmolLM2-1.7B": 1.71}
+    assert billions == pytest.approx(cards, rel=0.01)
+
+
+def test_a_hugging_face_configuration_gives_the_same_shape():
+    config = {
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+    assert from_config("Qwen2.5-72B", config) == QWEN_72B
+    del config["intermediate_size"]
+    with pytest.raises(UnknownModelError, match="intermediate_size"):
+        from_config("broken", config)
+    with pytest.raises(UnknownModelError, match="experts"):
+        from_config("mixture", config | {"num_experts": 8})
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name():
+    with pytest.raises(DoesNotFitError, match=r"Qwen2.5-72B needs 73 GB .* each of 2 H800"):
+        decode_cost(QWEN_72B, H800, 2)
+    with pytest.raises(DoesNotFitError, match=r"Qwen2.5-7B \(15 GB of weights\) .* does not fit on 4 small"):
+        smallest_tensor_degree(QWEN_7B, msgspec.structs.replace(A100, name="small", memory_bytes=8e9))
+    with pytest.raises(DoesNotFitError, match=r"training Qwen2.5-72B on 16 H800 as 2 ranks"):
+        train_cost(QWEN_72B, H800, 16, 2)
+    with pytest.raises(ValueError, match="do not split 8 ways"):
+        decode_cost(QWEN_7B, H800, 8)
+
+
+def test_layouts_that_fit_are_found():
+    assert smallest_tensor_degree(QWEN_7B, H800) == 1
+    assert smallest_tensor_degree(QWEN_32B, H800) == 2
+    assert smallest_tensor_degree(QWEN_72B, H800) == 4
+    assert most_ranks(QWEN_72B, H800, 96) == 12
+    assert most_ranks(QWEN_7B, H800, 32) == 32
+
+
+def test_generation_prefers_bandwidth_and_training_prefers_flops():
+    """StreamRL sec. 2.2: an H20 decodes faster than an H800 and trains far slower."""
+    assert decode_cost(QWEN_7B, H20, 1).step_s(16, 64_000) < decode_cost(QWEN_7B, H800, 1).step_s(16, 64_000)
+    slow, fast = train_cost(QWEN_7B, H20, 32, 32), train_cost(QWEN_7B, H800, 32, 32)
+    assert slow.micro_batch_s(20_000) > 5 * fast.micro_batch_s(20_000)
+
+
+def test_a_tree_costs_its_depth_and_not_the_number_of_its_leaves():
+    one, many = (transfer_cost(QWEN_72B, 8 * H800.network_bytes_per_s, instances) for instances in (1, 16))
+    assert one.transfer_s() < many.transfer_s() < 1.5 * one.transfer_s()
+    assert TransferCost(num_bytes=10e9, bytes_per_s=10e9).transfer_s() == 1.0
+
+
+def test_every_gpu_runs_every_model_on_a_node():
+    for gpu in GPUS.values():
+        for llm in LLMS.values():
+            degree = smallest_tensor_degree(llm, gpu)
+            assert decode_cost(llm, gpu, degree).kv_capacity_tokens > 1
+            assert switch_s(llm, gpu, 128) > 0
