@@ -54,10 +54,14 @@ class Desk:
             for prompt in batch.prompts:
                 self._remember(prompt)
             ids = [prompt.prompt_id for prompt in batch.prompts]
-            lengths = self._predictor.predict(ids, [prompt.text for prompt in batch.prompts])
+            estimates = self._predictor.predict(ids, [prompt.text for prompt in batch.prompts])
             refs = tuple(
-                PromptRef(prompt_id=prompt.prompt_id, prompt_tokens=len(prompt.prompt_ids), predicted_tokens=length)
-                for prompt, length in zip(batch.prompts, lengths, strict=True)
+                PromptRef(
+                    prompt_id=prompt.prompt_id,
+                    prompt_tokens=len(prompt.prompt_ids),
+                    predicted_tokens=estimate.mean_tokens,
+                )
+                for prompt, estimate in zip(batch.prompts, estimates, strict=True)
             )
             arrived = PromptsArrived(prompts=refs, source_positions=tuple(batch.positions), exhausted=batch.exhausted)
             await inbox.put(Arrival(arrived))
