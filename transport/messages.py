@@ -17,6 +17,7 @@ from transport.types import (
     GroupId,
     PromptId,
     RowId,
+    SamplingParams,
     Struct,
     VersionSpan,
     WeightIdentity,
@@ -213,6 +214,46 @@ class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class PromptsSubmitted(Struct, frozen=True, kw_only=True, tag=True):
+    """Somebody asks a service run for samples. request: its number, from 1, one higher than any before.
+
+    prompts: one group of ``group_size`` samples each.  sampling: how, where it is not as the run's settings say.
+    """
+
+    request: int
+    prompts: tuple[PromptRef, ...]
+    group_size: int
+    sampling: SamplingParams | None = None
+
+
+class SamplesTaken(Struct, frozen=True, kw_only=True, tag=True):
+    """The reader of a request has its first ``upto`` results."""
+
+    request: int
+    upto: int
+
+
+class RequestCancelled(Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody wants the rest of a request."""
+
+    request: int
+    reason: str
+
+
+class WeightsPublished(Struct, frozen=True, kw_only=True, tag=True):
+    """A service run has newer weights; their manifest is on the weights log. update: who asked for them, "" unknown."""
+
+    weights: WeightIdentity
+    update: str = ""
+
+
+class UpdateFailed(Struct, frozen=True, kw_only=True, tag=True):
+    """Weights that a service run was asked to publish cannot be; it goes on with those it has."""
+
+    update: str
+    reason: str
+
+
 class BrokerUsage(Struct, frozen=True, kw_only=True, tag=True):
     """Bytes of rows that the broker retains for this run."""
 
@@ -268,6 +309,11 @@ Event: TypeAlias = (
     | RowsMissing
     | WeightsLoaded
     | WeightsFailed
+    | PromptsSubmitted
+    | SamplesTaken
+    | RequestCancelled
+    | WeightsPublished
+    | UpdateFailed
     | BrokerUsage
     | StopRequested
     | PauseRequested
@@ -286,7 +332,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     """One prompt group for one worker.
 
     samples: sample indices to generate (the others already exist).  priority: higher first; the predicted length, so
-    that the longest starts first.
+    that the longest starts first.  sampling: how, where a request asked for something else than the run's settings.
     """
 
     group_id: GroupId
@@ -297,6 +343,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     predicted_tokens: float
     priority: float
     attempt: int = 0
+    sampling: SamplingParams | None = None
 
 
 class DispatchGroups(Struct, frozen=True, kw_only=True, tag=True):

@@ -106,7 +106,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
 class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer."""
 
-    engine: Literal["torch", "emulated"] = "torch"  # emulated: takes the time it is told, see the section replay
+    engine: Literal["torch", "emulated", "none"] = "torch"  # emulated: see replay; none: see docs/service.md
     lr: float = 1e-5
     warmup_batches: int = 0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -186,6 +186,16 @@ class ApiSettings(Section, frozen=True, kw_only=True):
     secret: str = ""  # or in STREAMRL_SECRET; on loopback, empty: one is made for control, in <run-dir>/api.secret
 
 
+class ServiceSettings(Section, frozen=True, kw_only=True):
+    """A run without a trainer (trainer.engine = "none"): what its readers may hold up."""
+
+    window: int = 1024  # samples of one request that are generated ahead of its reader: a slow one waits for itself
+    max_requests: int = 64  # open ones, each with at most one reader; more are refused with 429
+    max_prompts: int = 100_000  # of all open requests together: some 500 bytes each in the orchestrator's memory
+    keep_s: float = 3600.0  # a finished request that nobody reads for so long is forgotten
+    weights_dir: str = ""  # where POST /update may take weights from, on the publisher's host; empty: nowhere
+
+
 class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems."""
 
@@ -211,6 +221,7 @@ class Settings(Section, frozen=True, kw_only=True):
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
     api: ApiSettings = ApiSettings()
+    service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
 
 

@@ -52,6 +52,7 @@ class WorkerKind(StrEnum):
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
+    PUBLISH = "publish"
 
 
 class FinishReason(StrEnum):

@@ -76,6 +76,7 @@ class Assignments:
         return (
             may_dispatch(group.batch, worker.loaded, p.lineage.epoch, settings.max_staleness)
             and worker.fit
+            and not (settings.service and p.fleet.behind(worker))
             and not p.fleet.holds_back(worker, group.batch, settings.update, settings.rollout_batches)
         )
 
@@ -141,6 +142,7 @@ class Assignments:
             predicted_tokens=group.predicted_tokens,
             priority=plan_priority(group.batch, group.predicted_tokens),
             attempt=group.attempt,
+            sampling=group.sampling,
         )
         command = DispatchGroups(worker_id=group.worker_id, plans=(plan,))
         return self._p.outbox.emit_until(plan_key(group.group_id), command)

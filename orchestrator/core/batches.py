@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.core.batching import Phase
 from orchestrator.core.outbox import CommandId
-from transport.types import GroupId, PromptId, WorkerId
+from transport.types import GroupId, PromptId, SamplingParams, WorkerId
 
 MISSING = -1
 """In ``Group.tokens``: this sample has no row."""
@@ -29,8 +29,9 @@ Outcome: TypeAlias = Literal["trained", "filtered", "stale", "dead"]
 
 
 class Stage(StrEnum):
-    """Where a group is."""
+    """Where a group is. HELD: before PENDING, by the window of its request (``requests.py``)."""
 
+    HELD = "held"
     PENDING = "pending"
     RUNNING = "running"
     SCORING = "scoring"
@@ -45,6 +46,7 @@ class Group(msgspec.Struct, kw_only=True):
     num_missing: samples without a row.  sent: it is in a round, so it can only end trained.
     attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
     newest_version: of the newest weights in any of its rows, -1 without rows.
+    sampling: how its request wants it sampled, None: as the settings say.
     num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
     """
 
@@ -69,6 +71,7 @@ class Group(msgspec.Struct, kw_only=True):
     num_tokens: int = 0
     loss_tokens: int = 0
     rewards: tuple[float, ...] = ()
+    sampling: SamplingParams | None = None
 
     def missing_samples(self) -> tuple[int, ...]:
         """Sample indices without a row."""

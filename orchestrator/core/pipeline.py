@@ -14,6 +14,7 @@ from orchestrator.core.batches import Batch, Group, Stage
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.outbox import CommandId, Outbox
 from orchestrator.core.prompts import PromptQueue
+from orchestrator.core.request import Request
 from orchestrator.core.retention import Retention
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.staleness import Lineage
@@ -83,6 +84,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
 
     configured: the settings that the run was last started with; ``settings`` are those with what was changed since.
     paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
+    requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     """
 
     settings: CoreSettings
@@ -104,6 +106,8 @@ class Pipeline(msgspec.Struct, kw_only=True):
     stop_reason: str = ""
     finish_reason: str = ""
     wait: Wait | None = None
+    requests: dict[int, Request] = msgspec.field(default_factory=dict[int, Request])
+    last_request: int = 0
 
     @property
     def stopping(self) -> bool:

@@ -12,6 +12,9 @@ from orchestrator.core.batching import Release
 from transport.settings import Settings
 from transport.types import UpdateMode
 
+UNBOUNDED = 2**31
+"""Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
+
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
@@ -21,6 +24,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: packed tokens a rank takes in one round.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
+    service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
+    ahead of its reader.  service_keep_s: a whole request that nobody reads for so long is forgotten.
     """
 
     num_batches: int
@@ -42,6 +47,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 10
     keep_checkpoints: int = 2
     max_retained_bytes: int = 2_000_000_000
+    service: bool = False
+    service_window: int = 1024
+    service_keep_s: float = 3600.0
 
 
 def core_settings(settings: Settings) -> CoreSettings:
@@ -56,7 +64,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         num_batches=settings.run.batches,
         groups_per_batch=pipeline.groups_per_batch,
         group_size=pipeline.group_size,
-        max_staleness=pipeline.max_staleness,
+        max_staleness=pipeline.max_staleness if trainer.engine != "none" else UNBOUNDED,
         update=pipeline.update,
         release=pipeline.release,
         mini_batch_groups=pipeline.mini_batch_groups,
@@ -72,6 +80,9 @@ def core_settings(settings: Settings) -> CoreSettings:
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
         max_retained_bytes=settings.broker.max_retained_bytes,
+        service=trainer.engine == "none",
+        service_window=settings.service.window,
+        service_keep_s=settings.service.keep_s,
     )
 
 

@@ -21,6 +21,8 @@ from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.pipeline import Pipeline, Wait
+from orchestrator.core.request import Request
+from orchestrator.core.requests import Requests
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
 from orchestrator.core.running import RunningView, longest_running
@@ -38,20 +40,25 @@ from transport.messages import (
     GroupScored,
     PauseRequested,
     PromptsArrived,
+    PromptsSubmitted,
+    RequestCancelled,
     ResumeRequested,
     RolloutFailed,
     RolloutFinished,
     RoundDone,
     RowsMissing,
     RunResumed,
+    SamplesTaken,
     ScoringFailed,
     SettingChanged,
     StepDone,
     StopRequested,
     Tick,
     TrainerReady,
+    UpdateFailed,
     WeightsFailed,
     WeightsLoaded,
+    WeightsPublished,
     WorkerJoined,
     WorkerLost,
     WorkerReported,
@@ -77,7 +84,8 @@ class PipelineState:
         phases = plan_phases(settings.mini_batches, settings.epochs, settings.record_logprobs)
         self._p = pipeline
         self._assignments = Assignments(pipeline, order, place)
-        self._slots = Slots(pipeline, self._assignments, phases)
+        self._requests = Requests(pipeline, self._assignments, phases)  # there are none but in a service run
+        self._slots = self._requests if settings.service else Slots(pipeline, self._assignments, phases)
         self._rollouts = Rollouts(pipeline, self._assignments, self._slots, phases)
         self._rounds = Rounds(pipeline, self._slots, phases)
         self._weights = Weights(pipeline)
@@ -134,7 +142,10 @@ class PipelineState:
         p.outbox.begin()
         self._apply(event)
         self._slots.admit()
-        self._rounds.release()
+        if p.settings.service:
+            self._finish_service()
+        else:
+            self._rounds.release()
         if not p.finished:
             self._weights.pass_turn()
             self._assignments.dispatch()
@@ -211,7 +222,7 @@ class PipelineState:
     def _apply(self, event: Event) -> None:
         match event:
             case RolloutFinished():
-                self._rollouts.finished(event)
+                self._on_rollout(event)
             case GroupScored():
                 self._rollouts.scored(event)
             case RoundDone():
@@ -234,6 +245,7 @@ class PipelineState:
             case ScoringFailed():
                 self._rollouts.scoring_failed(event)
             case RowsMissing():
+                self._requests.missing(event.row_ids)
                 self._rollouts.missing(event)
             case WorkerJoined():
                 self._on_joined(event)
@@ -243,6 +255,16 @@ class PipelineState:
                 self._on_trainer_ready(event)
             case CheckpointSaved():
                 self._on_checkpoint(event)
+            case PromptsSubmitted():
+                self._requests.submit(event)
+            case SamplesTaken():
+                self._requests.take(event)
+            case RequestCancelled():
+                self._requests.cancel(event)
+            case WeightsPublished():
+                self._requests.publish(event)
+            case UpdateFailed():
+                pass  # told to whoever asked; the journal shows it
             case BrokerUsage():
                 self._p.retention.use(event.retained_bytes, self._p.settings.max_retained_bytes)
             case StopRequested():
@@ -259,8 +281,34 @@ class PipelineState:
                 self._p.stop_reason = ""
                 self._p.paused = False
                 self._rounds.reopen()
+                self._requests.reopen()
             case _:
                 assert_never(event)
+
+    # -- requests of a service run
+
+    def request(self, number: int) -> Request | None:
+        """A request that is not all taken. To be read, not changed."""
+        return self._p.requests.get(number)
+
+    def requests(self) -> dict[int, Request]:
+        """All of them, by number. To be read, not changed."""
+        return self._p.requests
+
+    @property
+    def last_request(self) -> int:
+        """The highest number of any request so far."""
+        return self._p.last_request
+
+    def _on_rollout(self, event: RolloutFinished) -> None:
+        awaited = self._p.settings.service and self._requests.is_new(event.row_id)
+        self._rollouts.finished(event)
+        if awaited and not self._requests.is_new(event.row_id):
+            self._requests.arrived(event.row_id)
+
+    def _finish_service(self) -> None:
+        if self._requests.is_drained():
+            self._rounds.finish_run(self._p.stop_reason)
 
     # -- workers
 
@@ -292,6 +340,7 @@ class PipelineState:
 
     def _on_tick(self) -> None:
         self._rollouts.expire()
+        self._requests.expire()
         self._rounds.expire_pacing()
         self._weights.expire()
         note_wait(self._p)
@@ -363,7 +412,8 @@ class PipelineState:
         if not self._p.stopping:
             self._p.stop_reason = event.reason or "stopped"
             self._p.paused = False
-            self._rollouts.suspend()
+            if not self._p.settings.service:  # what runs of requests finishes
+                self._rollouts.suspend()
 
     # -- people
 

@@ -30,6 +30,8 @@ def find_wait(p: Pipeline) -> Wait | None:
     """What the pipeline waits for now, as if the wait began now. None once the run is over."""
     if p.finished:
         return None
+    if p.settings.service:
+        return _service(p)
     return (
         _trainer_to_come(p)
         or _groups(p, _sent_and_unready(p))
@@ -56,6 +58,17 @@ def _wait(p: Pipeline, stage: WaitStage, waits_for: str, owner: str) -> Wait:
     """Whatever else is waited for, a full broker is worth knowing."""
     full = "; nothing new is admitted, the broker is over max_retained_bytes" if p.retention.over_budget else ""
     return Wait(stage=stage, waits_for=waits_for + full, owner=owner, since_s=p.now_s)
+
+
+# -- a service run
+
+
+def _service(p: Pipeline) -> Wait | None:
+    """None while it waits for nothing: every request that there is waits for its reader, or there is none."""
+    if p.fleet.newest is None:
+        return _wait(p, "weights", "a first version of the weights", WorkerKind.PUBLISH.value) if p.requests else None
+    groups = [group for group in p.groups.values() if group.stage in UNREADY[:2]]
+    return _groups(p, groups) if groups else None
 
 
 # -- the trainer
@@ -146,7 +159,7 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
 
 
 def _count(groups: Sequence[Group]) -> str:
-    return f"{_plural(len(groups), 'group')} of batch {groups[0].batch}"
+    return f"{_plural(len(groups), 'group')} of batch {groups[0].batch}"  # or request, in a service run
 
 
 def _plural(number: int, noun: str) -> str:

@@ -75,13 +75,16 @@ class Watchdog:
         return {**msgspec.to_builtins(wait), "still_s": round(still_s, 1)}
 
     def check(self, state: Waiting) -> None:
-        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``. A pause is no stall."""
-        if state.paused:
+        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
+
+        A pause is no stall, nor is a service that nobody asks for anything.
+        """
+        wait = state.wait()
+        if state.paused or wait is None:
             self._progress_s = self._clock.now_s()
         still_s = self._still_s()
         if still_s >= self._liveness.stall_s:
             raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")
-        wait = state.wait()
         if still_s < self._liveness.warn_s or wait is None:
             return
         if self._warned_of is None or not wait.is_same(self._warned_of):
