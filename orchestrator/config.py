@@ -22,11 +22,12 @@ import msgspec
 from orchestrator.config_checks import Violation, unit_of, value_of, violations
 from orchestrator.errors import ConfigError
 from orchestrator.toml_source import Setting, nearest, parse_override, read_document, to_toml
+from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import Section, Settings
 
 PASSWORD = "broker.password"
-PASSWORD_VARIABLE = "STREAMRL_BROKER_PASSWORD"
-SECRET_VARIABLE = "STREAMRL_SECRET"
+PASSWORD_VARIABLE = BROKER_PASSWORD
+SECRET_VARIABLE = SHARED_SECRET
 FROM_ENVIRONMENT = {PASSWORD: PASSWORD_VARIABLE, "api.secret": SECRET_VARIABLE}
 """Secrets, and the variable that may hold each: it wins, and no file repeats it."""
 SECRET = (*FROM_ENVIRONMENT, "broker.url")
@@ -84,16 +85,16 @@ def resolve(
     """Read, merge and check a configuration.
 
     Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
-             environ: only the variables of FROM_ENVIRONMENT are looked at.
-    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.
+             environ: only the variables of FROM_ENVIRONMENT are looked at, and those with _FILE after them.
+    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError.
     """
     layers: list[list[Setting]] = [read_preset(preset)] if preset else []
     layers += [read_file(path) for path in files]
     layers.append([parse_override(argument) for argument in overrides])
     for key, variable in FROM_ENVIRONMENT.items():
-        if environ.get(variable):
+        if secret := read_secret(environ, variable):
             path = tuple(key.split("."))
-            layers.append([Setting(path=path, value=environ[variable], where=f"environment {variable}")])
+            layers.append([Setting(path=path, value=secret, where=f"environment {variable}")])
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
     for layer in layers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transport.settings import Settings
+from transport.tensors.endpoint import parse_ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,8 @@ FORMS: dict[str, tuple[str, str]] = {
 
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+    "tensors.host": (r"\S+", "an address or a host name"),
+    "tensors.advertise": (r"[^\s/]*", "an address or a host name, without a port"),
 """A unit is the end of a setting's name."""
 
 
@@ -150,6 +153,10 @@ def violations(settings: Settings) -> Iterator[Violation]:
     for keys, holds, problem in COMBINATIONS:
         if not holds(settings):
             yield Violation(keys=keys, problem=problem)
+    try:
+        parse_ports(settings.tensors.ports)
+    except ValueError:
+        yield Violation(keys=("tensors.ports",), problem='must be a port or a range of ports, like "7400-7409"')
 
 
 COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [

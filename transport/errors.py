@@ -9,6 +9,8 @@
     │   ├── FencedError             a newer incarnation of this role has taken over
     │   ├── ProtocolMismatchError   the other side speaks another protocol version
     │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove to be ours
+    │   ├── SecretError             a secret is missing, or cannot be read
+    │   ├── ListenError             no port that others should reach us by is free here
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
@@ -75,6 +77,14 @@ class PeerRejectedError(FatalError):
         super().__init__(f"peer {address} is refused: {reason}")
         self.address = address
         self.reason = reason
+
+
+class SecretError(FatalError):
+    """A secret is missing, or cannot be read; the message names the variable or file."""
+
+
+class ListenError(FatalError):
+    """This machine cannot listen where it was told to; the message says why."""
 
 
 class SegmentSpaceError(FatalError):

@@ -139,6 +139,14 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
 
 
+class TensorSettings(Section, frozen=True, kw_only=True):
+    """Where generation workers of other hosts pull weights from the trainer; on its own host they map them."""
+
+    host: str = "127.0.0.1"  # the trainer listens here; off loopback both ends need STREAMRL_SECRET
+    advertise: str = ""  # what others call the trainer's host; empty: host, or its host name when host is 0.0.0.0 or ::
+    ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
+
+
 class ReplaySettings(Section, frozen=True, kw_only=True):
     """How fast the hardware is that the replay engine and the emulated trainer stand for, in its own seconds."""
 
@@ -223,6 +231,7 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+    tensors: TensorSettings = TensorSettings()
 
 
 def public(settings: Settings) -> Settings:

@@ -18,6 +18,7 @@ from transport.messages import MessageDecoder
 from transport.rows import MAX_COLUMN_BYTES
 from transport.tensors.address import parse_address
 from transport.tensors.base import Deadline
+from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.tensors.server import ChannelServer
 from transport.tensors.wire import Channel, Refused, connect
@@ -83,12 +84,12 @@ _values_decoder: MessageDecoder[Values | Refused] = MessageDecoder(cast("type[Va
 
 
 class StorageUnit:
-    """One unit, serving while it is started. max_bytes: a put that would pass it is refused."""
+    """One unit, serving while it is started. max_bytes: a put that would pass it is refused.  endpoint: loopback."""
 
-    def __init__(self, *, max_bytes: int, host: str = "127.0.0.1", port: int = 0, secret: bytes = b"") -> None:
+    def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None) -> None:
         self._max_bytes = max_bytes
-        self._host = host
-        self._server = ChannelServer(self._serve, host=host, port=port, secret=secret, request_s=REQUEST_S)
+        self._endpoint = endpoint or Endpoint()
+        self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S)
         self._lock = threading.Lock()
         self._values: dict[str, bytearray] = {}
         self._group_keys: dict[GroupId, set[str]] = {}
@@ -96,7 +97,7 @@ class StorageUnit:
 
     def start(self) -> str:
         """Listen. Returns the unit's address."""
-        return f"tcp://{self._host}:{self._server.start()}/columns"
+        return self._endpoint.address(self._server.start(), "columns")
 
     def close(self) -> None:
         self._server.close()

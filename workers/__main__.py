@@ -19,8 +19,11 @@ import uvloop
 from transport import faults
 from transport.errors import FatalError, StreamError
 from transport.logs import configure_logs
+from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import BrokerSettings
+from transport.tensors.endpoint import parse_ports
 from transport.types import RunName, WorkerKind
+from workers.gpus import take_gpu
 
 if TYPE_CHECKING:
     from workers.lifecycle import WorkerFactory
@@ -57,7 +60,13 @@ ModelDirectory = Annotated[
 ]
 TlsCa = Annotated[str, typer.Option("--tls-ca", help="CA file for a rediss:// broker")]
 OutageS = Annotated[float, typer.Option("--outage-s", help="how long to wait for a broker that went away")]
-Index = Annotated[int, typer.Option("--index", help="number of this worker among its kind, from 0")]
+Rank = Annotated[int, typer.Option("--index", help="rank of this trainer process, from 0")]
+Index = Annotated[
+    str, typer.Option("--index", help='number of this worker among its kind, from 0, or "auto" for one nobody has')
+]
+Gpus = Annotated[
+    str, typer.Option("--gpus", help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
@@ -80,7 +89,8 @@ def generate(
     run: Run,
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
-    index: Index = 0,
+    index: Index = "0",
+    gpus: Gpus = "",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
@@ -88,9 +98,12 @@ def generate(
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
     from workers.build import generation_worker, with_model
 
-    home = run_dir or own_directory(run)
-    build = with_model(model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code))
-    _serve(WorkerKind.GENERATE, index, _reached(broker, tls_ca, outage_s), run, build)
+    take_gpu(gpus)
+    home, secret = run_dir or own_directory(run), _shared_secret()
+    build = with_model(
+        model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code, secret)
+    )
+    _serve(WorkerKind.GENERATE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
 
 @app.command()
@@ -99,7 +112,7 @@ def score(
     run: Run,
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
-    index: Index = 0,
+    index: Index = "0",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
     reward: Annotated[
@@ -111,7 +124,7 @@ def score(
 
     home = run_dir or own_directory(run)
     build = with_model(model_dir, False, lambda model: scoring_worker(home, model, reward))
-    _serve(WorkerKind.SCORE, index, _reached(broker, tls_ca, outage_s), run, build)
+    _serve(WorkerKind.SCORE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
 
 @app.command()
@@ -120,7 +133,17 @@ def train(
     run: Run,
     run_dir: OwnDirectory = None,
     model_dir: ModelDirectory = None,
-    index: Index = 0,
+    index: Rank = 0,
+    gpus: Gpus = "",
+    listen: Annotated[
+        str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
+    ] = "",
+    ports: Annotated[
+        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
+    ] = "",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
@@ -128,9 +151,11 @@ def train(
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
     from workers.build import trainer_worker, with_model
 
-    home = run_dir or own_directory(run)
+    take_gpu(gpus)
+    home, secret = run_dir or own_directory(run), _shared_secret()
+    own = {"host": listen, "advertise": advertise, "ports": _checked_ports(ports)}
     build = with_model(
-        model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code)
+        model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code, own, secret)
     )
     _serve(WorkerKind.TRAIN, index, _reached(broker, tls_ca, outage_s), run, build)
 
@@ -154,11 +179,31 @@ def own_directory(run: str) -> Path:
 
 def _reached(url: str, tls_ca: str, outage_s: float) -> BrokerSettings:
     """How this process reaches the broker."""
-    password = os.environ.get("STREAMRL_BROKER_PASSWORD", "")
+    password = read_secret(os.environ, BROKER_PASSWORD)
     return BrokerSettings(url=url, password=password, tls_ca=tls_ca, outage_s=outage_s)
 
 
-def _serve(kind: WorkerKind, index: int, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
+def _shared_secret() -> bytes:
+    """What the ends of a tensor connection prove to each other, b"" on one machine."""
+    return read_secret(os.environ, SHARED_SECRET).encode()
+
+
+def _number(index: str) -> int | None:
+    """The index that a worker was told; None for one to be found."""
+    if index != "auto" and not index.isdecimal():
+        raise typer.BadParameter(f'--index is a number or "auto", not {index!r}')
+    return None if index == "auto" else int(index)
+
+
+def _checked_ports(ports: str) -> str:
+    try:
+        parse_ports(ports)
+    except ValueError as error:
+        raise typer.BadParameter(f"--ports: {error}") from error
+    return ports
+
+
+def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
     from transport.broker.connect import connect
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
@@ -170,7 +215,7 @@ def _serve(kind: WorkerKind, index: int, settings: BrokerSettings, run: str, bui
         finally:
             await broker.close()
 
-    configure_logs(process=f"{kind.value}-{index}")
+    configure_logs(process=kind.value if index is None else f"{kind.value}-{index}")
     faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
     if not uvloop.run(serve()):
         _leave(EXIT_SIGNALLED)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from transport.broker.base import Broker
 from transport.clock import MonotonicClock
-from transport.settings import Settings
+from transport.settings import Settings, TensorSettings
+from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.types import WeightIdentity, WorkerId
 from workers.generation.lengths import ForcedLengths, read_lengths
 from workers.lifecycle import Worker, WorkerFactory
@@ -40,13 +43,13 @@ def _prepare(path: str, trust_remote_code: bool) -> Path:
     return prepare_model(path, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
 
 
-def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -> WorkerFactory:
-    """A generation worker with the engine that the run names."""
+def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool, secret: bytes = b"") -> WorkerFactory:
+    """A generation worker with the engine that the run names. secret: shared with the trainer, for its weights."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         lengths = await asyncio.to_thread(_forced_lengths, settings)
         if settings.generation.engine == "replay":
-            return _replay_worker(broker, settings, worker_id, lengths)
+            return _replay_worker(broker, settings, worker_id, lengths, secret)
         from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
         from workers.generation.stop_tokens import stop_token_ids
         from workers.generation.weights import WeightPuller
@@ -57,8 +60,9 @@ def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool) -
             EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code), clock
         )
         stops = stop_token_ids(model_dir)
+        puller = WeightPuller(secret=secret)
         return GenerationWorker(
-            broker, engine, settings, worker_id, WeightPuller(), clock, stop_token_ids=stops, lengths=lengths
+            broker, engine, settings, worker_id, puller, clock, stop_token_ids=stops, lengths=lengths
         )
 
     return build
@@ -74,7 +78,9 @@ def _forced_lengths(settings: Settings) -> ForcedLengths | None:
     )
 
 
-def _replay_worker(broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None) -> Worker:
+def _replay_worker(
+    broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None, secret: bytes
+) -> Worker:
     """Without torch, so that it starts in well under a second."""
     from workers.generation.replay import ReplayEngine
     from workers.generation.slow_link import LinkedWorker, SlowLink
@@ -82,7 +88,7 @@ def _replay_worker(broker: Broker, settings: Settings, worker_id: WorkerId, leng
 
     clock = MonotonicClock()
     engine = ReplayEngine(settings.replay, settings.generation.slots, clock, weights=WeightIdentity(epoch=0, version=0))
-    link = SlowLink(settings.replay.transfer_s * settings.replay.time_scale, clock)
+    link = SlowLink(settings.replay.transfer_s * settings.replay.time_scale, clock, secret=secret)
     worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     return LinkedWorker(worker, link, broker)
 
@@ -100,19 +106,37 @@ def scoring_worker(run_dir: Path, model_dir: Path, reward: str) -> WorkerFactory
     return build
 
 
-def trainer_worker(run_dir: Path, model_dir: Path, rank: int, trust_remote_code: bool) -> WorkerFactory:
-    """One rank of the trainer."""
+def trainer_worker(
+    run_dir: Path,
+    model_dir: Path,
+    rank: int,
+    trust_remote_code: bool,
+    own_address: Mapping[str, str] | None = None,
+    secret: bytes = b"",
+) -> WorkerFactory:
+    """One rank of the trainer.
+
+    own_address: settings of the section tensors that this machine overrides, where they are not empty.
+    secret: shared with the generation workers.
+    """
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         from workers.trainer.publish import WeightPublisher
         from workers.trainer.worker import TrainerWorker
 
         await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
-        publisher = WeightPublisher(settings.run.name, run_dir)
+        endpoint = endpoint_of(settings.tensors, own_address or {}, secret)
+        publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
         learner = _learner(settings, model_dir, publisher, rank, trust_remote_code)
         return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
 
     return build
+
+
+def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
+    """Where the trainer serves weights. Raises SecretError."""
+    chosen = msgspec.structs.replace(tensors, **{name: value for name, value in own.items() if value})
+    return Endpoint(host=chosen.host, advertise=chosen.advertise, ports=parse_ports(chosen.ports), secret=secret)
 
 
 def _learner(

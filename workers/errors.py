@@ -2,6 +2,7 @@
 
 FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
+├── GpuError              a GPU that this worker was told to take is not there, or none is free
 ├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
@@ -38,6 +39,10 @@ class ModelError(FatalError):
 
 class EngineCrashedError(TransientError):
     """The generation engine's thread ended with the error that is this one's cause."""
+class GpuError(FatalError):
+    """A GPU that this worker was told to take is not there, or all are held by others; the message names them."""
+
+
 
 
 class EngineHungError(TransientError):

@@ -86,14 +86,15 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         ) from error
 
 
-async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: WorkerFactory, clock: Clock) -> bool:
+async def serve_worker(broker: Broker, kind: WorkerKind, index: int | None, build: WorkerFactory, clock: Clock) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
+    index: None takes a number that nobody has.
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
     settings = await fetch_settings(broker, timeout_s=Settings().liveness.startup_s)
-    name = f"{kind.value}-{index}"
+    name = f"{kind.value}-{await free_index(broker, kind) if index is None else index}"
     worker_id = WorkerId(f"{name}.{await broker.next_incarnation(name)}")
     structlog.contextvars.bind_contextvars(worker=worker_id)
     stopping = _stop_on_signal()
@@ -116,6 +117,15 @@ async def serve_worker(broker: Broker, kind: WorkerKind, index: int, build: Work
                 await broker.end_lease(worker_id)
                 if stopping.is_set():
                     await _say_goodbye(broker, worker_id)
+
+
+async def free_index(broker: Broker, kind: WorkerKind) -> int:
+    """A number that no live worker of ``kind`` has, and that nobody else is given here."""
+    taken = {worker_id.rpartition(".")[0] for worker_id in await broker.leases()}
+    while True:
+        index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each to one who asks
+        if f"{kind.value}-{index}" not in taken:
+            return index
 
 
 async def _say_goodbye(broker: Broker, worker_id: WorkerId) -> None:

@@ -119,7 +119,8 @@ class Supervisor:
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
-            env = {PASSWORD_VARIABLE: password} if password else {}
+            secrets = {PASSWORD_VARIABLE: password, SECRET_VARIABLE: self._settings.api.secret}
+            env = {variable: value for variable, value in secrets.items() if value}
             if self._resume:
                 await self._reopen(broker)
             self.started = True
@@ -184,8 +185,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 serve = python_module("orchestrator", "serve", *common, *run_dir, "--model-dir", str(model_dir))
-                secret = {SECRET_VARIABLE: self._settings.api.secret} if self._settings.api.secret else {}
-                spec = ChildSpec(name="orchestrator", argv=serve, env={**env, **secret})
+                spec = ChildSpec(name="orchestrator", argv=serve, env=env)
                 orchestrator = self._keep(group, spec, broker)
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
                 for kind, count in self._fleet():

@@ -9,6 +9,7 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Append, Broker, Commit, Entry, GroupWrite, RowWrite
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.rows import BrokerRows, RowStore, decode_array, encode_array
+from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.types import Column, GroupId, RowId, TaskSpec, group_id, row_id
 from transport.unit_rows import UNIT_COLUMNS, UnitRows
@@ -190,14 +191,14 @@ async def test_a_column_that_a_unit_lost_is_missing(broker: Broker, units: list[
     await rows.commit(Commit(rows=[response(row_id(GROUP, 0), [1])]))
     units[0].close()
     port = int(address.rpartition("/")[0].rpartition(":")[2])
-    units.append(StorageUnit(max_bytes=1 << 20, port=port))  # the unit was restarted, empty
+    units.append(StorageUnit(max_bytes=1 << 20, endpoint=Endpoint(ports=(port,))))  # the unit was restarted, empty
     units[-1].start()
     assert await rows.read_rows([row_id(GROUP, 0)], BOTH) == [{}]
     rows.close()
 
 
 def test_a_unit_asks_for_the_secret(units: list[StorageUnit]) -> None:
-    units.append(StorageUnit(max_bytes=100, secret=b"right"))
+    units.append(StorageUnit(max_bytes=100, endpoint=Endpoint(secret=b"right")))
     address = units[-1].start()
     client = UnitClient(address, secret=b"wrong")
     with pytest.raises(PeerRejectedError):

@@ -12,16 +12,19 @@ import pytest
 
 from transport.errors import (
     ChecksumError,
+    ListenError,
     MessageError,
     PeerRejectedError,
     PeerUnavailableError,
     ProtocolMismatchError,
+    SecretError,
     SegmentSpaceError,
     StreamError,
 )
 from transport.messages import encode
 from transport.tensors.address import parse_address, reader_for
 from transport.tensors.base import Deadline, SegmentStore
+from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.tensors.inproc import InprocStore
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import ShmStore, sweep_stale
@@ -47,7 +50,7 @@ def make_store(scheme: str, directory: Path) -> SegmentStore:
         return InprocStore()
     if scheme == "shm":
         return ShmStore("contract", (directory,))
-    store = TcpOnlyStore(ShmStore("contract", (directory,)))
+    store = TcpOnlyStore(ShmStore("contract", (directory,)), Endpoint())
     store.start()
     return store
 
@@ -206,7 +209,7 @@ def test_segments_of_dead_owners_are_swept_and_those_of_living_ones_are_not(tmp_
     ("server", "client"), [(b"right", b"wrong"), (b"right", b""), (b"", b"right")], ids=["wrong", "missing", "unasked"]
 )
 def test_a_secret_must_be_shared(tmp_path: Path, server: bytes, client: bytes) -> None:
-    store = ServedStore(ShmStore("secret", (tmp_path,)), secret=server)
+    store = ServedStore(ShmStore("secret", (tmp_path,)), Endpoint(secret=server))
     store.start()
     writer = store.create("v1", len(CONTENT))
     writer.write(0, memoryview(CONTENT))
@@ -217,9 +220,36 @@ def test_a_secret_must_be_shared(tmp_path: Path, server: bytes, client: bytes) -
     store.close()
 
 
-def test_off_loopback_a_secret_is_mandatory(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shared secret"):
-        ServedStore(ShmStore("open", (tmp_path,)), host="0.0.0.0")
+def test_off_loopback_a_secret_is_mandatory() -> None:
+    for host in ("0.0.0.0", "", "::", "192.0.2.1", "trainer"):
+        with pytest.raises(SecretError, match="STREAMRL_SECRET"):
+            Endpoint(host=host)
+
+
+def test_the_advertised_name_is_what_readers_are_told() -> None:
+    assert Endpoint(host="192.0.2.1", secret=b"s").address(7, "v1") == "tcp://192.0.2.1:7/v1"
+    assert Endpoint(host="0.0.0.0", advertise="trainer", secret=b"s").address(7, "v1") == "tcp://trainer:7/v1"
+    assert Endpoint(host="0.0.0.0", secret=b"s").address(7, "v1") == f"tcp://{socket.gethostname()}:7/v1"
+    assert parse_address(Endpoint(host="::1").address(7, "v1")).place == "::1"
+
+
+def test_ports_are_tried_in_order_and_a_host_that_is_not_ours_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        ports = (taken.getsockname()[1], free.getsockname()[1])
+        with pytest.raises(ListenError, match=f"port {min(ports)} to {max(ports)}: Address already in use"):
+            ChannelServer(lambda channel: None, Endpoint(ports=sorted(ports)), request_s=1).start()
+        free.close()
+        server = ChannelServer(lambda channel: None, Endpoint(ports=ports), request_s=1)
+        assert server.start() == ports[1]
+        server.close()
+    with pytest.raises(ListenError, match=r"192\.0\.2\.77"):
+        ChannelServer(lambda channel: None, Endpoint(host="192.0.2.77", secret=b"s"), request_s=1).start()
+
+
+@pytest.mark.parametrize("text", ["7409-7400", "0", "70000", "7400-", "a", "7400,7401"])
+def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no range of ports"):
+        parse_ports(text)
 
 
 @pytest.fixture
@@ -300,7 +330,7 @@ def serve_until_killed(directory: Path, address: "multiprocessing.SimpleQueue[st
         channel.send(RangeFollows(nbytes=len(CONTENT)), [CONTENT[: len(CONTENT) // 2]])
         os.kill(os.getpid(), 9)
 
-    server = ChannelServer(serve, host="127.0.0.1", port=0, secret=b"", request_s=10)
+    server = ChannelServer(serve, Endpoint(), request_s=10)
     address.put(f"tcp://127.0.0.1:{server.start()}/v1")
     threading.Event().wait(30)
 
@@ -320,7 +350,7 @@ def test_a_server_killed_in_mid_transfer_is_unavailable(tmp_path: Path) -> None:
 
 def test_closing_the_server_ends_a_transfer_in_progress(tmp_path: Path) -> None:
     content = CONTENT * 32  # more than the sockets' buffers hold
-    store = ServedStore(ShmStore("closing", (tmp_path,)))
+    store = ServedStore(ShmStore("closing", (tmp_path,)), Endpoint())
     store.start()
     writer = store.create("v1", len(content))
     address = parse_address(writer.seal()[1])
@@ -337,7 +367,7 @@ def test_closing_the_server_ends_a_transfer_in_progress(tmp_path: Path) -> None:
     ids=["silence", "garbage", "incomplete", "http"],
 )
 def test_a_client_that_talks_nonsense_does_not_disturb_others(tmp_path: Path, sends: bytes) -> None:
-    store = ServedStore(ShmStore("noise", (tmp_path,)))
+    store = ServedStore(ShmStore("noise", (tmp_path,)), Endpoint())
     store.start()
     writer = store.create("v1", len(CONTENT))
     writer.write(0, memoryview(CONTENT))
@@ -354,7 +384,7 @@ def test_a_client_that_talks_nonsense_does_not_disturb_others(tmp_path: Path, se
 
 
 def test_a_readers_buffer_is_used_again_only_after_it_came_back(tmp_path: Path) -> None:
-    store = ServedStore(ShmStore("reuse", (tmp_path,)))
+    store = ServedStore(ShmStore("reuse", (tmp_path,)), Endpoint())
     store.start()
     addresses = []
     for name, content in (("a", CONTENT), ("b", CONTENT[::-1])):

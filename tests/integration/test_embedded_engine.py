@@ -244,7 +244,7 @@ def test_stop_tokens_are_what_the_model_directory_names(directory):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"device": "cuda:7"}, "sees no GPU"),
+        ({"device": "cuda:7"}, "torch sees 0 GPUs here"),
         ({"device": "toaster"}, "not a device"),
         ({"max_context": 999}, "allows 256"),
         ({"slots": 10**9}, "lower generation.slots"),

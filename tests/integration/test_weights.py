@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.messages import WeightManifest, encode, manifest_decoder
+from transport.tensors.endpoint import Endpoint
 from workers.generation.weights import WeightPuller
 from workers.trainer.publish import CHUNK_ELEMENTS, WeightPublisher
 
@@ -92,7 +93,7 @@ def test_the_next_source_is_asked_when_one_gives_wrong_bytes(publisher: WeightPu
 
 
 def test_a_wrong_secret_and_a_foreign_manifest_are_named(tmp_path: Path) -> None:
-    publisher = WeightPublisher("secret-test", tmp_path, secret=b"right")
+    publisher = WeightPublisher("secret-test", tmp_path, endpoint=Endpoint(secret=b"right"))
     manifest = publisher.publish(1, 0, policy(), torch.bfloat16)
     with pytest.raises(PeerRejectedError):
         pulled(only(manifest, "tcp://"), WeightPuller(secret=b"wrong", deadline_s=5))

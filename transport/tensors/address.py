@@ -46,7 +46,8 @@ class Address:
     port: int = 0
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.place}{f':{self.port}' if self.port else ''}/{self.path}"
+        place = f"[{self.place}]" if ":" in self.place else self.place  # IPv6
+        return f"{self.scheme}://{place}{f':{self.port}' if self.port else ''}/{self.path}"
 
 
 def parse_address(text: str) -> Address:

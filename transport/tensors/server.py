@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from transport.errors import StreamError
-from transport.tensors.address import is_loopback
+from transport.errors import ListenError, StreamError
 from transport.tensors.base import Deadline
+from transport.tensors.endpoint import Endpoint
 from transport.tensors.wire import HANDSHAKE_S, Channel, greet_client
 
 IDLE_S = 300.0
@@ -41,6 +41,7 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._live: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
@@ -77,36 +78,42 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
 class ChannelServer:
     """Serves connections from ``start`` to ``close``.
 
-    host, port: where to listen; port 0 takes a free one.  secret: shared with the clients; b"" only on loopback.
+    endpoint: where to listen, and the secret of its clients.
     serve: called for one request after another on each connection, on that connection's thread.
     request_s: limit of one request and its answer, seconds.
     """
 
-    def __init__(self, serve: Serve, *, host: str, port: int, secret: bytes, request_s: float) -> None:
-        if not secret and not is_loopback(host):
-            raise ValueError(f"listening on {host} needs a shared secret: only loopback may do without")
+    def __init__(self, serve: Serve, endpoint: Endpoint, *, request_s: float) -> None:
         self._serve = serve
-        self._host = host
-        self._port = port
-        self._secret = secret
+        self._endpoint = endpoint
         self._request_s = request_s
         self._server: _ThreadingServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Listen. Returns the port."""
-        self._server = _ThreadingServer((self._host, self._port), self._converse)
+        """Listen on the first port that is free. Returns it. Raises ListenError: none is, or the host is not ours."""
+        self._server = self._bind()
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="tensor-server", daemon=True
         )
         self._thread.start()
         return int(self._server.server_address[1])
 
+    def _bind(self) -> _ThreadingServer:
+        reason = "it has no ports"
+        for port in self._endpoint.ports:
+            try:
+                return _ThreadingServer((self._endpoint.host, port), self._converse)
+            except OSError as error:
+                reason = error.strerror or str(error)
+        ports = " to ".join(str(port) for port in sorted({self._endpoint.ports[0], self._endpoint.ports[-1]}))
+        raise ListenError(f"cannot listen on {self._endpoint.host}, port {ports}: {reason}; choose others")
+
     def _converse(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(sock, peer, Deadline(HANDSHAKE_S))
         with contextlib.suppress(StreamError):  # the peer left, lied or stayed silent: its connection ends, no more
-            greet_client(channel, self._secret)
+            greet_client(channel, self._endpoint.secret)
             while True:
                 channel.deadline = Deadline(IDLE_S)
                 self._serve(channel)

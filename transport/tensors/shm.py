@@ -28,6 +28,7 @@ from transport.tensors.base import Deadline
 
 SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
+_HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _SPARE_BYTES = 16 * 1024 * 1024
 """Left free for others: a /dev/shm filled to the last byte kills whoever touches it next."""
 
@@ -53,6 +54,14 @@ def sweep_stale(directory: Path) -> list[str]:
             finally:
                 os.close(fd)
     return swept
+
+
+def held_address(fd: int) -> str:
+    """Where others of this host find a segment that this process has open, for as long as it has; its name may be gone.
+
+    They must be of the same user and see the same process numbers.
+    """
+    return f"shm://{host_id()}/proc/{os.getpid()}/fd/{fd}"
 
 
 def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
@@ -174,10 +183,11 @@ class ShmReader:
 
     def open(self, address: Address, nbytes: int, deadline: Deadline) -> ShmSegment:
         path = Path("/") / address.path
-        if not _FILE_NAME.fullmatch(path.name) or ".." in path.parts:
+        held = bool(_HELD.fullmatch(str(path)))
+        if not held and (not _FILE_NAME.fullmatch(path.name) or ".." in path.parts):
             raise MessageError(f"{address} is not the path of a segment")  # a message cannot make us map any file
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | (0 if held else os.O_NOFOLLOW) | os.O_CLOEXEC)
         except OSError as error:
             raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
         try:

@@ -14,6 +14,7 @@ from transport.errors import ChecksumError, PeerUnavailableError
 from transport.messages import MessageDecoder
 from transport.tensors.address import Address
 from transport.tensors.base import Deadline, SegmentWriter
+from transport.tensors.endpoint import Endpoint
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import ShmStore
 from transport.tensors.wire import Channel, Refused, connect
@@ -47,10 +48,10 @@ _answer_decoder: MessageDecoder[RangeFollows | Refused] = MessageDecoder(
 class TensorServer:
     """Serves the segments of one store while it is started."""
 
-    def __init__(self, store: ShmStore, *, host: str = "127.0.0.1", port: int = 0, secret: bytes = b"") -> None:
+    def __init__(self, store: ShmStore, endpoint: Endpoint) -> None:
         self._store = store
-        self._host = host
-        self._server = ChannelServer(self._serve, host=host, port=port, secret=secret, request_s=REQUEST_S)
+        self._endpoint = endpoint
+        self._server = ChannelServer(self._serve, endpoint, request_s=REQUEST_S)
         self._port = 0
 
     def start(self) -> None:
@@ -58,7 +59,7 @@ class TensorServer:
 
     def address(self, name: str) -> str:
         """Where segment ``name`` is served."""
-        return f"tcp://{self._host}:{self._port}/{name}"
+        return self._endpoint.address(self._port, name)
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(_request_decoder)
@@ -108,9 +109,9 @@ class ServedWriter:
 class ServedStore:
     """A shared-memory store whose segments other hosts can read too. Addresses: shm first, then tcp."""
 
-    def __init__(self, store: ShmStore, *, host: str = "127.0.0.1", port: int = 0, secret: bytes = b"") -> None:
+    def __init__(self, store: ShmStore, endpoint: Endpoint) -> None:
         self._store = store
-        self._server = TensorServer(store, host=host, port=port, secret=secret)
+        self._server = TensorServer(store, endpoint)
 
     def start(self) -> None:
         self._server.start()

@@ -23,6 +23,7 @@ from transport.clock import MonotonicClock
 from transport.messages import WeightManifest, WorkerStatus
 from transport.rows import BrokerRows
 from transport.settings import BrokerSettings
+from transport.tensors.endpoint import Endpoint
 from transport.types import RowId, RunName, WorkerKind
 from transport.unit_rows import UnitRows
 from workers.client import engines, tasks
@@ -49,11 +50,14 @@ PUBLISH_S = 120.0
 class Client:
     """One program's connection to one run. Made by ``connect``, used from one thread, closed by ``close``."""
 
-    def __init__(self, loop: LoopThread, broker: Broker, rows: BrokerRows | UnitRows, name: str) -> None:
+    def __init__(
+        self, loop: LoopThread, broker: Broker, rows: BrokerRows | UnitRows, name: str, endpoint: Endpoint
+    ) -> None:
         self._loop = loop
         self._broker = broker
         self._rows = rows
         self._name = name
+        self._endpoint = endpoint
         self._clock = MonotonicClock()
         self._writer = Writer(rows, name)
         self._numbers = numbers()
@@ -70,13 +74,15 @@ class Client:
         name: str = "client",
         units: Sequence[str] = (),
         secret: bytes = b"",
+        endpoint: Endpoint | None = None,
         tls_ca: str = "",
         outage_s: float = 30.0,
     ) -> Client:
         """Connect to ``run`` on the broker at ``url``. A run that does not exist begins with its first row.
 
         name: how this program appears in queues.  units, secret: storage units for the columns; none: they live in the
-        broker.  outage_s: how long each call sits out a broker that went away.
+        broker.  endpoint: where other hosts pull the weights that this program publishes; None: this host alone.
+        outage_s: how long each call sits out a broker that went away.
         Raises: BrokerUnavailableError; BrokerRejectedError, whose message says what to change.
         """
         loop = LoopThread(f"streamrl-{name}", outage_s + GRACE_S)
@@ -89,7 +95,7 @@ class Client:
             loop.close()
             raise
         rows = UnitRows(broker, units, secret=secret) if units else BrokerRows(broker)
-        return cls(loop, broker, rows, f"{name}.{number}")
+        return cls(loop, broker, rows, f"{name}.{number}", endpoint or Endpoint(secret=secret))
 
     def __enter__(self) -> Client:
         return self
@@ -254,7 +260,7 @@ class Client:
         if self._weights is None:
             from workers.client.weights import WeightChannel
 
-            self._weights = WeightChannel(self._broker, self._clock)
+            self._weights = WeightChannel(self._broker, self._clock, self._endpoint)
         return self._weights
 
     def close(self) -> None:

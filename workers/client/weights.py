@@ -17,6 +17,7 @@ from transport.broker import keys
 from transport.broker.base import Broker, Entry, Fence
 from transport.clock import Clock
 from transport.messages import WeightManifest, encode, manifest_decoder
+from transport.tensors.endpoint import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
 from workers.trainer.publish import WeightPublisher
@@ -27,10 +28,11 @@ POLL_S = 0.5
 
 
 class WeightChannel:
-    """The weights log of one run, for a client."""
+    """The weights log of one run, for a client. endpoint: where other hosts pull what it publishes."""
 
-    def __init__(self, broker: Broker, clock: Clock) -> None:
+    def __init__(self, broker: Broker, clock: Clock, endpoint: Endpoint) -> None:
         self._broker = broker
+        self._endpoint = endpoint
         self._clock = clock
         self._publisher: WeightPublisher | None = None
         self._spill = tempfile.TemporaryDirectory(prefix="streamrl-client-")  # when /dev/shm is too small
@@ -41,7 +43,7 @@ class WeightChannel:
         if await engines.has_trainer(self._broker):
             raise ClientError(f"run {self._broker.run!r} has a trainer: weights are published by it alone")
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._broker.run, Path(self._spill.name))
+            self._publisher = WeightPublisher(self._broker.run, Path(self._spill.name), endpoint=self._endpoint)
             self._epoch = await self._broker.acquire_epoch(ROLE)
         publisher, dtype = self._publisher, _dtype_of(tensors)
         manifest = await asyncio.to_thread(publisher.publish, self._epoch, version, tensors, dtype)

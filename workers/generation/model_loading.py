@@ -1,6 +1,6 @@
-"""Loads the policy of an engine from a Hugging Face directory, and says which tensors may replace it.
+"""Loads the policy of an engine from a Hugging Face directory.
 
-Owns: the model's dtype, device and limits; the check of new weights. Never: fetches or converts (``workers/models.py``
+Owns: the model's dtype, device and limits. Never: fetches or converts (``workers/models.py``
 prepares the directory). Invariant: a model that loads has every one of its weights from the directory.
 """
 
@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from workers.errors import ModelError, WeightsMismatchError
+from workers.errors import ModelError
 from workers.generation.forward import Forward, FusedForward, can_fuse
 from workers.generation.hf_forward import ModuleForward
+from workers.generation.weights import shown_names
 from workers.models import check_model_dir
 
 CPU_MAX_CONTEXT = 2048
 """Tokens; the default limit on a CPU, where longer samples take minutes and KV memory competes with everything else."""
-SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,9 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"generation.device {device!r} is not a device: use auto, cpu or cuda") from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"generation.device is {device!r}, but torch sees no GPU here: use auto or cpu")
+    if resolved.type == "cuda" and not (resolved.index or 0) < torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        raise ModelError(f"generation.device is {device!r}, but torch sees {num_gpus} GPUs here: use auto or cpu")
     return resolved
 
 
@@ -93,7 +94,7 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise ModelError(f"{directory} cannot be loaded as a causal language model: {reason}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{directory} lacks weights of its model: {_names(missing)}; copy or save the model again")
+        raise ModelError(f"{directory} lacks weights of its model: {shown_names(missing)}; copy or save the model again")
     return model
 
 
@@ -117,27 +118,3 @@ def check_memory(model: LoadedModel, slots: int) -> None:
             f"{slots} slots of {model.max_context} tokens need {needed / 1e9:.1f} GB of KV memory, and "
             f"{available / 1e9:.1f} GB are free: lower generation.slots or generation.max_context"
         )
-
-
-def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that ``tensors`` can replace all ``parameters``; a tied tensor may come under any or all of its names.
-
-    Raises: WeightsMismatchError naming what is missing, unknown, or of another shape.
-    """
-    given = {id(parameters[name]) for name in tensors if name in parameters}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
-    unknown = [name for name in tensors if name not in parameters]
-    misshaped = [
-        f"{name} {tuple(tensor.shape)} instead of {tuple(parameters[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in parameters and tensor.shape != parameters[name].shape
-    ]
-    problems = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
-    if any(problems.values()):
-        found = "; ".join(f"{kind}: {_names(names)}" for kind, names in problems.items() if names)
-        raise WeightsMismatchError(f"the new weights do not fit the model: {found}")
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more

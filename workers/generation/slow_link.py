@@ -35,12 +35,12 @@ KEPT = 64
 
 
 class SlowLink:
-    """A Puller (updates.py). transfer_s: our seconds from a version's manifest to its arrival."""
+    """A Puller (updates.py). transfer_s: our seconds from a version's manifest to its arrival.  secret: as there."""
 
-    def __init__(self, transfer_s: float, clock: Clock) -> None:
+    def __init__(self, transfer_s: float, clock: Clock, *, secret: bytes = b"") -> None:
         self._transfer_s = transfer_s
         self._clock = clock
-        self._puller = WeightPuller()
+        self._puller = WeightPuller(secret=secret)
         self._arrives_s: dict[WeightIdentity, float] = {}
 
     async def watch(self, broker: Broker) -> None:

@@ -21,6 +21,7 @@ from typing import TypeAlias, cast
 import msgspec
 import structlog
 
+from transport.secret import BROKER_PASSWORD, SHARED_SECRET
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.reward_process import Failed, Ready, Scored, ScoreRequest, Setup, frame
 from workers.scoring.rewards import Reward, RewardSpec
@@ -34,7 +35,7 @@ GRACE_S = 1.0
 MEMORY_BYTES = 4 * 1024**3
 """Address space of a child; reasoning_gym and what it imports take .4 GiB of it."""
 MAX_ANSWER_BYTES = 1024 * 1024
-_SECRETS = ("STREAMRL_BROKER_PASSWORD", "STREAMRL_SECRET")
+_SECRETS = tuple(name + end for name in (BROKER_PASSWORD, SHARED_SECRET) for end in ("", "_FILE"))
 """What a reward has no business with."""
 
 Answer: TypeAlias = Ready | Scored | Failed

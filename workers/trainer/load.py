@@ -50,8 +50,13 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of setting ``trainer.device``; "auto" is cuda when there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    """The device of setting ``trainer.device``; "auto" is cuda when there is one. Raises ModelError where it is not."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise ModelError(
+            f"trainer.device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here: use auto or cpu"
+        )
+    return device
 
 
 def choose_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:

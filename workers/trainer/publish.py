@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from transport.messages import TensorSpec, WeightManifest
 from transport.tensors.address import host_id
 from transport.tensors.base import SegmentWriter
+from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import Crc, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.tensors.shm import SHARED_MEMORY, ShmStore
 from transport.tensors.tcp import ServedStore
@@ -36,20 +37,16 @@ class WeightPublisher:
     """Publishes versions of one trainer; keeps the newest ``keep`` readable.
 
     run: name of the run.  run_dir: where segments go when /dev/shm is too small.  keep: versions, >= 1; readers of an
-    older one keep what they have mapped.  host, port, secret: where other hosts pull from; off loopback a secret is
-    required.  Raises nothing and starts nothing until the first ``publish``.
+    older one keep what they have mapped.  endpoint: where other hosts pull from.  Starts nothing until the first
+    ``publish``, which raises ListenError where nothing can be listened on.
     """
 
-    def __init__(
-        self, run: str, run_dir: Path, *, keep: int = 3, host: str = "127.0.0.1", port: int = 0, secret: bytes = b""
-    ) -> None:
+    def __init__(self, run: str, run_dir: Path, *, keep: int = 3, endpoint: Endpoint | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest version has to be readable")
         self._keep = keep
         self._published: deque[str] = deque()
-        self._store = ServedStore(
-            ShmStore(run, (SHARED_MEMORY, run_dir / "segments")), host=host, port=port, secret=secret
-        )
+        self._store = ServedStore(ShmStore(run, (SHARED_MEMORY, run_dir / "segments")), endpoint or Endpoint())
         self._started = False
 
     def publish(

@@ -1,0 +1,19 @@
+"""Workers that start from one command line give themselves different numbers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from transport.broker.memory import MemoryBroker
+from transport.broker.memory_server import MemoryServer
+from transport.types import RunName, WorkerId, WorkerKind
+from workers.lifecycle import free_index
+
+
+async def test_each_who_asks_gets_another_number_and_none_that_is_in_use():
+    broker = MemoryBroker(MemoryServer(), RunName("scaled"))
+    await broker.beat(WorkerId("generate-1.4"), b"", ttl_s=60)
+    await broker.beat(WorkerId("score-2.1"), b"", ttl_s=60)
+    numbers = await asyncio.gather(*(free_index(broker, WorkerKind.GENERATE) for _ in range(4)))
+    assert sorted(numbers) == [0, 2, 3, 4]
+    assert await free_index(broker, WorkerKind.SCORE) == 0
