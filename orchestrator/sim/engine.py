@@ -16,14 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.dispatch import Order, Placement, least_loaded
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import CommandId, PipelineState
-from orchestrator.sim.models import CostModel, FaultModel, LengthModel
-from transport.clock import ManualClock
-from transport.messages import Command, Event, FinishRun, JournalRecord, Tick, encode
-from transport.types import RowId
+from orchestrator.sim.lengths import LengthModel, Lengths
+from orchestrator.sim.log import SimulationLog
+from orchestrator.sim.models import CostModel, FaultModel
+from transport.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
+from transport.types import WorkerId
 
 Action: TypeAlias = Callable[[], None]
 Obey: TypeAlias = Callable[[CommandId, Command], None]
@@ -37,48 +39,30 @@ class SimulationStalledError(Exception):
 class Scenario:
     """One simulated run.
 
-    workers: generation workers of ``capacity`` samples each.  num_prompts: of the source.
-    order, place: the dispatch policy.  max_s: virtual seconds after which the run counts as stalled.
+    workers: generation workers of ``capacity`` samples each.  decode: cost of a step on each worker, where they differ;
+    empty: ``costs.decode`` on all.  num_prompts: of the source.  order, place: the dispatch policy.
+    max_s: virtual seconds after which the run counts as stalled.
+    record: keep every event and command.  trace: keep what every instance and the trainer did when.
     """
 
     core: CoreSettings
     workers: int = 2
     capacity: int = 16
+    decode: tuple[DecodeCost, ...] = ()
     dp_size: int = 1
     num_prompts: int = 1_000_000
-    lengths: LengthModel = field(default_factory=LengthModel)
+    lengths: Lengths = field(default_factory=LengthModel)
     costs: CostModel = field(default_factory=CostModel)
     faults: FaultModel = field(default_factory=FaultModel)
     order: Order = longest_first
     place: Placement = least_loaded
     max_s: float = 1e6
+    record: bool = True
+    trace: bool = False
 
-
-@dataclass(slots=True)
-class SimulationLog:
-    """Every event with its commands, in order, and the virtual time at which the run was over.
-
-    trainer_busy_s: seconds that the trainer computed.  tokens: of all rows that were generated.
-    trained: rows of each batch in the surviving lineage of weights, in the order trained.
-    """
-
-    history: list[tuple[JournalRecord, list[Command]]] = field(default_factory=list)
-    initial: bytes = b""
-    end_s: float = 0.0
-    finish_reason: str = ""
-    trainer_busy_s: float = 0.0
-    tokens: int = 0
-    trained: dict[int, list[RowId]] = field(default_factory=dict)
-
-    def as_bytes(self) -> bytes:
-        """The whole log, MessagePack; equal logs have equal bytes."""
-        return encode([(record, commands) for record, commands in self.history])
-
-    def events_of(self, kind: type[Event]) -> list[JournalRecord]:
-        return [record for record, _ in self.history if isinstance(record.event, kind)]
-
-    def commands_of(self, kind: type[Command]) -> list[Command]:
-        return [command for _, commands in self.history for command in commands if isinstance(command, kind)]
+    def decode_cost(self, index: int) -> DecodeCost:
+        """Of the worker in place ``index``."""
+        return self.decode[index] if self.decode else self.costs.decode
 
 
 class Simulation:
@@ -86,22 +70,35 @@ class Simulation:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.clock = ManualClock()
+        self.now_s = 0.0
         self.state = PipelineState(scenario.core, order=scenario.order, place=scenario.place)
         self.chance = random.Random(scenario.faults.seed)
-        self.log = SimulationLog(initial=self.state.snapshot())
+        self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
-        self._obeys: list[Obey] = []
+        self._obeys: dict[type[Command], Obey] = {}
+        self._workers: dict[WorkerId, Obey] = {}
 
-    def attach(self, obey: Obey) -> None:
-        """An actor hears every command."""
-        self._obeys.append(obey)
+    def attach(self, obey: Obey, *kinds: type[Command]) -> None:
+        """An actor hears commands of these kinds; a kind has one hearer."""
+        self._obeys.update(dict.fromkeys(kinds, obey))
+
+    def attach_worker(self, worker_id: WorkerId, obey: Obey) -> None:
+        """A worker hears what is addressed to it."""
+        self._workers[worker_id] = obey
+
+    def detach_worker(self, worker_id: WorkerId) -> None:
+        """Nobody hears what is addressed to this worker from now on."""
+        del self._workers[worker_id]
 
     def after(self, seconds: float, action: Action) -> None:
         """Do ``action`` in ``seconds`` of virtual time; what is due together happens in the order it was asked for."""
-        heapq.heappush(self._heap, (self.clock.now_s() + seconds, self._num_scheduled, action))
+        self.at(self.now_s + seconds, action)
+
+    def at(self, at_s: float, action: Action) -> None:
+        """Do ``action`` at this virtual time, now if it has passed."""
+        heapq.heappush(self._heap, (at_s, self._num_scheduled, action))
         self._num_scheduled += 1
 
     def tell(self, event: Event) -> None:
@@ -112,20 +109,33 @@ class Simulation:
 
     def strikes(self, probability: float) -> bool:
         """Whether a fault of this probability happens now."""
-        if probability <= 0 or self.clock.now_s() > self.scenario.faults.until_s:
+        if probability <= 0 or self.now_s > self.scenario.faults.until_s:
             return False
         return self.chance.random() < probability
+
+    def note_batch(self, worker_id: WorkerId, num_running: int) -> None:
+        """A worker decodes so many samples from now on."""
+        if self.scenario.trace:
+            self.log.batches.append((self.now_s, worker_id, num_running))
+
+    def note_training(self, command: TrainerCommand, seconds: float) -> None:
+        """The trainer is busy with ``command`` for so long from now on."""
+        if self.scenario.trace:
+            self.log.training.append((self.now_s, seconds, command))
 
     def run(self) -> SimulationLog:
         """Until the run is over. Raises SimulationStalledError when it does not end within ``max_s``."""
         self._tick()
-        while self._heap and not self.finished:
-            at_s, _, action = heapq.heappop(self._heap)
-            if at_s > self.scenario.max_s:
-                raise SimulationStalledError(f"at {self.clock.now_s():.0f} s: {self.state.describe_wait()}")
-            self.clock.advance(at_s - self.clock.now_s())
+        heap, max_s = self._heap, self.scenario.max_s
+        while heap and not self.finished:
+            at_s, _, action = heapq.heappop(heap)
+            if at_s > max_s:
+                raise SimulationStalledError(f"at {self.now_s:.0f} s: {self.state.describe_wait()}")
+            if at_s > self.now_s:
+                self.now_s = at_s
+            self.log.num_actions += 1
             action()
-        self.log.end_s = self.clock.now_s()
+        self.log.end_s = self.now_s
         return self.log
 
     def _tick(self) -> None:
@@ -133,12 +143,22 @@ class Simulation:
         self.after(self.scenario.costs.heartbeat_s, self._tick)
 
     def _apply(self, event: Event) -> None:
-        now_s = self.clock.now_s()
-        commands = self.state.handle(event, now_s)
+        commands = self.state.handle(event, self.now_s)
         seq = self.state.seq
-        self.log.history.append((JournalRecord(seq=seq, now_s=now_s, event=event, cursor=f"{seq}-0"), commands))
+        log = self.log
+        log.num_events += 1
+        if self.scenario.record:
+            record = JournalRecord(seq=seq, now_s=self.now_s, event=event, cursor=f"{seq}-0")
+            log.history.append((record, commands))
         for number, command in enumerate(commands):
-            if isinstance(command, FinishRun):
-                self.finished, self.log.finish_reason = True, command.reason
-            for obey in self._obeys:
-                obey(CommandId(seq, number), command)
+            self._execute(CommandId(seq, number), command)
+
+    def _execute(self, command_id: CommandId, command: Command) -> None:
+        obey = self._obeys.get(type(command))
+        if obey is None:
+            worker_id = getattr(command, "worker_id", None)
+            obey = self._workers.get(worker_id) if worker_id is not None else None
+        if obey is not None:
+            obey(command_id, command)
+        elif isinstance(command, FinishRun):
+            self.finished, self.log.finish_reason = True, command.reason

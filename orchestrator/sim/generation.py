@@ -1,16 +1,15 @@
-"""Simulated generation workers: continuous batching, weights taken between steps, sudden death.
+"""Simulated generation workers: what an instance decodes, weights taken between steps, sudden death.
 
-Owns: what a generation worker would hold. Never: decisions. Invariant: exact between changes; with n samples running,
-decode steps pass at a constant rate, so only the next end of a sample is scheduled.
+Owns: what a generation worker would hold and tell. Never: decisions. Invariant: one entry of the heap stands for the
+worker's next boundary; whatever reaches it in between takes effect at the first boundary after.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
 from functools import partial
 
 from orchestrator.core.outbox import CommandId
+from orchestrator.sim.decoding import Decoding, Sample
 from orchestrator.sim.engine import Simulation
 from orchestrator.sim.rows import SimulatedRows
 from transport.messages import (
@@ -29,58 +28,39 @@ from transport.messages import (
 from transport.types import FinishReason, GroupId, WeightIdentity, WorkerId, WorkerKind, row_id
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample being decoded: it ends when its worker has decoded ``end_step`` tokens in all."""
-
-    plan: GroupPlan
-    sample: int
-    oldest: WeightIdentity
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """Slots of a worker. steps: decode steps so far, a real number.  ends: heap of (end_step, order, sample)."""
-
-    steps: float = 0.0
-    since_s: float = 0.0
-    ends: list[tuple[float, int, _Sample]] = field(default_factory=list)
-    num_started: int = 0
-    generation: int = 0
-
-
 class SimulatedWorker:
     """One generation worker: ``capacity`` slots, each running sample gets one token a step."""
 
-    def __init__(self, simulation: Simulation, rows: SimulatedRows, worker_id: WorkerId) -> None:
+    def __init__(self, simulation: Simulation, rows: SimulatedRows, worker_id: WorkerId, index: int) -> None:
+        scenario = simulation.scenario
         self._simulation = simulation
         self._rows = rows
         self._worker_id = worker_id
-        self._capacity = simulation.scenario.capacity
-        self._weights: WeightIdentity | None = None
-        self._waiting: list[tuple[float, int, GroupPlan, int]] = []
-        self._decoding = _Decoding(since_s=simulation.clock.now_s())
+        self._decoding = Decoding(scenario.decode_cost(index), scenario.capacity, simulation.now_s)
+        self._arrived: WeightIdentity | None = None
+        self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
         self._cursor = "0-0"
         self._alive = True
-        simulation.attach(self._obey)
-        simulation.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=self._capacity))
+        self._plan = 0
+        self._due_s = float("inf")
+        simulation.attach_worker(worker_id, self._obey)
+        simulation.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
 
     def kill(self) -> None:
         """It does nothing more, and tells nobody."""
         self._alive = False
+        self._simulation.detach_worker(self._worker_id)
 
     def _obey(self, command_id: CommandId, command: Command) -> None:
-        if not self._alive or getattr(command, "worker_id", None) != self._worker_id:
-            return
         costs = self._simulation.scenario.costs
         if isinstance(command, DispatchGroups):
             self._simulation.after(costs.dispatch_s, partial(self._claim, command_id, command.plans[0]))
         elif isinstance(command, AbortRollouts):
             self._simulation.after(costs.dispatch_s, partial(self._abort, command.group_ids[0], command.attempts[0]))
         elif isinstance(command, LoadWeights):
-            self._simulation.after(costs.load_s, partial(self._load, command.weights))
+            self._simulation.after(costs.transfer_s, partial(self._receive, command.weights))
 
     def _report(self) -> None:
         if not self._alive:
@@ -89,13 +69,7 @@ class SimulatedWorker:
         self._simulation.tell(WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor))
         self._simulation.after(self._simulation.scenario.costs.heartbeat_s, self._report)
 
-    def _load(self, weights: WeightIdentity) -> None:
-        if self._alive:
-            self._weights = weights
-            seconds = self._simulation.scenario.costs.load_s
-            self._simulation.tell(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
-
-    # -- decoding
+    # -- what reaches it
 
     def _claim(self, command_id: CommandId, plan: GroupPlan) -> None:
         if not self._alive:
@@ -108,87 +82,105 @@ class SimulatedWorker:
             self._simulation.tell(failed)
             return
         self._left[plan.group_id] = set(plan.samples)
+        lengths = self._simulation.scenario.lengths
+        prompt_tokens = lengths.prompt_tokens(plan.prompt_id)
         for sample in plan.samples:
-            heapq.heappush(self._waiting, (-plan.priority, self._decoding.num_started, plan, sample))
-            self._decoding.num_started += 1
-        self._advance()
+            length = lengths.tokens(plan.prompt_id, row_id(plan.group_id, sample))
+            self._decoding.submit(Sample(plan, sample, prompt_tokens, length))
+        self._want_boundary()
 
     def _abort(self, group_id: GroupId, attempt: int) -> None:
-        self._waiting = [one for one in self._waiting if one[2].group_id != group_id or one[2].attempt > attempt]
-        heapq.heapify(self._waiting)
+        if self._alive:
+            self._aborts.append((group_id, attempt))
+            self._want_boundary()
+
+    def _receive(self, weights: WeightIdentity) -> None:
+        """The bytes are here; they are loaded at the next boundary."""
+        if self._alive:
+            self._arrived = weights
+            self._want_boundary()
+
+    # -- boundaries
+
+    def _want_boundary(self) -> None:
+        """Something waits for the end of the running step: wake up there, unless that is planned anyway."""
         decoding = self._decoding
-        self._pass_time()
-        decoding.ends = [
-            one for one in decoding.ends if one[2].plan.group_id != group_id or one[2].plan.attempt > attempt
-        ]
-        heapq.heapify(decoding.ends)
-        running = [one[2].plan.group_id for one in decoding.ends] + [one[2].group_id for one in self._waiting]
-        if group_id not in running:
-            self._left.pop(group_id, None)
-        self._advance()
+        steps = decoding.steps_until(self._simulation.now_s)
+        at_s = decoding.boundary_s(steps)
+        if at_s < self._due_s:
+            self._wake_after(steps, at_s)
 
-    def _pass_time(self) -> None:
-        decoding, now_s = self._decoding, self._simulation.clock.now_s()
-        if decoding.ends:
-            step_s = self._simulation.scenario.costs.decode_step_s(len(decoding.ends))
-            decoding.steps += (now_s - decoding.since_s) / step_s
-        decoding.since_s = now_s
+    def _wake_after(self, steps: int, at_s: float) -> None:
+        self._plan += 1
+        self._due_s = at_s
+        self._simulation.at(at_s, partial(self._wake, self._plan, steps))
 
-    def _advance(self) -> None:
-        """Let time pass, fill free slots, and schedule the next end under the new number of samples."""
-        if not self._alive or self._weights is None:
+    def _wake(self, plan: int, steps: int) -> None:
+        """A boundary: samples end, weights are taken, slots are filled, the next boundary is planned."""
+        if plan != self._plan or not self._alive:
             return
-        self._pass_time()
-        decoding, scenario = self._decoding, self._simulation.scenario
-        while self._waiting and len(decoding.ends) < self._capacity:
-            _, order, plan, sample = heapq.heappop(self._waiting)
-            length = scenario.lengths.tokens(plan.prompt_id, row_id(plan.group_id, sample))
-            heapq.heappush(decoding.ends, (decoding.steps + length, order, _Sample(plan, sample, self._weights)))
-        decoding.generation += 1
-        if decoding.ends:
-            steps_left = max(0.0, decoding.ends[0][0] - decoding.steps)
-            step_s = scenario.costs.decode_step_s(len(decoding.ends))
-            self._simulation.after(steps_left * step_s, partial(self._end_sample, decoding.generation))
+        self._due_s = float("inf")
+        decoding = self._decoding
+        for sample in decoding.advance(steps, self._simulation.now_s):
+            self._finish(sample)
+        self._stop_aborted()
+        self._take_weights()
+        if decoding.weights:
+            decoding.admit()
+        self._simulation.note_batch(self._worker_id, len(decoding.running))
+        following = decoding.next_steps()
+        if following is not None:
+            self._wake_after(following, decoding.boundary_s(following))
 
-    def _end_sample(self, generation: int) -> None:
-        """The sample that was to end first has ended, unless something changed since that was scheduled."""
-        if not self._alive or generation != self._decoding.generation or self._weights is None:
+    def _stop_aborted(self) -> None:
+        for group_id, attempt in self._aborts:
+            if self._decoding.remove(group_id, attempt):
+                self._left.pop(group_id, None)
+        self._aborts.clear()
+
+    def _take_weights(self) -> None:
+        weights, self._arrived = self._arrived, None
+        if weights is None:
             return
-        end_step, _, ended = self._decoding.ends[0]
-        self._pass_time()
-        self._decoding.steps = end_step  # exactly, not up to rounding
-        heapq.heappop(self._decoding.ends)
-        self._finish(ended)
-        self._advance()
+        load_s = self._simulation.scenario.costs.load_s
+        self._decoding.pause(load_s)
+        self._decoding.serve(weights)
+        self._simulation.after(load_s, partial(self._tell_loaded, weights))
 
-    def _finish(self, ended: _Sample) -> None:
-        plan, row = ended.plan, row_id(ended.plan.group_id, ended.sample)
-        left = self._left.get(plan.group_id, set())
-        left.discard(ended.sample)
-        if not left:
-            self._left.pop(plan.group_id, None)
-        assert self._weights is not None
+    def _tell_loaded(self, weights: WeightIdentity) -> None:
+        if self._alive:
+            costs = self._simulation.scenario.costs
+            seconds = costs.transfer_s + costs.load_s
+            self._simulation.tell(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
+
+    def _finish(self, ended: Sample) -> None:
+        plan = ended.plan
+        left = self._left.get(plan.group_id)
+        if left is not None:
+            left.discard(ended.sample)
+            if not left:
+                del self._left[plan.group_id]
         event = RolloutFinished(
-            row_id=row,
+            row_id=row_id(plan.group_id, ended.sample),
             worker_id=self._worker_id,
-            response_tokens=self._simulation.scenario.lengths.tokens(plan.prompt_id, row),
+            response_tokens=ended.length,
             finish_reason=FinishReason.STOP,
-            oldest=ended.oldest,
-            newest=self._weights,
+            oldest=ended.spans[0][0],
+            newest=ended.spans[-1][0],
         )
-        self._rows.insert(row, event)
+        self._rows.insert(event, ended)
 
 
 def start_worker(simulation: Simulation, rows: SimulatedRows, index: int, incarnation: int) -> None:
     """A worker of this name joins, now; it may be killed later, and be replaced."""
     worker_id = WorkerId(f"generate-{index}.{incarnation}")
-    worker = SimulatedWorker(simulation, rows, worker_id)
+    worker = SimulatedWorker(simulation, rows, worker_id, index)
     faults = simulation.scenario.faults
     if not faults.worker_loss_s:
         return
 
     def die() -> None:
-        if simulation.clock.now_s() > faults.until_s:
+        if simulation.now_s > faults.until_s:
             return
         worker.kill()
         simulation.after(faults.detect_s, partial(_lose_worker, simulation, worker_id))

@@ -1,73 +1,41 @@
-"""Seeded models of what the simulator does not run: lengths, speeds, faults.
+"""Models of what the simulator does not run: speeds and faults.
 
-Owns: numbers. Never: the order of things (``engine.py``). Invariant: everything follows from the seed and the ids, so a
-sample has the same length whoever generates it, and when.
+Owns: numbers. Never: the order of things (``engine.py``), lengths (``lengths.py``). Invariant: what is left to chance
+follows from a seed.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import dataclass
 
-from transport.types import PromptId, RowId
+from orchestrator.core.cost_model import DecodeCost, TrainCost
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthModel:
-    """Response lengths: lognormal over prompts, and again over the samples of a prompt, cut at the limit.
-
-    The long tail of RL rollouts: median 4.5K, sigma 0.8, cut at 20K fit StreamRL's 72B workload. ``sample_sigma`` is
-    what a perfect ranker of prompts still cannot know. Source: ours.
-    """
-
-    median_tokens: float = 200.0
-    prompt_sigma: float = 0.7
-    sample_sigma: float = 0.4
-    max_tokens: int = 1000
-    seed: int = 0
-
-    def predicted_tokens(self, prompt: PromptId) -> float:
-        """What a perfect ranker says of a prompt: the median of its samples."""
-        return self.median_tokens * math.exp(self._draw(prompt, self.prompt_sigma))
-
-    def tokens(self, prompt: PromptId, row: RowId) -> int:
-        """Response length of a row, tokens, in [1, max_tokens]."""
-        length = self.predicted_tokens(prompt) * math.exp(self._draw(row, self.sample_sigma))
-        return min(self.max_tokens, max(1, round(length)))
-
-    def _draw(self, name: str, sigma: float) -> float:
-        return random.Random(f"{self.seed}/{name}").gauss(0.0, sigma)
+SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
+SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)
+"""Round figures of a small model, for runs whose order matters and whose seconds do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """How long things take, seconds.
 
-    A decode step of ``n`` samples takes ``step_s + n * sample_step_s``: memory-bound at first, then compute-bound
-    (StreamRL fig. 6 right). The trainer takes ``round_s`` a round plus ``token_s`` a token of its busiest rank.
+    decode: a step of a worker, where workers do not differ.  train: a rank of the trainer.
+    dispatch_s: of a plan on its way to a worker.  scoring_s: of a group.  publish_s: of the trainer, for every version.
+    transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
+    steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     """
 
-    step_s: float = 0.02
-    sample_step_s: float = 0.0005
+    decode: DecodeCost = SMALL_DECODE
+    train: TrainCost = SMALL_TRAIN
     dispatch_s: float = 0.005
     scoring_s: float = 0.05
-    round_s: float = 0.05
-    token_s: float = 0.0002
-    optimizer_s: float = 0.5
     publish_s: float = 0.1
-    load_s: float = 0.2
+    transfer_s: float = 0.1
+    load_s: float = 0.1
+    switch_s: float = 0.0
     checkpoint_s: float = 0.3
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
-
-    def decode_step_s(self, num_samples: int) -> float:
-        """One token of each of ``num_samples`` samples."""
-        return self.step_s + num_samples * self.sample_step_s
-
-    def train_round_s(self, busiest_rank_tokens: int) -> float:
-        """Forward and backward of one round."""
-        return self.round_s + busiest_rank_tokens * self.token_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

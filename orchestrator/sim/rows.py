@@ -7,21 +7,23 @@ told of.
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeAlias
 
 from orchestrator.core.outbox import CommandId
-from orchestrator.sim.engine import Scenario, Simulation
+from orchestrator.sim.decoding import Sample
+from orchestrator.sim.engine import Simulation
 from transport.messages import (
     Command,
     DropRows,
     GroupScored,
-    PromptRef,
     PromptsArrived,
     RequestPrompts,
     RolloutFinished,
 )
-from transport.types import GroupId, PromptId, RowId, parse_row_id, row_id
+from transport.types import GroupId, RowId, WeightIdentity, parse_row_id, row_id
 
-PROMPT_TOKENS = 50
+Spans: TypeAlias = tuple[tuple[WeightIdentity, int], ...]
+"""(weights, tokens that they sampled), in order."""
 
 
 class SimulatedPrompts:
@@ -30,7 +32,7 @@ class SimulatedPrompts:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._num_read = 0
-        simulation.attach(self._obey)
+        simulation.attach(self._obey, RequestPrompts)
 
     def _obey(self, _: CommandId, command: Command) -> None:
         if isinstance(command, RequestPrompts):
@@ -40,15 +42,10 @@ class SimulatedPrompts:
         scenario = self._simulation.scenario
         read = range(self._num_read, min(self._num_read + count, scenario.num_prompts))
         self._num_read = read.stop
-        prompts = [_prompt(scenario, PromptId(f"p{index}")) for index in read]
+        prompts = [scenario.lengths.prompt(index) for index in read]
         positions = tuple(str(index + 1) for index in read)
         exhausted = self._num_read >= scenario.num_prompts
         self._simulation.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
-
-
-def _prompt(scenario: Scenario, prompt_id: PromptId) -> PromptRef:
-    predicted_tokens = scenario.lengths.predicted_tokens(prompt_id)
-    return PromptRef(prompt_id=prompt_id, prompt_tokens=PROMPT_TOKENS, predicted_tokens=predicted_tokens)
 
 
 class SimulatedRows:
@@ -56,35 +53,52 @@ class SimulatedRows:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self._tokens: dict[RowId, int] = {}
+        self._rows: dict[RowId, Spans] = {}
+        self._missing: dict[GroupId, int] = {}
         self._dropped: set[GroupId] = set()
-        simulation.attach(self._obey)
+        simulation.attach(self._obey, DropRows)
 
     def _obey(self, _: CommandId, command: Command) -> None:
         if isinstance(command, DropRows):
             self._dropped.update(command.group_ids)
+            for group_id in command.group_ids:
+                for sample in range(self._simulation.scenario.core.group_size):
+                    self._rows.pop(row_id(group_id, sample), None)
 
     def has(self, row: RowId) -> bool:
-        return row in self._tokens
+        return row in self._rows
+
+    def spans(self, row: RowId) -> Spans:
+        """Which weights sampled how many tokens of the row."""
+        return self._rows[row]
+
+    def num_tokens(self, row: RowId) -> int:
+        """Response length of the row."""
+        return sum(tokens for _, tokens in self._rows[row])
 
     def lose(self, row: RowId) -> None:
-        del self._tokens[row]
-
-    def insert(self, row: RowId, event: RolloutFinished) -> None:
-        """The first insert wins, and only it is told of; a dropped group takes none."""
         group_id, _ = parse_row_id(row)
-        if row in self._tokens or group_id in self._dropped:
+        del self._rows[row]
+        self._missing[group_id] = self._missing.get(group_id, 0) + 1
+
+    def insert(self, event: RolloutFinished, sample: Sample) -> None:
+        """The first insert wins, and only it is told of; a dropped group takes none."""
+        group_id, row = sample.plan.group_id, event.row_id
+        if row in self._rows or group_id in self._dropped:
             return
-        self._tokens[row] = event.response_tokens
+        self._rows[row] = tuple(sample.spans)
         self._simulation.log.tokens += event.response_tokens
         self._simulation.tell(event)
-        if self._lengths(group_id) is not None:
+        missing = self._missing.get(group_id, sample.plan.group_size) - 1
+        self._missing[group_id] = missing
+        if not missing:
+            del self._missing[group_id]
             self._simulation.after(self._simulation.scenario.costs.scoring_s, partial(self._score, group_id))
 
     def _lengths(self, group_id: GroupId) -> tuple[int, ...] | None:
         samples = range(self._simulation.scenario.core.group_size)
-        lengths = tuple(self._tokens.get(row_id(group_id, sample), -1) for sample in samples)
-        return None if -1 in lengths else lengths
+        rows = [self._rows.get(row_id(group_id, sample)) for sample in samples]
+        return tuple(sum(tokens for _, tokens in row) for row in rows if row) if all(rows) else None
 
     def _score(self, group_id: GroupId) -> None:
         lengths = self._lengths(group_id)

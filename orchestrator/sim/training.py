@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from orchestrator.core.cost_model import TrainCost
 from orchestrator.core.outbox import CommandId
 from orchestrator.sim.engine import Simulation
 from orchestrator.sim.rows import SimulatedRows
@@ -16,6 +17,7 @@ from transport.messages import (
     CloseMiniBatch,
     Command,
     FinishTraining,
+    GroupRows,
     RoundDone,
     RowsMissing,
     StepDone,
@@ -33,19 +35,23 @@ class SimulatedTrainer:
         self._simulation = simulation
         self._rows = rows
         self._log: list[tuple[CommandId, TrainerCommand]] = []
+        self._next = 0
         self._saved = (0, CommandId(0, 0))
         self._epoch = 0
         self._version = 0
         self._cursor = CommandId(0, 0)
         self._busy = False
         self._trained = simulation.log.trained
-        simulation.attach(self._obey)
+        self._idle = False
+        simulation.attach(self._obey, TrainRound, CloseMiniBatch, FinishTraining)
         self._start()
 
     def _start(self) -> None:
         self._epoch += 1
         self._version, self._cursor = self._saved
         self._busy = False
+        self._idle = True
+        self._next = sum(at <= self._cursor for at, _ in self._log)
         for batch in [batch for batch in self._trained if batch >= self._version]:
             del self._trained[batch]
         simulation = self._simulation
@@ -66,7 +72,7 @@ class SimulatedTrainer:
         if epoch != self._epoch:
             return
         faults = self._simulation.scenario.faults
-        if self._simulation.clock.now_s() <= faults.until_s:
+        if self._simulation.now_s <= faults.until_s:
             self._epoch += 1  # whatever the dead one had scheduled is void
             self._busy = True
             self._simulation.after(faults.restart_s, self._start)
@@ -75,23 +81,27 @@ class SimulatedTrainer:
         return WeightIdentity(epoch=self._epoch, version=self._version)
 
     def _obey(self, command_id: CommandId, command: Command) -> None:
-        if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining):
-            self._log.append((command_id, command))
-            self._simulation.after(0.0, self._work)
+        assert isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
+        self._log.append((command_id, command))
+        self._simulation.after(0.0, self._work)
 
     def _work(self) -> None:
         """Take the next entry of the log, if idle."""
-        following = next(((at, command) for at, command in self._log if at > self._cursor), None)
-        if self._busy or following is None:
+        if self._busy:
             return
-        at, command = following
+        if self._next == len(self._log):
+            self._idle = True
+            return
+        at, command = self._log[self._next]
         self._busy = True
         seconds = self._seconds(command)
         if seconds is None:  # rows of it are being made again
             self._simulation.after(self._simulation.scenario.costs.heartbeat_s, partial(self._look_again, self._epoch))
             return
+        self._idle = False
         self._simulation.log.trainer_busy_s += seconds
-        self._simulation.after(seconds, partial(self._complete, self._epoch, at, command))
+        self._simulation.note_training(command, seconds)
+        self._simulation.after(seconds, partial(self._complete, self._epoch, at, command, seconds))
 
     def _look_again(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -102,13 +112,27 @@ class SimulatedTrainer:
         """What the entry costs, or None when rows of it are missing, which is told."""
         costs = self._simulation.scenario.costs
         if isinstance(command, TrainRound):
-            if self._some_missing(command):
-                return None
-            return costs.train_round_s(max(sum(rows.num_tokens for rows in rank) for rank in command.ranks))
+            return None if self._some_missing(command) else self._round_s(command)
         if isinstance(command, CloseMiniBatch):
-            publish = costs.publish_s if command.finishes_batch else 0.0
-            return costs.optimizer_s + publish + (costs.checkpoint_s if command.checkpoint else 0.0)
+            publish = costs.publish_s + costs.switch_s if command.finishes_batch else 0.0
+            return costs.train.step_s() + publish + (costs.checkpoint_s if command.checkpoint else 0.0)
         return costs.checkpoint_s
+
+    def _round_s(self, command: TrainRound) -> float:
+        """The ranks work at once; they wait for the busiest. An idle trainer fills its pipeline first."""
+        costs = self._simulation.scenario.costs
+        switch = costs.switch_s if command.batch not in self._trained else 0.0
+        fill = costs.train.fill_s if self._idle else 0.0
+        return switch + fill + max(self._rank_s(costs.train, rank) for rank in command.ranks)
+
+    def _rank_s(self, train: TrainCost, rank: tuple[GroupRows, ...]) -> float:
+        tokens = sum(rows.num_tokens for rows in rank)
+        squared = 0.0
+        if train.squared_token_s:
+            squared = sum(
+                (self._rows.num_tokens(row_id(rows.group_id, sample))) ** 2 for rows in rank for sample in rows.samples
+            )
+        return train.micro_batch_s(tokens, squared)
 
     def _some_missing(self, command: TrainRound) -> bool:
         rows = _rows_of(command)
@@ -120,30 +144,44 @@ class SimulatedTrainer:
             self._simulation.tell(RowsMissing(row_ids=missing))
         return bool(missing)
 
-    def _complete(self, epoch: int, at: CommandId, command: TrainerCommand) -> None:
+    def _complete(self, epoch: int, at: CommandId, command: TrainerCommand, seconds: float) -> None:
         if epoch != self._epoch:
             return
         self._busy = False
         self._cursor = at
+        self._next += 1
         if isinstance(command, TrainRound):
-            rows = _rows_of(command)
-            if command.kind == "train" and command.pass_index == 0:
-                self._trained.setdefault(command.batch, []).extend(rows)
-            tokens = sum(rows.num_tokens for rank in command.ranks for rows in rank)
-            busy_s = self._simulation.scenario.costs.train_round_s(tokens)
-            self._simulation.tell(
-                RoundDone(round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=busy_s)
-            )
+            self._finish_round(command, seconds)
         elif isinstance(command, CloseMiniBatch):
             self._close(at, command)
         else:
             self._save(at)
         self._work()
 
+    def _finish_round(self, command: TrainRound, seconds: float) -> None:
+        rows = _rows_of(command)
+        if command.kind == "train" and command.pass_index == 0:
+            self._trained.setdefault(command.batch, []).extend(rows)
+            self._count_ages(command.batch, rows)
+        tokens = sum(rows.num_tokens for rank in command.ranks for rows in rank)
+        self._simulation.tell(
+            RoundDone(round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=seconds)
+        )
+
+    def _count_ages(self, batch: int, rows: list[RowId]) -> None:
+        """Batch ``b`` is trained on top of version ``b``: a token of version ``v`` is ``b - v`` versions old."""
+        ages = self._simulation.log.token_ages
+        for row in rows:
+            for weights, tokens in self._rows.spans(row):
+                ages[batch - weights.version] += tokens
+
     def _close(self, at: CommandId, command: CloseMiniBatch) -> None:
         if not command.finishes_batch:
             return
         self._version += 1
+        published = self._simulation.log.published_s
+        del published[self._version - 1 :]
+        published.append(self._simulation.now_s)
         step = StepDone(
             batch=command.batch, weights=self._weights(), num_rows=command.num_rows, num_tokens=command.num_tokens
         )

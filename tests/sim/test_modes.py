@@ -11,17 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.core.cost_model import TrainCost
 from orchestrator.core.settings import CoreSettings
 from orchestrator.runtime.journal import Journal, JournalError
 from orchestrator.sim.engine import Scenario, SimulationLog, SimulationStalledError
-from orchestrator.sim.models import CostModel, FaultModel, LengthModel
+from orchestrator.sim.lengths import LengthModel
+from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.replay import digest, replay
 from orchestrator.sim.simulate import simulate
 from transport.messages import AbortRollouts, CloseMiniBatch, RowsMissing, SlotOutcome, TrainerReady, WorkerLost
 from transport.types import UpdateMode
 
 CORE = CoreSettings(num_batches=6, groups_per_batch=16, group_size=4, max_staleness=1)
-BALANCED = CostModel(token_s=0.0006)
+BALANCED = CostModel(train=TrainCost(round_s=0.05, token_s=0.0006, optimizer_s=0.5))
 """About as long to train a batch as to generate it, so that overlap shows."""
 
 
@@ -46,7 +48,9 @@ def test_overlap_pays_and_more_staleness_pays_more():
 def test_streaming_starts_training_before_the_batch_is_generated():
     """Dynamic-batch pipelining: synchronous RL, and yet the trainer works while the tail is generated."""
     log = run(max_staleness=0)
-    generation_alone = run(costs=replace(BALANCED, token_s=0.0, round_s=0.0), max_staleness=0).end_s
+    generation_alone = run(
+        costs=replace(BALANCED, train=TrainCost(token_s=0.0, optimizer_s=0.5)), max_staleness=0
+    ).end_s
     assert log.end_s < 0.85 * (generation_alone + log.trainer_busy_s)
 
 
@@ -65,7 +69,7 @@ def test_an_enlarged_rollout_batch_lies_between_synchronous_and_one_step_asynchr
 
 def test_staggered_loading_keeps_the_others_generating_when_loads_are_slow():
     core = msgspec.structs.replace(CORE, num_batches=12, max_staleness=3)
-    slow = replace(BALANCED, load_s=8.0)
+    slow = replace(BALANCED, transfer_s=8.0)
     ends = {
         update: simulate(
             Scenario(core=msgspec.structs.replace(core, update=update), costs=slow, workers=4, capacity=8)
@@ -148,7 +152,7 @@ def test_the_faults_of_the_chaos_runs_do_strike():
 
 def test_a_run_that_cannot_end_is_named():
     """No worker ever serves weights: loading takes longer than the simulation lasts."""
-    scenario = Scenario(core=CORE, costs=replace(BALANCED, load_s=1e9), max_s=100.0)
+    scenario = Scenario(core=CORE, costs=replace(BALANCED, transfer_s=1e9), max_s=100.0)
     with pytest.raises(SimulationStalledError, match="batch 0: 16 pending"):
         simulate(scenario)
 
