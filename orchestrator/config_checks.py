@@ -103,6 +103,11 @@ RANGES: dict[str, Range] = {
     "liveness.stall_s": _ABOVE_0,
     "liveness.max_restarts": _AT_LEAST_0,
     "api.port": Range(low=0, high=65535),
+    "eval.every": _AT_LEAST_0,
+    "eval.temperature": _AT_LEAST_0,
+    "eval.budget": Range(low=0, high=1, above=True),
+    "eval.hold_s": _AT_LEAST_0,
+    "eval.timeout_s": _ABOVE_0,
     "eval.problems": _AT_LEAST_0,
     "eval.seed": _AT_LEAST_0,
 }
@@ -119,13 +124,13 @@ FORMS: dict[str, tuple[str, str]] = {
     "trainer.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
     "scoring.reward": (r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:function"),
     "api.host": (r"\S+", "an address or a host name"),
+    "tensors.host": (r"\S+", "an address or a host name"),
+    "tensors.advertise": (r"[^\s/]*", "an address or a host name, without a port"),
     "broker.url": (r"|(rediss?|unix)://.+", "redis://host:port, rediss://host:port or unix://path"),
 }
 
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
-    "tensors.host": (r"\S+", "an address or a host name"),
-    "tensors.advertise": (r"[^\s/]*", "an address or a host name, without a port"),
 """A unit is the end of a setting's name."""
 
 
@@ -148,15 +153,15 @@ def violations(settings: Settings) -> Iterator[Violation]:
     for key, (form, words) in FORMS.items():
         if not re.fullmatch(form, value_of(settings, key)):
             yield Violation(keys=(key,), problem=f"must be {words}")
+    try:
+        parse_ports(settings.tensors.ports)
+    except ValueError:
+        yield Violation(keys=("tensors.ports",), problem='must be a port or a range of ports, like "7400-7409"')
     if not all(0 <= beta < 1 for beta in settings.trainer.betas):
         yield Violation(keys=("trainer.betas",), problem="must both be in [0, 1)")
     for keys, holds, problem in COMBINATIONS:
         if not holds(settings):
             yield Violation(keys=keys, problem=problem)
-    try:
-        parse_ports(settings.tensors.ports)
-    except ValueError:
-        yield Violation(keys=("tensors.ports",), problem='must be a port or a range of ports, like "7400-7409"')
 
 
 COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
@@ -209,6 +214,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("eval.path", "data.source"),
         lambda s: s.data.source != "reasoning_gym" or not s.eval.path,
         'is not read by data.source "reasoning_gym", which makes its own held-out problems',
+    ),
+    (
+        ("eval.every", "eval.problems"),
+        lambda s: not s.eval.every or s.eval.problems > 0,
+        "needs eval.problems above 0",
     ),
     (
         ("eval.seed", "run.seed"),

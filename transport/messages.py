@@ -79,6 +79,12 @@ class PromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
     exhausted: bool = False
 
 
+class HeldOutPromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
+    """All held-out problems of the run, in their fixed order; none where the data has none."""
+
+    prompts: tuple[PromptRef, ...]
+
+
 class RolloutInfo(Struct, frozen=True, kw_only=True):
     """How one sample came to be; stored in its row.
 
@@ -298,6 +304,7 @@ Event: TypeAlias = (
     | WorkerReported
     | WorkerLost
     | PromptsArrived
+    | HeldOutPromptsArrived
     | RolloutFinished
     | RolloutFailed
     | GroupScored
@@ -328,9 +335,14 @@ Event: TypeAlias = (
 # --- commands: what the core decided ----------------------------------------------------------------------------------
 
 
+EVALUATION = -1
+"""In place of a batch: the group belongs to an evaluation."""
+
+
 class GroupPlan(Struct, frozen=True, kw_only=True):
     """One prompt group for one worker.
 
+    batch: EVALUATION for an answer to a held-out problem.
     samples: sample indices to generate (the others already exist).  priority: higher first; the predicted length, so
     that the longest starts first.  sampling: how, where a request asked for something else than the run's settings.
     """
@@ -441,6 +453,12 @@ class GroupAdmitted(Struct, frozen=True, kw_only=True):
     group_size: int
 
 
+class RequestHeldOutPrompts(Struct, frozen=True, kw_only=True, tag=True):
+    """Name the held-out problems of the run, at most ``count``."""
+
+    count: int
+
+
 class AdmitGroups(Struct, frozen=True, kw_only=True, tag=True):
     """Write the prompt columns of these groups; precedes their dispatch."""
 
@@ -455,6 +473,28 @@ class SlotOutcome(Struct, frozen=True, kw_only=True, tag=True):
     outcome: Literal["trained", "filtered", "stale", "dead"]
     rewards: tuple[float, ...] = ()
     response_tokens: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class EvaluationOutcome(Struct, frozen=True, kw_only=True, tag=True):
+    """How an evaluation ended, for the metrics: means over the problems whose answer was scored.
+
+    weights: every token of every answer was sampled under these.  problems, answered: asked, and answered and scored.
+    components: mean of each named reward component.  tokens: generated for it, also those of answers not counted.
+    seconds: from the first answer that was asked for to the end.  engine_s: seconds of engine slots, like tokens.
+    reason: why it ended short of all problems, "" when it did not.
+    """
+
+    number: int
+    weights: WeightIdentity
+    problems: int
+    answered: int
+    reward: float = 0.0
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    response_tokens: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    engine_s: float = 0.0
     reason: str = ""
 
 
@@ -484,8 +524,10 @@ Command: TypeAlias = (
     | CloseMiniBatch
     | FinishTraining
     | RequestPrompts
+    | RequestHeldOutPrompts
     | AdmitGroups
     | SlotOutcome
+    | EvaluationOutcome
     | DropRows
     | TrimRounds
     | FinishRun

@@ -24,6 +24,9 @@ USER_PREFIX = "x_"
 """How names of columns and tasks begin that a user declared: nothing of a run ever reads, replaces or removes them."""
 _USER_NAME = re.compile(rf"{USER_PREFIX}[a-z0-9_]{{1,60}}")
 
+_EVALUATION = "eval"
+"""How groups of an evaluation begin; those of batches begin with a digit."""
+
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; readers accept this version and the one before."""
 
@@ -31,6 +34,16 @@ PROTOCOL_VERSION = 1
 def group_id(batch: int, slot: int) -> GroupId:
     """Name the prompt group in ``slot`` of ``batch``."""
     return GroupId(f"{batch}/{slot}")
+
+
+def evaluation_id(number: int, slot: int) -> GroupId:
+    """Name the answer to one held-out problem: ``eval3/12``; another attempt takes the next unused slot."""
+    return GroupId(f"{_EVALUATION}{number}/{slot}")
+
+
+def is_evaluation(group_or_row: str) -> bool:
+    """Whether a group or row belongs to an evaluation: it is in no batch, and never trained."""
+    return group_or_row.startswith(_EVALUATION)
 
 
 def row_id(group: GroupId, sample: int) -> RowId:

@@ -26,6 +26,7 @@ class Worker(msgspec.Struct, kw_only=True):
 
     capacity: samples it decodes at once.  loaded: weights it serves.  loading: weights it was told to load.
     groups: dispatched to it and not finished.  in_flight: samples missing from them.  predicted_load: their tokens.
+    evaluating: tries at held-out problems, with their predicted tokens; in_flight and predicted_load contain them.
     batch: newest batch it was given groups of.  aborting: groups it was told to stop, not yet seen stopped.
     """
 
@@ -40,6 +41,7 @@ class Worker(msgspec.Struct, kw_only=True):
     predicted_load: float = 0.0
     batch: int = -1
     aborting: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
+    evaluating: dict[GroupId, float] = msgspec.field(default_factory=dict[GroupId, float])
 
     @property
     def fit(self) -> bool:
@@ -62,9 +64,22 @@ class Worker(msgspec.Struct, kw_only=True):
         """One sample of ``group`` came."""
         self._subtract(group, 1)
 
+    def evaluate(self, group_id: GroupId, predicted_tokens: float) -> None:
+        """The answer to a held-out problem will come from here."""
+        self.evaluating[group_id] = predicted_tokens
+        self.in_flight += 1
+        self.predicted_load += predicted_tokens
+
+    def stop_evaluating(self, group_id: GroupId) -> None:
+        """It came, or is not wanted any more."""
+        self._free(1, self.evaluating.pop(group_id))
+
     def _subtract(self, group: Group, num_samples: int) -> None:
+        self._free(num_samples, group.predicted_tokens)
+
+    def _free(self, num_samples: int, predicted_tokens: float) -> None:
         self.in_flight -= num_samples
-        self.predicted_load -= num_samples * group.predicted_tokens
+        self.predicted_load -= num_samples * predicted_tokens
         if not self.in_flight:
             self.predicted_load = 0.0  # rounding must not outlive the work
 
@@ -73,6 +88,7 @@ class Fleet(msgspec.Struct, kw_only=True):
     """All workers, the newest weights, and whose turn it is.
 
     workers: generation workers in order of joining.  others: scoring workers and the trainer.
+    pin: weights that an open evaluation needs in service.  pin_wanted: some of its problems wait for a worker.
     all_told: nobody is left to be told to load, until something changes; it spares the look at every worker.
     """
 
@@ -81,6 +97,8 @@ class Fleet(msgspec.Struct, kw_only=True):
     newest: WeightIdentity | None = None
     turn: WorkerId = NOBODY
     all_told: bool = False
+    pin: WeightIdentity | None = None
+    pin_wanted: bool = False
 
     def publish(self, weights: WeightIdentity) -> None:
         """Newer weights exist: everyone gets a fresh chance to load."""
@@ -103,6 +121,11 @@ class Fleet(msgspec.Struct, kw_only=True):
         """Whether the worker serves something else than the newest weights."""
         return self.newest is not None and (worker.loaded is None or age(worker.loaded) < age(self.newest))
 
+    def keeps(self, worker: Worker) -> bool:
+        """Whether the worker may not take newer weights yet: an evaluation needs those that it serves."""
+        needed = self.pin_wanted or bool(worker.evaluating)
+        return self.pin is not None and needed and worker.loaded is not None and age(worker.loaded) == age(self.pin)
+
     def holds_back(self, worker: Worker, batch: int, update: UpdateMode, rollout_batches: int = 1) -> bool:
         """Whether a group of ``batch`` must wait because this worker is on its way to newer weights.
 
@@ -124,7 +147,7 @@ class Fleet(msgspec.Struct, kw_only=True):
 
     def _may_load(self, worker: Worker) -> bool:
         """Behind, fit, and not already loading something of this epoch."""
-        if self.newest is None or not worker.fit or not self.behind(worker):
+        if self.newest is None or not worker.fit or not self.behind(worker) or self.keeps(worker):
             return False
         return worker.loading is None or worker.loading.epoch != self.newest.epoch
 
@@ -142,9 +165,9 @@ class Fleet(msgspec.Struct, kw_only=True):
         if self.all_told:
             return
         holder = self.workers.get(self.turn)
-        if holder is not None and self.behind(holder) and not holder.load_failures:
+        if holder is not None and self.behind(holder) and not holder.load_failures and not self.keeps(holder):
             return
-        waiting = [worker for worker in self.workers.values() if worker.fit and self.behind(worker)]
+        waiting = [w for w in self.workers.values() if w.fit and self.behind(w) and not self.keeps(w)]
         following = min(waiting, key=_turn_order, default=None)
         self.turn = following.worker_id if following is not None else NOBODY
 

@@ -12,6 +12,7 @@ from orchestrator.core.assignments import plan_key
 from orchestrator.core.batches import MISSING, Batch, Group, Stage
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import TrainRound
+from transport.types import is_evaluation
 
 
 class BrokenInvariantError(Exception):
@@ -27,6 +28,7 @@ def check(pipeline: Pipeline) -> None:
 def _problems(p: Pipeline) -> Iterator[str]:
     yield from _order_of_batches(p)
     yield from _links(p)
+    yield from _evaluation(p)
     yield from _queue(p)
     for group in p.groups.values():
         yield from _group(p, group)
@@ -52,11 +54,30 @@ def _links(p: Pipeline) -> Iterator[str]:
     if set(listed) != running or any(count > 1 for count in listed.values()):
         yield f"workers list {dict(listed)}, running are {sorted(running)}"
     for worker in p.fleet.workers.values():
-        expected = sum(p.groups[group_id].num_missing for group_id in worker.groups)
+        expected = sum(p.groups[group_id].num_missing for group_id in worker.groups) + len(worker.evaluating)
         if worker.in_flight != expected:
             yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, its groups miss {expected}"
-        if p.fleet.all_told and p.fleet.behind(worker) and worker.fit and worker.loading is None:
+        told = worker.loading is not None or p.fleet.keeps(worker)
+        if p.fleet.all_told and p.fleet.behind(worker) and worker.fit and not told:
             yield f"{worker.worker_id} was not told of {p.fleet.newest}"
+
+
+def _evaluation(p: Pipeline) -> Iterator[str]:
+    """Each problem is in one place, each try that is generated on one worker, and the pin is the evaluation's."""
+    current = p.evaluations.current
+    listed = {group_id: worker for worker in p.fleet.workers.values() for group_id in worker.evaluating}
+    if current is None:
+        if listed or p.fleet.pin is not None:
+            yield f"no evaluation is open, {p.fleet.pin} is pinned and workers list {sorted(listed)}"
+        return
+    generated = {tried.group_id for tried in current.tries.values() if tried.worker_id}
+    if generated != set(listed) or p.fleet.pin != current.weights:
+        yield f"workers list {sorted(listed)} for an evaluation of {p.fleet.pin}, it has {sorted(generated)}"
+    places = [*current.waiting, *(tried.problem for tried in current.tries.values())]
+    if len(set(places)) != len(places) or len(places) + current.answered > current.num_problems:
+        yield f"evaluation {current.number}: {current.answered} answered, and {sorted(places)} to come"
+    if p.fleet.pin_wanted != bool(current.waiting):
+        yield f"evaluation {current.number}: {len(current.waiting)} problems wait, wanted: {p.fleet.pin_wanted}"
 
 
 def _queue(p: Pipeline) -> Iterator[str]:
@@ -115,5 +136,7 @@ def _rounds(p: Pipeline) -> Iterator[str]:
                 yield f"{rows.group_id} is in two rounds of {command.kind} pass {command.pass_index}"
             seen.add(place)
             group = p.groups.get(rows.group_id)
+            if is_evaluation(rows.group_id):
+                yield f"{rows.group_id} of an evaluation is in a round"
             if group is not None and group.stage is Stage.ENDED:
                 yield f"{rows.group_id} is in a round and ended as {group.outcome}"

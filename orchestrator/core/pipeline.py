@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.batches import Batch, Group, Stage
+from orchestrator.core.evaluation import Evaluations
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.outbox import CommandId, Outbox
 from orchestrator.core.prompts import PromptQueue
@@ -83,6 +84,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet.
 
     configured: the settings that the run was last started with; ``settings`` are those with what was changed since.
+    evaluations: of held-out problems, beside the batches.
     paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     """
@@ -106,6 +108,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     stop_reason: str = ""
     finish_reason: str = ""
     wait: Wait | None = None
+    evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     requests: dict[int, Request] = msgspec.field(default_factory=dict[int, Request])
     last_request: int = 0
 

@@ -24,6 +24,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: packed tokens a rank takes in one round.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
+    eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
+    eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see ``evaluating.py``.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
     ahead of its reader.  service_keep_s: a whole request that nobody reads for so long is forgotten.
     """
@@ -50,6 +52,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     service: bool = False
     service_window: int = 1024
     service_keep_s: float = 3600.0
+    eval_every: int = 0
+    eval_problems: int = 0
+    eval_budget: float = 0.25
+    eval_hold_s: float = 20.0
+    eval_timeout_s: float = 300.0
 
 
 def core_settings(settings: Settings) -> CoreSettings:
@@ -83,6 +90,11 @@ def core_settings(settings: Settings) -> CoreSettings:
         service=trainer.engine == "none",
         service_window=settings.service.window,
         service_keep_s=settings.service.keep_s,
+        eval_every=settings.eval.every,
+        eval_problems=settings.eval.problems,
+        eval_budget=settings.eval.budget,
+        eval_hold_s=settings.eval.hold_s,
+        eval_timeout_s=settings.eval.timeout_s,
     )
 
 

@@ -16,6 +16,8 @@ from orchestrator.core.assignments import Assignments
 from orchestrator.core.batches import Stage
 from orchestrator.core.batching import plan_phases
 from orchestrator.core.dispatch import Order, Placement, least_loaded
+from orchestrator.core.evaluating import Evaluating
+from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.fleet import Worker
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
@@ -38,6 +40,7 @@ from transport.messages import (
     Command,
     Event,
     GroupScored,
+    HeldOutPromptsArrived,
     PauseRequested,
     PromptsArrived,
     PromptsSubmitted,
@@ -89,6 +92,7 @@ class PipelineState:
         self._rollouts = Rollouts(pipeline, self._assignments, self._slots, phases)
         self._rounds = Rounds(pipeline, self._slots, phases)
         self._weights = Weights(pipeline)
+        self._evaluating = Evaluating(pipeline)
 
     # -- what drivers use
 
@@ -146,9 +150,11 @@ class PipelineState:
             self._finish_service()
         else:
             self._rounds.release()
+        self._evaluating.advance()
         if not p.finished:
             self._weights.pass_turn()
             self._assignments.dispatch()
+            self._evaluating.dispatch()
             self._weights.load()
         return p.outbox.take()
 
@@ -207,11 +213,15 @@ class PipelineState:
 
     def rows_told(self) -> list[RowId]:
         """Rows that must exist in the broker: told of, and neither dropped nor in a durable checkpoint."""
-        return rows_told(self._p)
+        return rows_told(self._p) + self._evaluating.rows_told()
 
     def rows_scored(self) -> list[RowId]:
         """Those of ``rows_told`` that must have their advantage too."""
         return rows_told(self._p, Stage.READY)
+
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that is under way. To be read, not changed."""
+        return self._p.evaluations.current
 
     def check_invariants(self) -> None:
         """Raise BrokenInvariantError if the state contradicts itself. Costs time linear in the state: for tests."""
@@ -220,6 +230,10 @@ class PipelineState:
     # -- one rule for each event
 
     def _apply(self, event: Event) -> None:
+        if not self._evaluating.take(event):
+            self._apply_to_batches(event)
+
+    def _apply_to_batches(self, event: Event) -> None:
         match event:
             case RolloutFinished():
                 self._on_rollout(event)
@@ -242,11 +256,14 @@ class PipelineState:
                 self._weights.failed(event)
             case RolloutFailed():
                 self._rollouts.failed(event)
+            case HeldOutPromptsArrived():
+                pass  # of the evaluations alone
             case ScoringFailed():
                 self._rollouts.scoring_failed(event)
             case RowsMissing():
                 self._requests.missing(event.row_ids)
                 self._rollouts.missing(event)
+                self._evaluating.missing(event)
             case WorkerJoined():
                 self._on_joined(event)
             case WorkerLost():
@@ -327,6 +344,7 @@ class PipelineState:
             self._rounds.trainer_left()
         worker = fleet.workers.get(event.worker_id)
         if worker is not None:
+            self._evaluating.worker_lost(worker)
             self._rollouts.worker_lost(worker, event.reason)
             self._weights.forget(worker)
 
@@ -337,12 +355,14 @@ class PipelineState:
         if event.weights is not None:
             self._weights.serve(worker, event.weights)
         self._rollouts.reconcile(worker, event)
+        self._evaluating.reconcile(worker, event)
 
     def _on_tick(self) -> None:
         self._rollouts.expire()
         self._requests.expire()
         self._rounds.expire_pacing()
         self._weights.expire()
+        self._evaluating.expire()
         note_wait(self._p)
 
     # -- the trainer
@@ -379,6 +399,7 @@ class PipelineState:
             return
         if not p.batches:
             p.next_batch = p.training.batch = max(p.next_batch, version)
+        self._evaluating.trainer_restarted(version)
         p.training.dp_size = event.dp_size
         p.training.trained_version = version
         lost = p.lineage.restart(event.weights)
@@ -412,6 +433,7 @@ class PipelineState:
         if not self._p.stopping:
             self._p.stop_reason = event.reason or "stopped"
             self._p.paused = False
+            self._evaluating.give_up("the run stops")
             if not self._p.settings.service:  # what runs of requests finishes
                 self._rollouts.suspend()
 

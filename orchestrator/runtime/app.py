@@ -39,7 +39,7 @@ from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
-from orchestrator.runtime.prompts import load_detokenizer, open_source
+from orchestrator.runtime.prompts import held_out, load_detokenizer, open_source
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.samples import RecentSamples
@@ -79,7 +79,9 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     state, restated = recover_state(settings, journal, recovered)
     source = await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.source_position)
-    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)))
+    evaluates = settings.eval.every > 0 or state.evaluation() is not None
+    problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)), held_out=problems)
     clock = MonotonicClock(origin_s=recovered.now_s)
     metrics = MetricsLog(rundir.metrics)
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))

@@ -21,7 +21,15 @@ from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.watchdog import Watchdog
 from transport import faults
 from transport.clock import Clock
-from transport.messages import DropRows, JournalRecord, RequestPrompts, SlotOutcome, TrimRounds
+from transport.messages import (
+    DropRows,
+    Event,
+    JournalRecord,
+    RequestHeldOutPrompts,
+    RequestPrompts,
+    SlotOutcome,
+    TrimRounds,
+)
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -98,7 +106,8 @@ class Decider:
 
     def restate(self) -> None:
         """Submit again whatever was commanded and is not confirmed; the prompt desk, in this process, lost nothing."""
-        self._executor.submit(issued for issued in restated(self._state) if not isinstance(issued[1], RequestPrompts))
+        ours = RequestPrompts | RequestHeldOutPrompts
+        self._executor.submit(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
 
     async def run(self, inbox: Inbox) -> None:
         """Apply what arrives, forever."""

@@ -8,13 +8,16 @@ name can always be found again.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 
+from orchestrator.errors import DataError
 from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.prompts import Prompt, PromptSource
 from ranker.protocol import LengthPredictor
-from transport.messages import PromptRef, PromptsArrived, SlotOutcome
+from transport.messages import HeldOutPromptsArrived, PromptRef, PromptsArrived, SlotOutcome
 from transport.types import PromptId
 
 log = structlog.get_logger(__name__)
@@ -23,23 +26,45 @@ MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""
 
 
+class _Request(NamedTuple):
+    num_prompts: int
+    held_out: bool = False
+
+
 class Desk:
     """``request`` and ``prompt`` never wait; ``run`` reads."""
 
-    def __init__(self, source: PromptSource, predictor: LengthPredictor) -> None:
+    def __init__(
+        self, source: PromptSource, predictor: LengthPredictor, *, held_out: PromptSource | None = None
+    ) -> None:
+        """held_out: the problems of evaluations, None for a run that makes none."""
         self._source = source
+        self._held_out = held_out
         self._predictor = predictor
         self._cache: dict[PromptId, Prompt] = {}
-        self._requests: asyncio.Queue[int] = asyncio.Queue()
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
 
     def request(self, count: int) -> None:
         """Ask for up to ``count`` more prompts; they come as PromptsArrived."""
-        self._requests.put_nowait(count)
+        self._requests.put_nowait(_Request(count))
+
+    def request_held_out(self, count: int) -> None:
+        """Ask for the first ``count`` held-out problems; they come as HeldOutPromptsArrived."""
+        self._requests.put_nowait(_Request(count, held_out=True))
 
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """A prompt that has arrived, from the cache or from the source. Raises KeyError for one that never existed."""
         cached = self._cache.get(prompt_id)
         return cached if cached is not None else self._source.lookup(prompt_id)
+
+    def held_out_prompt(self, prompt_id: PromptId) -> Prompt:
+        """A held-out problem that has arrived. Raises DataError when it is none any more."""
+        try:
+            if self._held_out is not None:
+                return self._held_out.lookup(prompt_id)
+        except KeyError:
+            pass
+        raise DataError(f"{prompt_id} is not among the held-out problems: eval.* or the data has changed since it was")
 
     def observe(self, outcome: SlotOutcome) -> None:
         """Let source and predictor learn how a slot ended."""
@@ -49,22 +74,37 @@ class Desk:
     async def run(self, inbox: Inbox) -> None:
         """Answer requests in order, forever."""
         while True:
-            count = await self._requests.get()
-            batch = await asyncio.to_thread(self._source.next, count)
-            for prompt in batch.prompts:
-                self._remember(prompt)
-            ids = [prompt.prompt_id for prompt in batch.prompts]
-            estimates = self._predictor.predict(ids, [prompt.text for prompt in batch.prompts])
-            refs = tuple(
-                PromptRef(
-                    prompt_id=prompt.prompt_id,
-                    prompt_tokens=len(prompt.prompt_ids),
-                    predicted_tokens=estimate.mean_tokens,
-                )
-                for prompt, estimate in zip(batch.prompts, estimates, strict=True)
+            request = await self._requests.get()
+            answer = self._name_held_out if request.held_out else self._read
+            await inbox.put(Arrival(await answer(request.num_prompts)))
+
+    async def _read(self, count: int) -> PromptsArrived:
+        batch = await asyncio.to_thread(self._source.next, count)
+        for prompt in batch.prompts:
+            self._remember(prompt)
+        return PromptsArrived(
+            prompts=self._refs(batch.prompts), source_positions=tuple(batch.positions), exhausted=batch.exhausted
+        )
+
+    async def _name_held_out(self, count: int) -> HeldOutPromptsArrived:
+        """From the first one on, whatever was asked before: the core asks until it has heard."""
+        if self._held_out is None:
+            return HeldOutPromptsArrived(prompts=())
+        self._held_out.seek("")
+        batch = await asyncio.to_thread(self._held_out.next, count)
+        return HeldOutPromptsArrived(prompts=self._refs(batch.prompts))
+
+    def _refs(self, prompts: Sequence[Prompt]) -> tuple[PromptRef, ...]:
+        ids = [prompt.prompt_id for prompt in prompts]
+        estimates = self._predictor.predict(ids, [prompt.text for prompt in prompts])
+        return tuple(
+            PromptRef(
+                prompt_id=prompt.prompt_id,
+                prompt_tokens=len(prompt.prompt_ids),
+                predicted_tokens=estimate.mean_tokens,
             )
-            arrived = PromptsArrived(prompts=refs, source_positions=tuple(batch.positions), exhausted=batch.exhausted)
-            await inbox.put(Arrival(arrived))
+            for prompt, estimate in zip(prompts, estimates, strict=True)
+        )
 
     def _remember(self, prompt: Prompt) -> None:
         self._cache[prompt.prompt_id] = prompt

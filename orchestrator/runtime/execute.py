@@ -25,11 +25,13 @@ from transport.messages import (
     Command,
     DispatchGroups,
     DropRows,
+    EvaluationOutcome,
     FinishRun,
     FinishTraining,
     GroupAdmitted,
     GroupPlan,
     LoadWeights,
+    RequestHeldOutPrompts,
     RequestPrompts,
     SlotOutcome,
     TrainRound,
@@ -37,7 +39,7 @@ from transport.messages import (
     encode,
 )
 from transport.rows import encode_array
-from transport.types import Column, PromptId
+from transport.types import Column, PromptId, is_evaluation
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +55,10 @@ class PromptDesk(Protocol):
     def request(self, count: int) -> None: ...
 
     def prompt(self, prompt_id: PromptId) -> Prompt: ...
+
+    def request_held_out(self, count: int) -> None: ...
+
+    def held_out_prompt(self, prompt_id: PromptId) -> Prompt: ...
 
     def observe(self, outcome: SlotOutcome) -> None: ...
 
@@ -128,6 +134,8 @@ class Executor:
         match command:
             case RequestPrompts():
                 self._desk.request(command.count)
+            case RequestHeldOutPrompts():
+                self._desk.request_held_out(command.count)
             case SlotOutcome():
                 self._desk.observe(command)
             case DropRows():
@@ -141,7 +149,8 @@ class Executor:
                 pass
 
     def _group_write(self, group: GroupAdmitted) -> GroupWrite:
-        prompt = self._desk.prompt(group.prompt_id)
+        find = self._desk.held_out_prompt if is_evaluation(group.group_id) else self._desk.prompt
+        prompt = find(group.prompt_id)
         columns = {
             Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, prompt.prompt_ids),
             Column.PROMPT_TEXT: prompt.text.encode(),
@@ -163,6 +172,8 @@ def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, t
             (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
             entry = Entry(fields=_plan_fields(plan), payload=encode(plan))
             return [(keys.plans(command.worker_id), (identity, entry))]
+        case RequestHeldOutPrompts() | EvaluationOutcome():
+            return []
         case RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun():
             return []
         case _:

@@ -19,14 +19,17 @@ from transport.messages import (
     Command,
     DispatchGroups,
     DropRows,
+    EvaluationOutcome,
     Event,
     FinishRun,
     FinishTraining,
     GroupPlan,
     GroupScored,
+    HeldOutPromptsArrived,
     LoadWeights,
     PromptRef,
     PromptsArrived,
+    RequestHeldOutPrompts,
     RequestPrompts,
     RolloutFinished,
     RoundDone,
@@ -49,9 +52,12 @@ from transport.types import (
     WeightIdentity,
     WorkerId,
     WorkerKind,
+    is_evaluation,
     row_id,
 )
 
+HELD_OUT = 5
+"""Held-out problems."""
 RESTORE_EVERY = 5
 """Events between two such checks: often enough to meet every kind of state, and rare enough to be quick."""
 
@@ -85,6 +91,9 @@ class PipelineWorld:
         self.now_s = 0.0
         self.prompts_left, self.prompts_made = prompts, 0
         self.requests: list[RequestPrompts] = []
+        self.held_out_asked, self.num_held_out = False, HELD_OUT
+        self.evaluations: list[EvaluationOutcome] = []
+        self.sizes: dict[GroupId, int] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.num_joined = 0
         self.rows: dict[RowId, int] = {}
@@ -117,14 +126,20 @@ class PipelineWorld:
         match command:
             case RequestPrompts():
                 self.requests.append(command)
+            case RequestHeldOutPrompts():
+                self.held_out_asked = True
+            case EvaluationOutcome():
+                self._check_evaluation(command)
             case AdmitGroups():
-                self.admitted |= {group.group_id for group in command.groups}
+                self.sizes |= {group.group_id: group.group_size for group in command.groups}
+                self.admitted |= {group.group_id for group in command.groups if not is_evaluation(group.group_id)}
             case DispatchGroups():
                 self._take_plan(command_id, command)
             case AbortRollouts():
                 self._abort(command)
             case LoadWeights():
                 if command.worker_id in self.workers:
+                    self._check_load(command)
                     self.workers[command.worker_id].to_load = command.weights
             case TrainRound() | CloseMiniBatch() | FinishTraining():
                 assert not self.log or self.log[-1][0] < command_id
@@ -145,14 +160,40 @@ class PipelineWorld:
         (plan,) = command.plans
         worker = self.workers[command.worker_id]
         assert not self.state.paused, "dispatched during a pause"
-        assert plan.group_id in self.admitted
+        assert plan.group_id in self.sizes
         assert plan.group_id not in self.dropped
         assert worker.weights is not None
         assert worker.weights.epoch == self.trainer.epoch, "dispatched to weights of another epoch"
-        assert plan.batch - worker.weights.version <= self.state.settings.max_staleness, "staleness is past its bound"
+        if is_evaluation(plan.group_id):
+            self._check_evaluating(command.worker_id, worker)
+        else:
+            assert plan.batch - worker.weights.version <= self.state.settings.max_staleness, (
+                "staleness is past its bound"
+            )
         assert all(row_id(plan.group_id, sample) not in self.rows for sample in plan.samples)
         worker.plans[plan.group_id] = (plan, worker.weights)
         worker.cursor = entry_id(*command_id)
+
+    def _check_evaluating(self, worker_id: WorkerId, worker: FakeWorker) -> None:
+        """A problem goes to a worker that serves the pin and is not told to load; never to more slots than are its."""
+        current = self.state.evaluation()
+        assert current is not None
+        assert worker.weights == current.weights, "asked of other weights than the pinned ones"
+        assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
+
+    def _check_load(self, command: LoadWeights) -> None:
+        """The pin is kept in service while an answer under it is being generated."""
+        evaluating = [group_id for group_id in self.workers[command.worker_id].plans if is_evaluation(group_id)]
+        assert not evaluating, f"told to load {command.weights} in the middle of {evaluating}"
+
+    def _check_evaluation(self, outcome: EvaluationOutcome) -> None:
+        """Each number once, in order; nothing is left of it; short of all problems only with a reason."""
+        assert outcome.number == len(self.evaluations)
+        assert outcome.answered == outcome.problems or outcome.reason
+        assert outcome.answered <= outcome.problems == HELD_OUT
+        left = [group_id for group_id in self.sizes if group_id.startswith(f"eval{outcome.number}/")]
+        assert set(left) <= self.dropped, "rows of an evaluation are left"
+        self.evaluations.append(outcome)
 
     def _abort(self, command: AbortRollouts) -> None:
         worker = self.workers.get(command.worker_id, FakeWorker())
@@ -162,6 +203,8 @@ class PipelineWorld:
 
     def _drop(self, command: DropRows) -> None:
         for group_id in command.group_ids:
+            if is_evaluation(group_id):
+                continue
             in_checkpoint = int(group_id.split("/")[0]) < self.saved[0]
             assert in_checkpoint or self.outcomes[group_id].outcome != "trained", f"{group_id} is dropped too early"
         self.dropped |= set(command.group_ids)
@@ -205,6 +248,15 @@ class PipelineWorld:
         exhausted = self.prompts_left == 0
         self.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
 
+    def answer_held_out(self) -> None:
+        """Name the held-out problems; asked again, they are told again."""
+        self.held_out_asked = False
+        prompts = [
+            PromptRef(prompt_id=PromptId(f"h{i}"), prompt_tokens=2, predicted_tokens=5.0)
+            for i in range(self.num_held_out)
+        ]
+        self.tell(HeldOutPromptsArrived(prompts=tuple(prompts)))
+
     def join(self, capacity: int = 4) -> WorkerId:
         worker_id = WorkerId(f"generate-{self.num_joined}.1")
         self.num_joined += 1
@@ -239,7 +291,7 @@ class PipelineWorld:
         newest = self.workers[worker_id].weights
         assert newest is not None
         self.rows[row] = 3 + sample
-        if all(row_id(group_id, index) in self.rows for index in range(self.settings.group_size)):
+        if all(row_id(group_id, index) in self.rows for index in range(self.sizes[group_id])):
             self.unscored.append(group_id)
         self.tell(
             RolloutFinished(
@@ -255,7 +307,7 @@ class PipelineWorld:
     def score(self, *, signal: bool = True) -> None:
         """Score the group that has been whole for longest."""
         group_id = self.unscored.pop(0)
-        rows = [self.rows.get(row_id(group_id, index)) for index in range(self.settings.group_size)]
+        rows = [self.rows.get(row_id(group_id, index)) for index in range(self.sizes[group_id])]
         if None not in rows and group_id not in self.dropped:
             lengths = tuple(row for row in rows if row is not None)
             rewards = tuple(float(index) for index in range(len(rows)))
@@ -357,6 +409,8 @@ class PipelineWorld:
             self.join()
         while self.requests:
             self.answer_prompts(self.requests[0].count)
+        if self.held_out_asked:
+            self.answer_held_out()
         for worker_id in list(self.workers):
             self._work(worker_id)
         while self.unscored:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.core.settings import CoreSettings
-from tests.fakes.pipeline_world import PipelineWorld, groups_of
+from tests.fakes.pipeline_world import HELD_OUT, PipelineWorld, groups_of
 from transport.messages import (
     BrokerUsage,
     CheckpointRequested,
@@ -53,6 +53,11 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         record_logprobs=st.booleans(),
         checkpoint_every=st.integers(0, 3),
         max_retained_bytes=st.just(1000),
+        eval_every=st.integers(0, 2),
+        eval_problems=st.just(HELD_OUT),
+        eval_budget=st.sampled_from([0.25, 1.0]),
+        eval_hold_s=st.sampled_from([0.0, 5.0]),
+        eval_timeout_s=st.sampled_from([8.0, 60.0]),
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 
@@ -100,6 +105,11 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def prompts(self, data):
         self.world.answer_prompts(data.draw(st.integers(0, self.world.requests[0].count)))
+
+    @precondition(lambda self: self.world.held_out_asked)
+    @rule()
+    def held_out_prompts(self):
+        self.world.answer_held_out()
 
     @precondition(holds_plans)
     @rule(data=st.data())

@@ -151,7 +151,7 @@ def test_nearest_key(argument: str, meant: str):
 
 
 def test_a_key_like_no_other_lists_those_there_are():
-    assert "keys of eval: problems, seed" in error_of("eval.zzz=1")
+    assert "keys of eval: every, temperature" in error_of("eval.zzz=1")
 
 
 def test_words_of_other_trainers_name_real_settings():

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from transport.types import GroupId
+from transport.types import GroupId, is_evaluation
 from workers.errors import LengthsError
 
 
 class ForcedLengths:
     """lengths: tokens, each >= 1; batch after batch, slot after slot, sample after sample takes the next, in a circle.
 
-    groups_per_batch, group_size: of the run. A replaced slot's lengths are those of a later batch.
+    groups_per_batch, group_size: of the run. A replaced slot's lengths are those of a later batch, and those of every
+    evaluation are the same from the first batch on.
     """
 
     def __init__(self, lengths: Sequence[int], *, groups_per_batch: int, group_size: int) -> None:
@@ -28,8 +29,9 @@ class ForcedLengths:
 
     def limits(self, group_id: GroupId, samples: Sequence[int]) -> tuple[int, ...]:
         """Tokens of each of these samples of the group."""
-        batch, slot = (int(part) for part in group_id.split("/"))
-        first = (batch * self._groups_per_batch + slot) * self._group_size
+        batch, slot = group_id.split("/")
+        place = 0 if is_evaluation(group_id) else int(batch) * self._groups_per_batch
+        first = (place + int(slot)) * self._group_size
         return tuple(self._lengths[(first + sample) % len(self._lengths)] for sample in samples)
 
 

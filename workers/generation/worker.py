@@ -39,7 +39,7 @@ from transport.messages import (
 )
 from transport.rows import BrokerRows, RowStore, decode_array
 from transport.settings import Settings
-from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId
+from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId, is_evaluation
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
 from workers.generation.lengths import ForcedLengths
 from workers.generation.plans import HeldPlan, HeldPlans
@@ -183,7 +183,9 @@ class GenerationWorker:
     def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32]) -> None:
         if not len(prompt_ids):
             raise MessageError("the broker does not have it")
-        plan, sampling = held.plan, self._settings.sampling
+        plan = held.plan
+        sampling = plan.sampling or self._settings.sampling
+        evaluated = is_evaluation(plan.group_id)
         held.prompt_tokens = len(prompt_ids)
         self._engine.submit(
             GenerationRequest(
@@ -192,7 +194,7 @@ class GenerationWorker:
                 samples=plan.samples,
                 sampling=SamplingParams(
                     max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
+                    temperature=self._settings.eval.temperature if evaluated else sampling.temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     stop_token_ids=self._stop_token_ids,
