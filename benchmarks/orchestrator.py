@@ -96,8 +96,11 @@ class Bench:
         try:
             yield psutil.Process(process.pid)
         finally:
-            process.kill()
-            await process.wait()
+            if process.returncode is not None:
+                print((run_dir / "orchestrator.log").read_text(errors="replace")[-3000:], file=sys.stderr)
+            else:
+                process.kill()
+                await process.wait()
 
     async def measure(self, num_workers: int, seconds: float) -> Measured:
         """Let a fleet of so many workers run for a while."""

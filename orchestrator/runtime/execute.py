@@ -7,7 +7,7 @@ carried out twice has the effect of once, because its id is the id of its stream
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, assert_never
 
 import structlog
@@ -17,7 +17,7 @@ from orchestrator.errors import ForeignEntryError
 from orchestrator.runtime.prompts import Prompt
 from transport import faults
 from transport.broker import keys
-from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, parse_entry_id
+from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, StreamWrite, parse_entry_id
 from transport.messages import (
     AbortRollouts,
     AdmitGroups,
@@ -39,14 +39,21 @@ from transport.messages import (
     encode,
 )
 from transport.rows import encode_array
-from transport.types import Column, PromptId, is_evaluation
+from transport.types import Column, PromptId, WorkerId, is_evaluation
 
 log = structlog.get_logger(__name__)
 
 Issued: TypeAlias = tuple[CommandId, Command]
 
+PLANS = keys.plans(WorkerId(""))
+"""What the names of work queues begin with; the other streams written here are logs."""
+
 GROUPS_PER_COMMIT = 512
 """Prompt columns written in one step: the broker serves nobody else meanwhile, some 10 ms for so many."""
+
+
+ENTRIES_PER_STEP = 512
+"""Stream entries appended in one step, for the same reason."""
 
 
 class PromptDesk(Protocol):
@@ -115,19 +122,19 @@ class Executor:
         for command_id, command in by_id:
             for stream, (identity, entry) in stream_entries(command_id, command):
                 appends.setdefault(stream, {})[identity] = entry
-        for stream, entries in appends.items():
-            await self._append(stream, list(entries.items()))
+        for writes in in_steps(appends):
+            await self._append(writes)
         for _, command in batch:
             await self._apply(command)
 
-    async def _append(self, stream: str, entries: list[tuple[str, Entry]]) -> None:
+    async def _append(self, writes: Sequence[StreamWrite]) -> None:
         """Append what is not there yet. Raises ForeignEntryError when it is kept out by an entry that is not ours."""
-        write = self._broker.enqueue_many if stream.startswith("plans:") else self._broker.append_many
-        added = await write(stream, entries, fence=self._fence)
-        if added < len(entries):
-            last = await self._broker.last_id(stream)
-            if parse_entry_id(last)[0] > self._last_seq:
-                raise ForeignEntryError(stream, last)
+        added = await self._broker.append_many(writes, fence=self._fence)
+        for write, num_added in zip(writes, added, strict=True):
+            if num_added < len(write.entries):
+                last = await self._broker.last_id(write.stream)
+                if parse_entry_id(last)[0] > self._last_seq:
+                    raise ForeignEntryError(write.stream, last)
 
     async def _apply(self, command: Command) -> None:
         """The commands that are not stream entries."""
@@ -157,6 +164,23 @@ class Executor:
             Column.TASK_ENTRY: prompt.entry_json.encode(),
         }
         return GroupWrite(group_id=group.group_id, size=group.group_size, columns=columns)
+
+
+def in_steps(appends: Mapping[str, Mapping[str, Entry]]) -> Iterator[list[StreamWrite]]:
+    """What to append in one step each: of ENTRIES_PER_STEP entries or fewer, in order within each stream."""
+    step: list[StreamWrite] = []
+    room = ENTRIES_PER_STEP
+    for stream, by_id in appends.items():
+        entries = list(by_id.items())
+        while entries:
+            now, entries = entries[:room], entries[room:]
+            step.append(StreamWrite(stream=stream, entries=now, is_queue=stream.startswith(PLANS)))
+            room -= len(now)
+            if not room:
+                yield step
+                step, room = [], ENTRIES_PER_STEP
+    if step:
+        yield step
 
 
 def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, tuple[str, Entry]]]:

@@ -20,6 +20,9 @@ log = structlog.get_logger(__name__)
 
 READ_COUNT = 512
 READ_WAIT_S = 1.0
+GATHER_S = 0.003
+"""Between two reads of the events log. An event that comes alone is read at once; where many come, one read brings
+several: a round trip costs more than deciding on what it brings (0.12 of 0.31 ms a sample at 480 samples a second)."""
 TICK_S = 0.5
 USAGE_S = 2.0
 
@@ -43,7 +46,8 @@ def new_inbox() -> Inbox:
 async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
     """Forward the events log from ``cursor`` on, forever. A message that cannot be read is counted and passed over."""
     while True:
-        for entry in await broker.read(keys.EVENTS, cursor, count=READ_COUNT, wait_s=READ_WAIT_S):
+        entries = await broker.read(keys.EVENTS, cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
+        for entry in entries:
             cursor = entry.entry_id
             try:
                 event = event_decoder.decode(entry.entry.payload)
@@ -51,6 +55,8 @@ async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
                 log.warning("unreadable event", entry=entry.entry_id, fields=dict(entry.entry.fields), error=str(error))
                 continue
             await inbox.put(Arrival(event, cursor))
+        if 0 < len(entries) < READ_COUNT:
+            await asyncio.sleep(GATHER_S)
 
 
 async def tick(inbox: Inbox) -> None:

@@ -19,6 +19,7 @@ from transport.broker.base import (
     Fence,
     GroupWrite,
     RowWrite,
+    StreamWrite,
     parse_entry_id,
 )
 from transport.errors import FencedError, MessageError
@@ -90,8 +91,10 @@ async def test_explicit_id_is_appended_once(broker: Broker) -> None:
     assert await broker.append("rounds", entry("a"), entry_id="7-1") == "7-1"
     assert await broker.append("rounds", entry("a"), entry_id="7-1") is None
     assert await broker.append("rounds", entry("older"), entry_id="6-9") is None
-    assert await broker.append_many("rounds", [("7-1", entry("a")), ("7-2", entry("b")), ("8-0", entry("c"))]) == 2
-    assert await broker.append_many("rounds", []) == 0
+    again = StreamWrite(stream="rounds", entries=[("7-1", entry("a")), ("7-2", entry("b")), ("8-0", entry("c"))])
+    assert await broker.append_many([again]) == [2]
+    assert await broker.append_many([StreamWrite(stream="rounds", entries=[])]) == [0]
+    assert await broker.append_many([]) == []
     assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["a", "b", "c"]
     assert await broker.last_id("rounds") == "8-0"
 
@@ -99,21 +102,48 @@ async def test_explicit_id_is_appended_once(broker: Broker) -> None:
 @pytest.mark.parametrize("ids", [["0-0"], ["5-1", "5-1"], ["5-1", "4-0"]])
 async def test_ids_that_do_not_ascend_are_a_bug(broker: Broker, ids: list[str]) -> None:
     with pytest.raises(ValueError, match="is not above"):
-        await broker.append_many("rounds", [(entry_id, entry("x")) for entry_id in ids])
+        await broker.append_many(
+            [
+                StreamWrite(stream="log", entries=[("1-0", entry("x"))]),
+                StreamWrite(stream="rounds", entries=[(entry_id, entry("x")) for entry_id in ids]),
+            ]
+        )
+    assert await broker.length("log") == 0
     assert await broker.length("rounds") == 0
 
 
 async def test_many_are_enqueued_once_each_and_claimed_in_order(broker: Broker) -> None:
-    assert await broker.enqueue_many(QUEUE, []) == 0
-    assert await broker.enqueue_many(QUEUE, [("1-0", entry("a")), ("1-1", entry("b"))]) == 2
-    assert await broker.enqueue_many(QUEUE, [("1-1", entry("again")), ("2-0", entry("c"))]) == 1
+    def write(*named: tuple[str, str]) -> StreamWrite:
+        entries = [(entry_id, entry(name)) for entry_id, name in named]
+        return StreamWrite(stream=QUEUE, entries=entries, is_queue=True)
+
+    assert await broker.append_many([write()]) == [0]
+    assert await broker.append_many([write(("1-0", "a"), ("1-1", "b"))]) == [2]
+    assert await broker.append_many([write(("1-1", "again"), ("2-0", "c"))]) == [1]
     claimed = await broker.claim(QUEUE, "me", count=9)
     assert [delivery.entry_id for delivery in claimed] == ["1-0", "1-1", "2-0"]
     assert [delivery.entry.fields["name"] for delivery in claimed] == ["a", "b", "c"]
 
 
+async def test_streams_are_appended_to_in_one_step(broker: Broker) -> None:
+    await broker.append("rounds", entry("first"), entry_id="1-0")
+    writes = [
+        StreamWrite(stream="rounds", entries=[("1-0", entry("again")), ("2-0", entry("second"))]),
+        StreamWrite(stream=QUEUE, entries=[("2-1", entry("plan"))], is_queue=True),
+    ]
+    old = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
+    await broker.acquire_epoch("orchestrator")
+    with pytest.raises(FencedError):
+        await broker.append_many(writes, fence=old)
+    assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["first"]
+    assert await broker.append_many(writes) == [1, 1]
+    assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["first", "second"]
+    assert [delivery.entry.fields["name"] for delivery in await broker.claim(QUEUE, "me", count=9)] == ["plan"]
+
+
 async def test_trim_frees_up_to_the_cursor_and_keeps_the_last_id(broker: Broker) -> None:
-    await broker.append_many("rounds", [(f"{i}-{i}", entry(str(i))) for i in range(1, 6)])
+    for i in range(1, 6):
+        await broker.append("rounds", entry(str(i)), entry_id=f"{i}-{i}")
     assert await broker.trim("rounds", "3-3") == 3
     assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["4", "5"]
     assert await broker.trim("rounds", "9-0") == 2
@@ -436,9 +466,8 @@ async def test_fences(broker: Broker, harness: BrokerHarness) -> None:
     assert await broker.append("weights", entry("v1"), entry_id="1-0", fence=current) == "1-0"
     for write in (
         broker.append("weights", entry("old"), fence=old),
-        broker.append_many("weights", [("2-0", entry("old"))], fence=old),
+        broker.append_many([StreamWrite(stream="weights", entries=[("2-0", entry("old"))])], fence=old),
         broker.enqueue(QUEUE, entry("old"), fence=old),
-        broker.enqueue_many(QUEUE, [("2-0", entry("old"))], fence=old),
     ):
         with pytest.raises(FencedError):
             await write

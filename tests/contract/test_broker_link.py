@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.cutting_proxy import CuttingProxy
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Append, Commit, Entry, GroupWrite, RowWrite
+from transport.broker.base import ZERO_ID, Append, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.connect import check_server, connect
 from transport.broker.embedded import free_port
 from transport.broker.lua import Request
@@ -76,7 +76,10 @@ async def test_commit_sent_again_happens_once(broker: RedisBroker, proxy: Cuttin
     ("write", "expected"),
     [
         (lambda broker: broker.append("log", HELLO, entry_id="5-0"), "5-0"),
-        (lambda broker: broker.append_many("log", [("5-0", HELLO), ("5-1", HELLO)]), 2),
+        (
+            lambda broker: broker.append_many([StreamWrite(stream="log", entries=[("5-0", HELLO), ("5-1", HELLO)])]),
+            [2],
+        ),
         (lambda broker: broker.next_incarnation("generate-0"), 1),
         (lambda broker: broker.acquire_epoch("trainer"), 1),
         (lambda broker: broker.drop_groups([GroupId("9/9")]), 1),
@@ -132,7 +135,7 @@ async def test_request_that_arrives_after_a_later_one_is_refused(server_url: str
     link, slot = RedisLink(server_url), keys.session(run_name, "client", 0)
 
     async def append(number: int) -> None:
-        request = Request({"stream": "log", "queue": 0, "entries": [["*", ["number", str(number)]]]})
+        request = Request({"streams": [["log", 0, [["*", ["number", str(number)]]]]]})
         await link.script("append", slot, keys.full(run_name, ""), number, request)
 
     await append(2)

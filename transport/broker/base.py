@@ -87,6 +87,15 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamWrite:
+    """Entries for one stream under explicit ids, which ascend. is_queue: it is a work queue."""
+
+    stream: str
+    entries: Sequence[tuple[str, Entry]]
+    is_queue: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowWrite:
     """Columns of one row, written once and together.
 
@@ -206,8 +215,8 @@ class Broker(Protocol):
         """Append one entry. Returns its id, or None when ``entry_id`` was already there."""
         ...
 
-    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
-        """Append entries with explicit ascending ids in one step. Returns how many were not there yet."""
+    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
+        """Append to several streams in one step. Returns per write how many of its entries were not there yet."""
         ...
 
     async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
@@ -235,12 +244,6 @@ class Broker(Protocol):
         self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
     ) -> str | None:
         """Append to a work queue (and create its consumer group). Same contract as ``append``."""
-        ...
-
-    async def enqueue_many(
-        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
-    ) -> int:
-        """Append to a work queue as ``append_many`` does to a log."""
         ...
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from transport.broker.base import Append, Commit, DeadLetter, Entry, parse_entry_id
+from transport.broker.base import Append, Commit, DeadLetter, Entry, StreamWrite, parse_entry_id
 from transport.errors import MessageError
 from transport.messages import MAX_MESSAGE_BYTES
 from transport.types import USER_PREFIX, TaskSpec, is_user_name
@@ -36,6 +36,14 @@ def check_ids(ids: Iterable[str]) -> None:
         if current <= last:
             raise ValueError(f"entry id {entry_id} is not above {last[0]}-{last[1]}")
         last = current
+
+
+def check_writes(writes: Iterable[StreamWrite]) -> None:
+    """Checks every entry, and that the ids of each stream ascend."""
+    for write in writes:
+        check_ids(entry_id for entry_id, _ in write.entries)
+        for _, entry in write.entries:
+            check_entry(entry)
 
 
 def check_commit(commit: Commit) -> None:

@@ -27,6 +27,7 @@ from transport.broker.base import (
     Pending,
     RowWrite,
     ServerInfo,
+    StreamWrite,
     parse_entry_id,
 )
 from transport.broker.entries import (
@@ -35,6 +36,7 @@ from transport.broker.entries import (
     check_ids,
     check_task_name,
     check_tasks,
+    check_writes,
     dead_letter,
 )
 from transport.broker.memory_server import Group, MemoryServer, RunState
@@ -97,24 +99,20 @@ class MemoryBroker:
             stream.is_queue = stream.is_queue or queue
             return stream.add(entry, entry_id, self._server.now_ms())
 
-    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
-        return await self._append_many(log, entries, fence, queue=False)
-
-    async def _append_many(
-        self, name: str, entries: Sequence[tuple[str, Entry]], fence: Fence | None, *, queue: bool
-    ) -> int:
-        check_ids(entry_id for entry_id, _ in entries)
-        for _, entry in entries:
-            check_entry(entry)
+    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
+        check_writes(writes)
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
             _check_fence(state, fence)
-            if not entries:
-                return 0
-            stream = state.stream(name)
-            stream.is_queue = stream.is_queue or queue
-            added = [stream.add(entry, entry_id, self._server.now_ms()) for entry_id, entry in entries]
-            return sum(entry_id is not None for entry_id in added)
+            return [self._write_stream(state, write) for write in writes]
+
+    def _write_stream(self, state: RunState, write: StreamWrite) -> int:
+        if not write.entries:
+            return 0
+        stream = state.stream(write.stream)
+        stream.is_queue = stream.is_queue or write.is_queue
+        added = [stream.add(entry, entry_id, self._server.now_ms()) for entry_id, entry in write.entries]
+        return sum(entry_id is not None for entry_id in added)
 
     async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
         deadline_s = asyncio.get_running_loop().time() + wait_s
@@ -155,11 +153,6 @@ class MemoryBroker:
         self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
     ) -> str | None:
         return await self._append(queue, entry, entry_id, fence, queue=True)
-
-    async def enqueue_many(
-        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
-    ) -> int:
-        return await self._append_many(queue, entries, fence, queue=True)
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
         deadline_s = asyncio.get_running_loop().time() + wait_s

@@ -26,6 +26,7 @@ from transport.broker.base import (
     Pending,
     RowWrite,
     ServerInfo,
+    StreamWrite,
     parse_entry_id,
 )
 from transport.broker.entries import (
@@ -35,6 +36,7 @@ from transport.broker.entries import (
     check_ids,
     check_task_name,
     check_tasks,
+    check_writes,
     dead_letter,
     entry_from_fields,
 )
@@ -135,20 +137,30 @@ class RedisBroker:
     async def append(
         self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
     ) -> str | None:
-        return (await self._append(log, [(entry_id, entry)], fence, queue=False))[0]
-
-    async def append_many(self, log: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None) -> int:
-        ids = await self._append(log, entries, fence, queue=False)
-        return sum(entry_id is not None for entry_id in ids)
+        return await self._append(log, entry, entry_id, fence, queue=False)
 
     async def _append(
-        self, stream: str, entries: Sequence[tuple[str | None, Entry]], fence: Fence | None, *, queue: bool
-    ) -> list[str | None]:
-        check_ids(entry_id for entry_id, _ in entries if entry_id is not None)
-        request = Request({"stream": stream, "queue": int(queue)})
-        request.body["entries"] = [[entry_id or "*", _fields(request, entry)] for entry_id, entry in entries]
-        reply = await self._once("append", request, fence)
-        return [entry_id.decode() or None for entry_id in cast("list[bytes]", reply)]
+        self, stream: str, entry: Entry, entry_id: str | None, fence: Fence | None, *, queue: bool
+    ) -> str | None:
+        check_ids([entry_id] if entry_id else [])
+        request = Request()
+        request.body["streams"] = [[stream, int(queue), [[entry_id or "*", _fields(request, entry)]]]]
+        ((added,),) = cast("list[list[bytes]]", await self._once("append", request, fence))
+        return added.decode() or None
+
+    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
+        check_writes(writes)
+        request = Request()
+        request.body["streams"] = [
+            [
+                write.stream,
+                int(write.is_queue),
+                [[entry_id, _fields(request, entry)] for entry_id, entry in write.entries],
+            ]
+            for write in writes
+        ]
+        reply = cast("list[list[bytes]]", await self._once("append", request, fence))
+        return [sum(added != b"" for added in of_stream) for of_stream in reply]
 
     async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
         def command(block: Command) -> Command:
@@ -177,13 +189,7 @@ class RedisBroker:
     async def enqueue(
         self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
     ) -> str | None:
-        return (await self._append(queue, [(entry_id, entry)], fence, queue=True))[0]
-
-    async def enqueue_many(
-        self, queue: str, entries: Sequence[tuple[str, Entry]], *, fence: Fence | None = None
-    ) -> int:
-        ids = await self._append(queue, entries, fence, queue=True)
-        return sum(entry_id is not None for entry_id in ids)
+        return await self._append(queue, entry, entry_id, fence, queue=True)
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
         def command(block: Command) -> Command:
