@@ -28,11 +28,13 @@ bubble are StreamRL's (section 3); the split of the rest is ours, because "idle"
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 
-from orchestrator.report.spans import TRAINER, SpanKind, Timeline
+from orchestrator.report.spans import TRAINER, Presence, SpanKind, Timeline
 
 
 class Cause(StrEnum):
@@ -67,20 +69,54 @@ class Usage:
         return self
 
 
+NOTHING = Usage()
+"""Of a window in which a track was not there; nobody adds to it."""
+
+
 def usage_by_window(timeline: Timeline, edges: Sequence[float]) -> dict[str, list[Usage]]:
     """Per track (generation workers and the trainer) its usage in each window [edges[i], edges[i + 1]).
 
     Args:  edges: [W + 1] seconds of the run's clock, ascending.
     """
-    sweep = _Sweep(timeline, len(edges) - 1)
-    changes = [change for change in _changes(timeline) if change[0] < edges[-1]]
-    position = 0
-    for window, edge in enumerate(edges):
-        while position < len(changes) and changes[position][0] <= edge:
-            sweep.apply(changes[position], in_window=window - 1)
-            position += 1
-        sweep.settle(edge, in_window=window - 1)
+    shown = {track: _windows_of(presences, edges) for track, presences in presences_by_track(timeline).items()}
+    found = usage_within(timeline, {track: edges[first : end + 1] for track, (first, end) in shown.items()})
+    num_windows = len(edges) - 1
+    return {
+        track: [*[NOTHING] * first, *found[track], *[NOTHING] * (num_windows - first - len(found[track]))]
+        for track, (first, _) in shown.items()
+    }
+
+
+def usage_within(timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> dict[str, list[Usage]]:
+    """Per track its usage in windows of its own, [edges[track][i], edges[track][i + 1]), ascending.
+
+    The cost grows with spans and edges (it sorts them), not with their product: a run of hours has 10^5 of both.
+    """
+    sweep = _Sweep(timeline, edges)
+    for change in sorted(_unordered_changes(timeline, edges), key=itemgetter(0)):
+        sweep.apply(change)
     return sweep.usage
+
+
+def presences_by_track(timeline: Timeline) -> dict[str, list[Presence]]:
+    """Per track, generation workers by name and the trainer last, when it was there; the trainer also if it never was.
+
+    A worker that came again has another name: there are as many tracks as there were processes.
+    """
+    by_track: dict[str, list[Presence]] = {track: [] for track in (*timeline.workers, TRAINER)}
+    for presence in timeline.presences:
+        by_track[presence.track].append(presence)
+    return by_track
+
+
+def _windows_of(presences: Sequence[Presence], edges: Sequence[float]) -> tuple[int, int]:
+    """[first, end) of the windows in which a track was there at all: the others need not be looked at."""
+    if not presences:
+        return 0, 0
+    first = bisect_right(edges, min(presence.start_s for presence in presences)) - 1
+    end = bisect_left(edges, max(presence.end_s for presence in presences))
+    last = len(edges) - 1
+    return min(max(first, 0), last), min(end, last)
 
 
 def total(usages: Sequence[Usage]) -> Usage:
@@ -128,13 +164,14 @@ def most_at_once(timeline: Timeline) -> dict[str, int]:
 
 _Change = tuple[float, str, str, int]
 """(when, what, track, by how much)."""
+_EDGE = "edge"
+"""What happens where a window of a track ends and the next begins."""
 
 
-def _changes(timeline: Timeline) -> list[_Change]:
-    return sorted(_unordered_changes(timeline))
-
-
-def _unordered_changes(timeline: Timeline) -> Iterator[_Change]:
+def _unordered_changes(timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> Iterator[_Change]:
+    for track, of_track in edges.items():
+        for edge in of_track:
+            yield edge, _EDGE, track, 1
     for presence in timeline.presences:
         yield presence.start_s, "present", presence.track, presence.capacity
         yield presence.end_s, "present", presence.track, -presence.capacity
@@ -169,9 +206,9 @@ class _Sweep:
     worker is looked at only when something of its own changes: the cost does not grow with workers times samples.
     """
 
-    def __init__(self, timeline: Timeline, num_windows: int) -> None:
-        tracks = [*timeline.workers, TRAINER]
-        self.usage = {track: [Usage() for _ in range(num_windows)] for track in tracks}
+    def __init__(self, timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> None:
+        self.usage = {track: [Usage() for _ in of_track[1:]] for track, of_track in edges.items()}
+        self._window = dict.fromkeys(edges, -1)
         most = most_at_once(timeline)
         self._workers = {track: _Worker(most=most.get(track, 1)) for track in timeline.workers}
         self._now_s = 0.0
@@ -179,15 +216,21 @@ class _Sweep:
         self._capacity = 0
         self._active: dict[str, int] = dict.fromkeys((*SpanKind, "queued", "present"), 0)
 
-    def apply(self, change: _Change, *, in_window: int) -> None:
-        """Account up to the change, then make it. in_window: which window lies before it; -1 is before all."""
+    def apply(self, change: _Change) -> None:
+        """Account up to the change, then make it."""
         at_s, what, track, by = change
-        self._advance(at_s, in_window)
-        if track not in self._workers:
+        self._advance(at_s)
+        worker = self._workers.get(track)
+        if worker is not None:
+            self._settle(track, worker)
+        if what == _EDGE:
+            self._window[track] += by
+        elif worker is not None:
+            self._change_worker(worker, what, by)
+        else:
             self._active[what] += by
-            return
-        worker = self._workers[track]
-        self._settle(track, worker, in_window)
+
+    def _change_worker(self, worker: _Worker, what: str, by: int) -> None:
         match what:
             case "present":
                 slots = min(abs(by), worker.most) * (1 if by > 0 else -1)
@@ -202,34 +245,36 @@ class _Sweep:
                 worker.running += by
                 self._active[what] += by
 
-    def settle(self, at_s: float, *, in_window: int) -> None:
-        """Account everything up to ``at_s``, the end of a window."""
-        self._advance(at_s, in_window)
-        for track, worker in self._workers.items():
-            self._settle(track, worker, in_window)
-
-    def _advance(self, at_s: float, in_window: int) -> None:
+    def _advance(self, at_s: float) -> None:
         seconds = at_s - self._now_s
         if seconds <= 0:
             return
         self._stage_s[self._cause_in_stage()] += seconds
-        if self._active["present"] and in_window >= 0:
-            usage = self.usage[TRAINER][in_window]
+        usage = self._usage_now(TRAINER)
+        if usage is not None and self._active["present"]:
             usage.present_s += seconds
             for cause, share in self._trainer_causes():
                 usage.add(cause, seconds * share)
         self._now_s = at_s
 
-    def _settle(self, track: str, worker: _Worker, in_window: int) -> None:
+    def _usage_now(self, track: str) -> Usage | None:
+        """Where the time that passes on ``track`` is noted: nowhere before its first window and after its last."""
+        window = self._window.get(track, -1)
+        usages = self.usage.get(track, ())
+        return usages[window] if 0 <= window < len(usages) else None
+
+    def _settle(self, track: str, worker: _Worker) -> None:
         """Account what ``worker`` did since it was last looked at."""
         seconds = self._now_s - worker.settled_s
-        if seconds > 0 and worker.capacity and in_window >= 0:
-            usage = self.usage[track][in_window]
+        if seconds <= 0:
+            return
+        usage = self._usage_now(track)
+        if worker.capacity and usage is not None:
             usage.present_s += seconds
             share = 1.0 - min(worker.running, worker.capacity) / worker.capacity
             if worker.loading or worker.queued:
                 usage.add(Cause.WEIGHTS if worker.loading else Cause.OTHER, share * seconds)
-            else:
+            elif share > 0:
                 for cause, until_now in self._stage_s.items():
                     usage.add(cause, share * (until_now - worker.settled[cause]))
         worker.settled_s = self._now_s

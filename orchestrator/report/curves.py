@@ -24,9 +24,9 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-def series_of(name: str, lines: Sequence[Mapping[str, Any]], key: str) -> Series:
-    """The numbers under ``key``; a batch without one, or with NaN, has no point."""
-    points = [(float(line["batch"]), float(line[key])) for line in lines if _is_finite(line.get(key))]
+def series_of(name: str, lines: Sequence[Mapping[str, Any]], key: str, *, over: str = "batch") -> Series:
+    """The numbers under ``key``; a batch (or what ``over`` names) without one, or with NaN, has no point."""
+    points = [(float(line[over]), float(line[key])) for line in lines if _is_finite(line.get(key))]
     return Series(name=name, points=points)
 
 
@@ -43,15 +43,16 @@ def draw_chart(title: str, series: Sequence[Series]) -> Drawing | None:
     xs = [x for one in drawn for x, _ in one.points]
     ys = [y for one in drawn for _, y in one.points]
     low, high = (min(ys), max(ys)) if min(ys) < max(ys) else (min(ys) - 0.5, max(ys) + 0.5)
-    across = (WIDTH - LEFT - RIGHT) / (max(xs) - min(xs) or 1.0)
+    leftmost = min(xs)
+    across = (WIDTH - LEFT - RIGHT) / (max(xs) - leftmost or 1.0)
     up = (HEIGHT - TOP - BOTTOM) / (high - low)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - min(xs)) * across, HEIGHT - BOTTOM - (y - low) * up
+        return LEFT + (x - leftmost) * across, HEIGHT - BOTTOM - (y - low) * up
 
-    _grid(drawing, low, high, [place(min(xs), y)[1] for y in _ticks(low, high)])
+    _grid(drawing, low, high, [place(leftmost, y)[1] for y in _ticks(low, high)])
     drawing.words += [
-        Words(LEFT, HEIGHT - 8, f"batch {min(xs):g}"),
+        Words(LEFT, HEIGHT - 8, f"batch {leftmost:g}"),
         Words(WIDTH - RIGHT, HEIGHT - 8, f"{max(xs):g}", anchor="end"),
     ]
     for number, one in enumerate(drawn):

@@ -8,11 +8,14 @@ events; times in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
-from orchestrator.report.bubbles import Cause, Usage, usage_by_window
-from orchestrator.report.spans import ORCHESTRATOR, SCORING, TRAINER, Span, SpanKind, Timeline
+from orchestrator.report.bubbles import Cause, Usage, presences_by_track, usage_by_window, usage_within
+from orchestrator.report.spans import ORCHESTRATOR, SCORING, TRAINER, Presence, Span, SpanKind, Timeline
 
 MICROSECONDS = 1e6
 NUM_COUNTS = 1000
@@ -106,39 +109,47 @@ def _shares(usage: Usage) -> dict[str, float]:
 
 def waits(timeline: Timeline) -> list[Span]:
     """Times in which a generation worker ran nothing at all, or the trainer did nothing, named by their main cause."""
-    gaps = {track: _gaps(timeline, track) for track in [*timeline.workers, TRAINER]}
-    edges = sorted({edge for of_track in gaps.values() for gap in of_track for edge in gap})
-    if len(edges) < 2:
-        return []
-    place = {edge: index for index, edge in enumerate(edges)}
-    usage = usage_by_window(timeline, edges)
-    return [
-        _wait(track, start_s, end_s, usage[track][place[start_s] : place[end_s]])
-        for track, of_track in gaps.items()
-        for start_s, end_s in of_track
-    ]
+    busy = _busy_times(timeline)
+    gaps = {track: _gaps(busy[track], presences) for track, presences in presences_by_track(timeline).items()}
+    edges = {track: sorted({edge for gap in of_track for edge in gap}) for track, of_track in gaps.items()}
+    usage = usage_within(timeline, edges)
+    found: list[Span] = []
+    for track, of_track in gaps.items():
+        place = {edge: index for index, edge in enumerate(edges[track])}
+        found += [_wait(track, start_s, end_s, usage[track][place[start_s]]) for start_s, end_s in of_track]
+    return found
 
 
-def _wait(track: str, start_s: float, end_s: float, usages: Iterable[Usage]) -> Span:
-    seconds = dict.fromkeys(Cause, 0.0)
-    for usage in usages:
-        for cause, idle_s in usage.idle_s.items():
-            seconds[cause] += idle_s
-    cause = max(seconds, key=seconds.__getitem__)
+def _wait(track: str, start_s: float, end_s: float, usage: Usage) -> Span:
+    cause = max(Cause, key=lambda cause: usage.idle_s.get(cause, 0.0))
     return Span(track=track, kind=SpanKind.WAIT, start_s=start_s, end_s=end_s, name=f"wait: {cause}")
 
 
-def _gaps(timeline: Timeline, track: str) -> list[tuple[float, float]]:
-    """Times in which ``track`` was present and nothing ran on it; loads run beside and do not count."""
-    working = [(s.start_s, s.end_s) for s in timeline.spans if s.track == track and s.kind is not SpanKind.LOAD]
-    found: list[tuple[float, float]] = []
-    for presence in timeline.presences:
-        if presence.track != track:
+def _busy_times(timeline: Timeline) -> dict[str, list[tuple[float, float]]]:
+    """Per track when anything ran on it, in order and without overlaps; loads run beside and do not count."""
+    busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for span in sorted(timeline.spans, key=attrgetter("start_s")):
+        if span.kind is SpanKind.LOAD:
             continue
+        times = busy[span.track]
+        if times and span.start_s <= times[-1][1]:
+            times[-1] = (times[-1][0], max(times[-1][1], span.end_s))
+        else:
+            times.append((span.start_s, span.end_s))
+    return busy
+
+
+def _gaps(busy: Sequence[tuple[float, float]], presences: Iterable[Presence]) -> list[tuple[float, float]]:
+    """Times in which a track was present and nothing ran on it. busy: in order, without overlaps."""
+    found: list[tuple[float, float]] = []
+    for presence in presences:
         free_s = presence.start_s
-        inside = [(start, end) for start, end in working if end > presence.start_s and start < presence.end_s]
-        for start_s, end_s in sorted([*inside, (presence.end_s, presence.end_s)]):
+        for start_s, end_s in busy[bisect_right(busy, free_s, key=itemgetter(1)) :]:
+            if start_s >= presence.end_s:
+                break
             if start_s > free_s:
                 found.append((free_s, start_s))
-            free_s = max(free_s, end_s)
+            free_s = end_s
+        if free_s < presence.end_s:
+            found.append((free_s, presence.end_s))
     return found
