@@ -1,0 +1,200 @@
+"""Each dispatch policy on cases that can be worked out by hand, and what predictions are found to be worth."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.dispatch.calibration import Calibration
+from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.dispatch.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
+from orchestrator.core.dispatch.scored import draw_lengths
+from orchestrator.core.dispatch.slicing import slicing
+from orchestrator.core.dispatch.two_class import instance_latency_s, split
+from orchestrator.core.forecast import finish_times, training_end_s
+from transport.types import GroupId, WorkerId
+
+COST = DecodeCost(fixed_s=0.01, weights_s=0.01, gemm_sample_s=0.0002, kv_token_s=1e-7)
+
+
+def problem_of(
+    lengths: list[float], num_instances: int = 2, *, sigma: float = 0.0, cost: DecodeCost = COST, slots: int = 10_000
+) -> Problem:
+    groups = tuple(
+        GroupLength(group_id=GroupId(str(place)), mean_tokens=length, sigma=sigma)
+        for place, length in enumerate(lengths)
+    )
+    instances = tuple(
+        Instance(worker_id=WorkerId(str(place)), cost=cost, max_running=slots) for place in range(num_instances)
+    )
+    return Problem(groups=groups, instances=instances, seed=3)
+
+
+def lengths_of(plan: Plan) -> list[list[float]]:
+    return [[group.mean_tokens for group in share] for share in plan.shares]
+
+
+def generation_s(problem: Problem, plan: Plan) -> float:
+    ends = [
+        max(finish_times(instance.cost, lengths, max_running=instance.max_running), default=0.0)
+        for instance, lengths in zip(problem.instances, lengths_of(plan), strict=True)
+    ]
+    return max(ends)
+
+
+def long_tail(count: int, seed: int = 0) -> list[float]:
+    chance = random.Random(seed)
+    return [min(20_000.0, 4500 * math.exp(0.8 * chance.gauss(0, 1))) for _ in range(count)]
+
+
+def test_even_shares_differ_by_one_at_most_and_do_not_look_at_predictions():
+    assert lengths_of(plan_dispatch("even", problem_of([9, 9, 9, 1, 1]))) == [[9, 9, 1], [9, 1]]
+
+
+def test_an_instance_of_half_the_speed_gets_half_the_share():
+    slow = DecodeCost(fixed_s=2 * COST.fixed_s, weights_s=2 * COST.weights_s)
+    problem = problem_of([5.0] * 30)
+    problem = replace(problem, instances=(problem.instances[0], replace(problem.instances[1], cost=slow)))
+    for policy in ("even", "slicing"):
+        fast, slow_share = lengths_of(plan_dispatch(policy, replace(problem, max_tokens=5.0)))
+        assert len(fast) > len(slow_share), policy
+    assert [len(share) for share in plan_dispatch("even", problem).shares] == [20, 10]
+
+
+def test_random_dispatch_depends_on_the_seed_alone():
+    problem = problem_of([float(length) for length in range(1, 30)])
+    assert plan_dispatch("random", problem) == plan_dispatch("random", problem)
+    assert plan_dispatch("random", problem) != plan_dispatch("random", replace(problem, seed=4))
+
+
+def test_the_papers_example_gains_by_dedicating_an_instance_to_the_long_tail():
+    """Figure 6: 2 samples twice as long as the other 64, 2 instances, step time that grows with the batch."""
+    cost = DecodeCost(fixed_s=1.0, sample_s=0.05)
+    problem = problem_of([100.0] * 64 + [200.0] * 2, cost=cost)
+    even_s = generation_s(problem, plan_dispatch("even", problem))
+    sliced = slicing(problem, 0.0)
+    assert generation_s(problem, sliced) < 0.95 * even_s
+    assert set(lengths_of(sliced)[0][:2]) == {200.0}
+
+
+@pytest.mark.parametrize("objective", [max, lambda long_s, rest_s: long_s + rest_s])
+def test_algorithm_2_takes_the_best_split_by_its_own_estimate(objective):
+    problem = problem_of(long_tail(100), 8, slots=20)
+    lengths = sorted(group.mean_tokens for group in problem.groups)
+    worker = problem.instances[0]
+
+    def estimate(num_long: int) -> float:
+        long_s = instance_latency_s(worker, 20 / num_long, lengths[90])
+        return objective(long_s, instance_latency_s(worker, 80 / (8 - num_long), lengths[50]))
+
+    num_long, tail = split(problem, objective, problem.instances)
+    assert tail == 20
+    assert estimate(num_long) == min(estimate(count) for count in range(1, 8))
+
+
+def test_the_sum_of_both_classes_is_the_wrong_objective():
+    """As printed, Algorithm 2 may end later than with the maximum, never the other way round by its estimate."""
+    problem = problem_of(long_tail(400), 8)
+    printed, corrected = (generation_s(problem, plan_dispatch(f"two_class_{name}", problem)) for name in ("sum", "max"))
+    assert corrected < printed
+
+
+def test_slices_gain_when_predictions_err_once_they_are_inflated():
+    totals = dict.fromkeys(["even", "bare", "inflated", "scored"], 0.0)
+    for seed in range(6):
+        chance, lengths = random.Random(seed), long_tail(256, seed)
+        predicted = [length * math.exp(0.2 * chance.gauss(0, 1)) for length in lengths]
+        problem = replace(problem_of(predicted, 8, sigma=0.2), max_tokens=20_000.0)
+        actual = {group.group_id: length for group, length in zip(problem.groups, lengths, strict=True)}
+        plans = {
+            "even": plan_dispatch("even", problem),
+            "bare": slicing(problem, 0.0),
+            "inflated": slicing(problem, 3.0),
+            "scored": plan_dispatch("scored", problem),
+        }
+        for name, plan in plans.items():
+            shares = [[actual[group.group_id] for group in share] for share in plan.shares]
+            totals[name] += max(max(finish_times(COST, share, max_running=10_000)) for share in shares if share)
+    assert totals["inflated"] < totals["bare"]
+    assert totals["inflated"] < 0.97 * totals["even"]
+    assert totals["scored"] < 0.97 * totals["even"]
+
+
+def test_a_plan_that_is_scored_by_the_end_of_training_feeds_the_trainer_earlier():
+    lengths = long_tail(512)
+    problem = problem_of(lengths, 8, sigma=0.1)
+    work_s = 300.0 / sum(lengths)
+
+    def trained_s(plan: Plan) -> float:
+        arrivals = [
+            (at_s, length * work_s)
+            for share in lengths_of(plan)
+            for at_s, length in zip(finish_times(COST, share, max_running=10_000), share, strict=True)
+        ]
+        return training_end_s(arrivals)
+
+    makespan = plan_dispatch("scored", problem)
+    pipeline = plan_dispatch("scored", replace(problem, train_token_s=work_s))
+    assert trained_s(pipeline) < trained_s(makespan)
+
+
+def test_work_in_hand_takes_room_from_what_is_planned():
+    problem = problem_of([1000.0] * 40)
+    busy = replace(problem.instances[0], in_hand=(1000.0,) * 20)
+    for policy in ("even", "slicing"):
+        first, second = plan_dispatch(policy, replace(problem, instances=(busy, problem.instances[1]))).shares
+        assert len(first) < len(second), policy
+
+
+def test_without_a_prediction_a_group_is_like_the_others():
+    problem = repaired(problem_of([100.0, math.nan, 400.0, -1.0, 900.0]))
+    assert [group.mean_tokens for group in problem.groups] == [100.0, 400.0, 400.0, 400.0, 900.0]
+    assert problem.groups[1].sigma > problem.groups[0].sigma == 0.0
+    unknown = repaired(problem_of([0.0, math.inf]))
+    assert [(group.mean_tokens, group.sigma) for group in unknown.groups] == [(1.0, UNKNOWN_SIGMA)] * 2
+
+
+def test_draws_repeat_with_the_seed_and_stay_under_the_longest_response():
+    problem = replace(problem_of(long_tail(50), sigma=0.5), max_tokens=9000.0)
+    first, second = draw_lengths(problem, 2)
+    assert draw_lengths(problem, 2) == [first, second]
+    assert first != second
+    assert max(first.longest) == 9000.0
+
+
+def calibrated(slope: float, noise: float, count: int = 4000) -> Calibration:
+    """log actual = 6 + slope * (log predicted - 5) + noise."""
+    chance, calibration = random.Random(0), Calibration()
+    for _ in range(count):
+        x = chance.gauss(5.0, 0.8)
+        calibration.add(math.exp(x), 0.0, max(1, round(math.exp(6 + slope * (x - 5) + noise * chance.gauss(0, 1)))))
+    return calibration
+
+
+def test_predictions_are_corrected_by_what_came_true():
+    calibration = calibrated(slope=1.0, noise=0.3)
+    mean, sigma = calibration.corrected(math.exp(6.0), 0.0)
+    assert sigma == pytest.approx(0.3, abs=0.02)
+    assert mean == pytest.approx(math.exp(7.0 + 0.045), rel=0.05)
+
+
+def test_a_ranker_that_knows_nothing_is_found_out():
+    calibration = calibrated(slope=0.0, noise=0.7)
+    short, long = (calibration.corrected(tokens, 0.1) for tokens in (50.0, 500.0))
+    assert long[0] == pytest.approx(short[0], rel=0.1)
+    assert short[1] == pytest.approx(0.7, abs=0.05)
+
+
+def test_predictions_are_taken_as_they_are_until_enough_is_known():
+    calibration = calibrated(slope=0.0, noise=0.7, count=63)
+    assert not calibration.known
+    assert calibration.corrected(123.0, 0.4) == (123.0, 0.4)
+    calibration.add(math.nan, 0.0, 5)
+    calibration.add(7.0, 0.0, 5)
+    assert calibration.known
+    calibration.fade()
+    assert not calibration.known
