@@ -1,0 +1,150 @@
+"""Named pipelines, and workloads at the papers' scale: scenarios from an LLM, GPUs and a split of them.
+
+Owns: what the papers' settings mean in ours. Never: constants (``core/hardware.py``), policies. Invariant: pipelines
+differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from orchestrator.core.analytic import GPUS_PER_NODE, Algorithm, decode_cost, switch_s, train_cost, transfer_cost
+from orchestrator.core.dispatch import Order, Placement, least_loaded
+from orchestrator.core.hardware import ASSUMED, H800, Assumptions, Gpu
+from orchestrator.core.llms import QWEN_72B, Llm
+from orchestrator.core.lpt import longest_first
+from orchestrator.core.settings import CoreSettings
+from orchestrator.sim.engine import Scenario
+from orchestrator.sim.lengths import RecordedLengths, long_tailed
+from orchestrator.sim.models import CostModel
+from transport.types import UpdateMode
+
+HEARTBEAT_S = 60.0
+"""Of simulated workers and ticks at this scale: nothing is lost here, so nobody waits for one."""
+NO_TIMEOUT_S = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained. batch: prompts, with ``group_size`` samples each."""
+
+    llm: Llm = QWEN_72B
+    lengths: RecordedLengths
+    batch: int = 1024
+    group_size: int = 1
+    algorithm: Algorithm = "ppo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which GPUs do what. colocated: the same GPUs do both in turn, and ``training_gpus`` are those of generation.
+
+    tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
+    slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round.
+    link_bytes_per_s: of an edge of the weight transfer; 0: the network of a training node.
+    """
+
+    generation_gpus: int
+    training_gpus: int
+    tensor_parallel: int = 8
+    ranks: int = 4
+    generation_gpu: Gpu = H800
+    training_gpu: Gpu = H800
+    colocated: bool = False
+    slots: int = 256
+    micro_batch_tokens: int = 65_536
+    link_bytes_per_s: float = 0.0
+
+    @property
+    def instances(self) -> int:
+        return self.generation_gpus // self.tensor_parallel
+
+    @property
+    def gpus(self) -> int:
+        """How many there are in all."""
+        return self.generation_gpus + (0 if self.colocated else self.training_gpus)
+
+
+_BASE = CoreSettings(num_batches=1, groups_per_batch=1, group_size=1, rollout_timeout_s=NO_TIMEOUT_S)
+
+PIPELINES: dict[str, CoreSettings] = {
+    "serial": msgspec.structs.replace(_BASE, max_staleness=0, release="batch", update=UpdateMode.BARRIER),
+    "mini_batch": msgspec.structs.replace(
+        _BASE, max_staleness=0, release="mini_batch", mini_batch_groups=256, update=UpdateMode.BARRIER
+    ),
+    "stream": msgspec.structs.replace(_BASE, max_staleness=0, release="stream", update=UpdateMode.BARRIER),
+    "one_step_batch": msgspec.structs.replace(_BASE, max_staleness=1, release="batch", update=UpdateMode.BARRIER),
+    "fully_async": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.BARRIER),
+    "enlarged": msgspec.structs.replace(_BASE, max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
+    "sub_step": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.STAGGERED),
+    "in_flight": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.IN_FLIGHT),
+    "in_flight_2": msgspec.structs.replace(_BASE, max_staleness=2, release="stream", update=UpdateMode.IN_FLIGHT),
+}
+"""Name -> settings of the core. AsyncFlow's delayed parameter update is "fully_async" (``docs/modes.md``); StreamRL's
+colocated baseline is "serial" on a colocated layout."""
+
+
+def scenario(
+    workload: Workload,
+    layout: Layout,
+    pipeline: CoreSettings,
+    *,
+    iterations: int,
+    assumed: Assumptions = ASSUMED,
+    order: Order = longest_first,
+    place: Placement = least_loaded,
+) -> Scenario:
+    """One run of ``pipeline``. Raises DoesNotFitError when the LLM does not fit into the layout."""
+    core = msgspec.structs.replace(
+        pipeline,
+        num_batches=iterations,
+        groups_per_batch=workload.batch,
+        group_size=workload.group_size,
+        micro_batch_tokens=layout.micro_batch_tokens,
+        checkpoint_every=1,
+        max_retained_bytes=1 << 62,
+    )
+    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
+    return Scenario(
+        core=core,
+        workers=layout.instances,
+        capacity=layout.slots,
+        dp_size=layout.ranks,
+        lengths=workload.lengths,
+        costs=_costs(workload, layout, assumed),
+        decode=(decode,) * layout.instances,
+        order=order,
+        place=place,
+        max_s=1e9,
+        record=False,
+    )
+
+
+def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostModel:
+    llm, gpu = workload.llm, layout.training_gpu
+    link = layout.link_bytes_per_s or GPUS_PER_NODE * gpu.network_bytes_per_s
+    transfer = transfer_cost(llm, link, layout.instances, assumed)
+    costs = CostModel(
+        train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
+        publish_s=0.0,
+        transfer_s=transfer.transfer_s(),
+        load_s=transfer.load_s,
+        checkpoint_s=0.0,
+        heartbeat_s=HEARTBEAT_S,
+    )
+    if not layout.colocated:
+        return costs
+    switch = switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed)
+    return replace(costs, switch_s=switch)
+
+
+def paper_72b(seed: int = 0, *, recall: float | None = 0.87, batches: int = 20) -> Workload:
+    """StreamRL's Table 3: the 72B model on the 20K data set, batches of 1024, ranked by the paper's 7B ranker."""
+    return Workload(lengths=long_tailed(1024 * batches, seed=seed, recall=recall))
+
+
+def colocated_72b(gpus: int = 128) -> Layout:
+    """The same GPUs for both stages, in turn."""
+    return Layout(generation_gpus=gpus, training_gpus=gpus, colocated=True)
