@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,23 @@ from orchestrator.runtime.rundir import RunDir
 REPORT = "report.html"
 
 
-def finish_run(rundir: RunDir) -> Path:
+LONG_RUN = 50_000
+"""Spans from which on the user is told what is being written: it takes longer than a few seconds."""
+
+
+def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> Path:
     """Write everything. Returns the report's path. The caller holds the run's lock: nobody else writes its metrics.
 
+    note: told what comes next where that takes long (60 us a sample and file, on one core).
     Raises: ConfigError: it has no journal yet; JournalError; OSError.
     """
     run = read_run(rundir.path)
+    tell = note if len(run.timeline.spans) > LONG_RUN else lambda _: None
     if run.all_lines:
         write_metrics(rundir.metrics, run.all_lines)
+    tell(f"writing {TRACE} of {len(run.timeline.spans)} spans")
     write_trace(run.timeline, rundir.path / TRACE)
+    tell(f"writing {REPORT}")
     return write_page(rundir.path / REPORT, render_report(run))
 
 

@@ -8,6 +8,7 @@ the accounting (bubbles.py), the shapes (drawing.py).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ TOP = 56.0
 BAND = 44.0
 GAP = 8.0
 THIN = 10.0
+THINNEST = 0.3
+"""No rectangle is narrower: it could not be seen."""
 NUM_COLUMNS = 600
 """Columns of a band: two units each, and a drawing of any run stays under a few hundred kB."""
 MAX_WORKERS = 32
@@ -63,13 +66,16 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Drawing:
     time = _TimeAxis.of(timeline)
     columns = time.columns()
     usage = usage_by_window(timeline, columns)
+    loads: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.kind is SpanKind.LOAD:
+            loads[span.track].append(span)
     _legend(drawing, title)
     top = TOP
     for worker in shown:
         _band_title(drawing, worker, top)
         _fill_band(drawing, usage[worker], top, busy=BUSY)
-        loads = [span for span in timeline.spans if span.track == worker and span.kind is SpanKind.LOAD]
-        _draw_spans(drawing, loads, top + BAND + 2, THIN, time)
+        _draw_spans(drawing, loads[worker], top + BAND + 2, THIN, time)
         top += BAND + THIN + 2 * GAP
     _band_title(drawing, SCORING, top)
     _draw_backlog(drawing, timeline, columns, top)
@@ -135,8 +141,14 @@ def _fill_band(drawing: Drawing, usage: Sequence[Usage], top: float, *, busy: st
 
 
 def _draw_spans(drawing: Drawing, spans: Sequence[Span], top: float, height: float, time: _TimeAxis) -> None:
+    """One rectangle a span; of those that are too short to be seen apart, one for each kind and place."""
+    shown: set[tuple[SpanKind, int]] = set()
     for span in spans:
-        width = max(0.3, time.x(span.end_s) - time.x(span.start_s))
+        width = max(THINNEST, time.x(span.end_s) - time.x(span.start_s))
+        place = (span.kind, round(time.x(span.start_s) / THINNEST))
+        if width == THINNEST and place in shown:
+            continue
+        shown.add(place)
         hint = f"{span.name}: {span.end_s - span.start_s:.3f} s at {span.start_s:.2f} s"
         drawing.rects.append(Rect(time.x(span.start_s), top, width, height, KIND_COLORS[span.kind], hint))
 

@@ -297,7 +297,7 @@ class Supervisor:
         if not self._rundir.journal.is_dir():
             return  # it ended before anything happened
         try:
-            finish_run(self._rundir)
+            finish_run(self._rundir, self._view.note)
         except (StreamError, OSError) as error:
             log.warning("no report", error=str(error))
             self._view.note(f"no report: {error}")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.report.bubbles import Cause, Usage, bubbles_by_batch, total, usage_by_window
+from orchestrator.report.bubbles import Cause, Usage, bubbles_by_batch, total, usage_by_window, usage_within
 from orchestrator.report.spans import SCORING, TRAINER, Presence, Span, SpanKind, Timeline, Trained, in_lanes
 
 A, B = "generate-0.1", "generate-1.1"
@@ -114,6 +114,14 @@ def test_a_batch_gets_the_time_since_the_one_before():
     assert by_batch[1, 1]["bubble_generation_skew_s"] == 2.0
     assert by_batch[1, 1]["generation_present_s"] == 4.0
     assert by_batch[1, 1]["bubble_trainer_pipeline_s"] == 2.0
+
+
+def test_each_track_may_have_windows_of_its_own():
+    line = timeline(sample(A, 0, 10), sample(A, 0, 4), workers=(A, B))
+    found = usage_within(line, {A: [2.0, 4.0, 6.0], B: [0.0, 10.0], TRAINER: []})
+    assert [usage.busy_s for usage in found[A]] == [2.0, 1.0]
+    assert [usage.idle_s for usage in found[B]] == [{Cause.SKEW: 10.0}]
+    assert found[TRAINER] == []
 
 
 times = st.integers(0, 40).map(lambda quarter: quarter / 4)

@@ -161,6 +161,15 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path):
         finish.report(tmp_path, None)
 
 
+def test_the_end_of_a_long_run_says_what_it_is_busy_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir, notes = make_run(tmp_path / "run"), []
+    finish.finish_run(RunDir(run_dir), notes.append)
+    assert notes == []
+    monkeypatch.setattr(finish, "LONG_RUN", 0)
+    finish.finish_run(RunDir(run_dir), notes.append)
+    assert [note.split()[1] for note in notes] == ["trace.json", "report.html"]
+
+
 def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     run_dir = make_run(tmp_path / "run")
     before = read_metrics(run_dir / "metrics.jsonl")
