@@ -82,12 +82,13 @@ class Membership:
         self._silence = SilenceClock(lease_s)
         self._newcomers = Newcomers()
         self._clock = clock
+        self._decoded: dict[WorkerId, tuple[bytes, WorkerStatus | None]] = {}
         self.statuses: dict[WorkerId, WorkerStatus] = {}
 
     async def watch(self, inbox: Inbox, expected: ExpectedWorkers) -> None:
         """Put WorkerJoined and WorkerLost into the inbox as leases come and go, forever."""
         while True:
-            self.statuses = _decode(await self._broker.leases())
+            self.statuses = self._decode(await self._broker.leases())
             counted = set(expected())
             for status in self._newcomers.poll(counted, self.statuses):
                 log.info("worker joined", worker=status.worker_id, capacity=status.capacity)
@@ -100,18 +101,23 @@ class Membership:
                 await inbox.put(Arrival(WorkerLost(worker_id=worker, reason="its lease ran out")))
             await asyncio.sleep(POLL_S)
 
+    def _decode(self, leases: Mapping[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
+        """Statuses of those that speak our protocol. One is decoded when it changes: every few seconds, of many."""
+        for worker, raw in leases.items():
+            if self._decoded.get(worker, (b"",))[0] != raw:
+                self._decoded[worker] = (raw, _decoded(worker, raw))
+        self._decoded = {worker: self._decoded[worker] for worker in leases}
+        return {worker: status for worker, (_, status) in self._decoded.items() if status is not None}
 
-def _decode(leases: Mapping[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
-    """Statuses of those that speak our protocol; the others are named in the log and never joined."""
-    statuses: dict[WorkerId, WorkerStatus] = {}
-    for worker, raw in leases.items():
-        try:
-            status = worker_status_decoder.decode(raw)
-        except MessageError as error:
-            log.warning("unreadable lease", worker=worker, error=str(error))
-            continue
-        if PROTOCOL_VERSION - 1 <= status.protocol <= PROTOCOL_VERSION:
-            statuses[worker] = status
-        else:
-            log.warning("worker of another protocol version", worker=worker, protocol=status.protocol)
-    return statuses
+
+def _decoded(worker: WorkerId, raw: bytes) -> WorkerStatus | None:
+    """None for one that is not of ours: named in the log, and never joined."""
+    try:
+        status = worker_status_decoder.decode(raw)
+    except MessageError as error:
+        log.warning("unreadable lease", worker=worker, error=str(error))
+        return None
+    if PROTOCOL_VERSION - 1 <= status.protocol <= PROTOCOL_VERSION:
+        return status
+    log.warning("worker of another protocol version", worker=worker, protocol=status.protocol)
+    return None

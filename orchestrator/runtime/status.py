@@ -23,6 +23,7 @@ last                 the last line of metrics.jsonl, {} before the first batch
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -37,6 +38,8 @@ from transport.broker.base import Broker
 from transport.clock import Clock
 
 PUBLISH_S = 0.5
+MAX_SHARE = 0.02
+"""Of one core that making the status may take: with a thousand workers it comes every second or two instead."""
 TIME_TO_LIVE_S = 10.0
 """A status older than this is none: the orchestrator is away."""
 
@@ -72,6 +75,8 @@ async def publish_status(
     """Make the status, on the board and in the broker, forever."""
     usage = UsageWindow()
     while True:
+        queues = await broker.streams()
+        began_s = time.thread_time()
         view = msgspec.to_builtins(state.view())
         status = {
             "run": broker.run,
@@ -81,10 +86,12 @@ async def publish_status(
             "blocked": watchdog.blocked(state),
             "generation": view["workers"],
             "longest": msgspec.to_builtins(state.longest_running()),
-            "queues": await broker.streams(),
+            "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
         }
         board.put(status)
-        await broker.put_meta(keys.STATUS, msgspec.json.encode(status), ttl_s=TIME_TO_LIVE_S)
-        await asyncio.sleep(PUBLISH_S)
+        encoded = msgspec.json.encode(status)
+        took_s = time.thread_time() - began_s
+        await broker.put_meta(keys.STATUS, encoded, ttl_s=TIME_TO_LIVE_S)
+        await asyncio.sleep(min(max(PUBLISH_S, took_s / MAX_SHARE), TIME_TO_LIVE_S / 4))

@@ -329,12 +329,9 @@ class RedisBroker:
         return cast("bytes | None", await self._link.command("GET", keys.meta(self._run, name)))
 
     async def streams(self) -> dict[str, int]:
-        raw = cast("list[bytes]", await self._link.command("SMEMBERS", self._key(keys.STREAMS)))
-        names = sorted(name.decode() for name in raw)
-        if not names:
-            return {}
-        lengths = await self._link.pipeline([("XLEN", self._key(name)) for name in names])
-        return dict(zip(names, cast("list[int]", lengths), strict=True))
+        flat = await self._again("streams", {})
+        names, lengths = cast("list[bytes]", flat)[::2], cast("list[int]", flat)[1::2]
+        return dict(sorted((name.decode(), length) for name, length in zip(names, lengths, strict=True)))
 
 
 def _fields(request: Request, entry: Entry) -> list[object]:
