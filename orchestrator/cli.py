@@ -14,7 +14,7 @@ import typer
 
 from orchestrator import config
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.rundir import newest_name, next_free_name
+from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -110,6 +110,13 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
 
 
 @app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
+@app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
+def settings() -> None:
+    from orchestrator.settings_table import settings_table
+
+    typer.echo(settings_table())
+
+
 def inspect(
     run_dir: RunDirectory,
     audit: Annotated[
@@ -230,6 +237,13 @@ def serve(
     directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
     run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's config.toml, made by `run`.")] = None,
+    or_resume: Annotated[
+        bool,
+        typer.Option(
+            "--or-resume",
+            help="Go on with the run of this name where there is one, as it was (paused, if it was); else start it.",
+        ),
+    ] = False,
     model_dir: Annotated[
         Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
     ] = None,
@@ -238,14 +252,17 @@ def serve(
         _serve_child(broker, run_name, run_dir, model_dir)
     named = [*_shorthand("run.name", run_name), *_shorthand("run.dir", directory), f"broker.url={broker}"]
     overrides = [*(override or []), *named]
-    if resume:
+    chosen = preset or (None if config_file else DEFAULT_PRESET)
+    resolved = config.resolve(chosen, config_file or [], overrides, os.environ)
+    there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
+    if resume or there:
         resolved = resolve_resumed(preset, config_file or [], overrides)
     else:
         chosen = preset or (None if config_file else DEFAULT_PRESET)
         resolved = config.resolve(chosen, config_file or [], overrides, os.environ)
     from orchestrator.runtime import process
 
-    raise typer.Exit(process.main_alone(resolved, resume=resume, model_dir=model_dir))
+    raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
 
 
 def _serve_child(broker: str, run_name: str | None, run_dir: Path, model_dir: Path | None) -> NoReturn:

@@ -11,6 +11,7 @@
     │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove to be ours
     │   ├── SecretError             a secret is missing, or cannot be read
     │   ├── ListenError             no port that others should reach us by is free here
+    │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
@@ -85,6 +86,10 @@ class SecretError(FatalError):
 
 class ListenError(FatalError):
     """This machine cannot listen where it was told to; the message says why."""
+
+
+class DirectoryError(FatalError):
+    """A directory of ours cannot be written; the message says why and what to do."""
 
 
 class SegmentSpaceError(FatalError):

@@ -36,6 +36,8 @@ EXIT_SIGNALLED = 143
 
 OUTAGE_S = BrokerSettings().outage_s
 
+HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
+"""A file to touch whenever the lease was renewed: a container's health check looks at its age."""
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -211,7 +213,9 @@ def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: s
     async def serve() -> bool:
         broker = await connect(settings, RunName(run))
         try:
-            return await serve_worker(broker, kind, index, build, MonotonicClock())
+            return await serve_worker(
+                broker, kind, index, build, MonotonicClock(), heartbeat_file=Path(heartbeat) if heartbeat else None
+            )
         finally:
             await broker.close()
 
@@ -240,3 +244,5 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     main()
+    heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
+

@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -86,10 +87,18 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
         ) from error
 
 
-async def serve_worker(broker: Broker, kind: WorkerKind, index: int | None, build: WorkerFactory, clock: Clock) -> bool:
+async def serve_worker(
+    broker: Broker,
+    kind: WorkerKind,
+    index: int | None,
+    build: WorkerFactory,
+    clock: Clock,
+    *,
+    heartbeat_file: Path | None = None,
+) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
-    index: None takes a number that nobody has.
+    index: None takes a number that nobody has.  heartbeat_file: touched whenever the lease was renewed.
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
@@ -99,7 +108,7 @@ async def serve_worker(broker: Broker, kind: WorkerKind, index: int | None, buil
     structlog.contextvars.bind_contextvars(worker=worker_id)
     stopping = _stop_on_signal()
     starting = asyncio.create_task(build(broker, settings, worker_id), name="start")
-    lease = _Lease(broker, worker_id, kind, settings.liveness, clock)
+    lease = _Lease(broker, worker_id, kind, settings.liveness, clock, heartbeat_file)
     beating = asyncio.create_task(lease.keep(), name="heartbeat")
     try:
         worker = await _first_of(starting, beating, stopping)
@@ -162,7 +171,13 @@ class _Lease:
     """Renews the lease and hears whether the run is over."""
 
     def __init__(
-        self, broker: Broker, worker_id: WorkerId, kind: WorkerKind, liveness: LivenessSettings, clock: Clock
+        self,
+        broker: Broker,
+        worker_id: WorkerId,
+        kind: WorkerKind,
+        liveness: LivenessSettings,
+        clock: Clock,
+        heartbeat_file: Path | None = None,
     ) -> None:
         self.worker: Worker | None = None
         self._broker = broker
@@ -173,11 +188,14 @@ class _Lease:
         self._started_s = clock.now_s()
         self._doing = ""
         self._since_s = self._started_s
+        self._heartbeat_file = heartbeat_file
 
     async def keep(self) -> None:
         """Beat until the run is over. Raises BrokerUnavailableError when the broker was away for too long."""
         while True:
             await self._broker.beat(self._worker_id, encode(self._status()), ttl_s=self._liveness.lease_s)
+            if self._heartbeat_file:
+                self._heartbeat_file.touch()
             if await self._broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
                 log.info("the run is over")
                 return

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from transport.errors import FatalError, MessageError
+from transport.files import writing
 from transport.messages import MAX_MESSAGE_BYTES, JournalRecord, MessageDecoder, encode
 
 _FRAME = struct.Struct("<II")
@@ -88,12 +89,16 @@ class Journal:
         keep_history: False frees segments and snapshots that two newer snapshots make unnecessary; a replay then begins
         at the oldest snapshot. Raises JournalError.
         """
-        directory.mkdir(parents=True, exist_ok=True)
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         recovered = recover(directory)
         return cls(directory, recovered.seq + 1, keep_history=keep_history), recovered
 
     def append(self, records: Sequence[JournalRecord]) -> None:
-        """Write records, in order, to the operating system. Raises ValueError if one does not follow the last."""
+        """Write records, in order, to the operating system.
+
+        Raises: ValueError if one does not follow the last; DirectoryError: the disk is full, or may not be written.
+        """
         frames: list[bytes] = []
         for seq, record in enumerate(records, self._next_seq):
             if record.seq != seq:
@@ -101,14 +106,15 @@ class Journal:
             payload = encode(record)
             frames.append(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
         if frames:
-            _write_whole(self._segment(), b"".join(frames))
+            with writing(self._directory):
+                _write_whole(self._segment(), b"".join(frames))
             self._next_seq += len(frames)
 
     def snapshot(self, state: bytes, seq: int) -> None:
         """Keep ``state``, which is that after event ``seq``; records after it may be there already."""
         path = self._directory / f"snapshot-{seq:012d}.bin"
         beside = path.with_suffix(".tmp")
-        with beside.open("wb") as file:
+        with writing(self._directory), beside.open("wb") as file:
             file.write(_SNAPSHOT.pack(_MAGIC, seq, zlib.crc32(state)) + state)
             file.flush()
             os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from orchestrator.runtime.problems import load_problems
 from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
 from transport import faults
+from transport.broker import keys
 from transport.broker.connect import connect
 from transport.errors import first_error
 from transport.logs import configure_logs
@@ -43,9 +44,11 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     return _run(_serve(settings, RunName(run), run_dir, model_dir))
 
 
-def main_alone(resolved: Resolved, *, resume: bool, model_dir: Path | None) -> int:
-    """Claim the run's directory and serve it. model_dir: None prepares ``model.path``; only its tokenizer is used here.
+def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> int:
+    """Claim the run's directory and serve it.
 
+    resume: the run is there already.  reopen: end its pause, too; its end is undone in any case.
+    model_dir: None prepares ``model.path``; only its tokenizer is used here.
     Raises: ConfigError without a broker; RunExistsError; Interrupted when a signal came before the run was over.
     """
     settings = resolved.settings
@@ -54,7 +57,7 @@ def main_alone(resolved: Resolved, *, resume: bool, model_dir: Path | None) -> i
     check_secret(settings.api)
     load_problems(settings)  # a mistake in the data is answered before anything is made
     configure_logs(process="orchestrator")
-    return _run(_serve_alone(resolved, resume=resume, model_dir=model_dir))
+    return _run(_serve_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
 
 
 def _run(work: Coroutine[Any, Any, bool]) -> int:
@@ -67,18 +70,19 @@ def _run(work: Coroutine[Any, Any, bool]) -> int:
     return 0
 
 
-async def _serve_alone(resolved: Resolved, *, resume: bool, model_dir: Path | None) -> bool:
+async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> bool:
     settings = resolved.settings
     name = RunName(settings.run.name)
     broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
     await broker.close()  # it answers: worth a directory and a model
+    reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
     rundir = RunDir(Path(settings.run.dir) / name)
     rundir.claim(render(resolved), resume=resume)
     try:
         model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, say)
         say(f"run {name} in {rundir.path}; workers join with")
         say(f"  streamrl-worker generate|score|train --broker {settings.broker.url} --run {name}")
-        return await _serve(settings, name, rundir.path, model_dir, resume=resume)
+        return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen)
     finally:
         rundir.unlock()
 
@@ -88,10 +92,10 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, resume: bool = False) -> bool:
+async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, reopen: bool = False) -> bool:
     broker = await connect(settings.broker, run, url=settings.broker.url)
     try:
-        if resume:
+        if reopen:
             await append_event(broker, RunResumed())
         return await serve(settings, broker, run_dir, model_dir)
     finally:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from transport.errors import RunExistsError
+from transport.files import writing
 
 
 class RunDir:
@@ -77,15 +78,17 @@ class RunDir:
         return self.config.exists()
 
     def create(self) -> None:
-        """Make the directories. Raises RunExistsError where the path is a file."""
+        """Make the directories. Raises RunExistsError where the path is a file, DirectoryError where it may not be."""
         if self.path.exists() and not self.path.is_dir():
             raise RunExistsError(f"{self.path} is a file; choose another --name or --dir")
-        self.logs.mkdir(parents=True, exist_ok=True)
+        with writing(self.path):
+            self.logs.mkdir(parents=True, exist_ok=True)
 
     def claim(self, config: str, *, resume: bool) -> None:
         """Make the directory ours until ``unlock``, and write its configuration.
 
         Raises RunExistsError: it holds a run and ``resume`` is not asked for, or the other way round, or it is live.
+        DirectoryError: it cannot be written.
         """
         if self.exists() and not resume:
             raise RunExistsError(
@@ -95,8 +98,9 @@ class RunDir:
         if resume and not self.exists():
             raise RunExistsError(f"there is no run to resume in {self.path}")
         self.create()
-        self.lock()
-        self.config.write_text(config, encoding="utf-8")
+        with writing(self.path):
+            self.lock()
+            self.config.write_text(config, encoding="utf-8")
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# health.sh orchestrator   whether it answers /health
+# health.sh worker         whether it renewed its lease lately. One that was silent for so long that it must hang is
+#                          killed, so that the container's restart policy starts it again: nobody else here would.
+set -euo pipefail
+case $1 in
+  orchestrator)
+    exec 3<>/dev/tcp/127.0.0.1/8000
+    printf 'GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n' >&3
+    read -r -t 4 answer <&3
+    [[ $answer == *" 200 "* ]] ;;
+  worker)
+    age_s=$(($(date +%s) - $(stat -c %Y "$STREAMRL_HEARTBEAT")))
+    if ((age_s > ${STREAMRL_SILENT_S:-120})); then
+      echo "silent for $age_s s: killed"
+      kill -9 -1
+    fi
+    ((age_s <= 15)) ;;
+esac

@@ -1,0 +1,77 @@
+"""The files of docker compose agree with the programs that they start and look at. No container engine is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.api.exposition import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
+from orchestrator.config import resolve
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "compose"
+WORKER = {"worker": "generate-0.1", "kind": "generate", "running": 8, "idle": 0.25, "counters": {"tokens": 70.0}}
+STATUS: dict[str, Any] = {
+    **dict.fromkeys((*GAUGES, *GROUP_STAGES, "trained_version"), 1),
+    "last": dict.fromkeys(OF_LAST_BATCH, 1.0),
+    "blocked": {"stage": "scoring", "still_s": 70.0},
+    "queues": {"events": 2},
+    "workers": [WORKER],
+}
+
+
+def test_every_series_of_the_dashboards_is_exposed():
+    exposed = set(re.findall(r"^(streamrl_\w+)", exposition(STATUS).decode(), re.MULTILINE))
+    for file in (COMPOSE / "grafana" / "dashboards").glob("*.json"):
+        asked = {name for expression in expressions(json.loads(file.read_text())) for name in series(expression)}
+        assert asked, file
+        assert asked <= exposed, file
+
+
+def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+
+
+def series(expression: str) -> list[str]:
+    return re.findall(r"streamrl_\w+", expression)
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run-cpu.toml"])
+def test_the_runs_configuration_is_valid_over_every_preset_and_opens_the_port_that_is_published(name: str):
+    for preset in ("tiny", "smollm2"):
+        api = resolve(preset, [COMPOSE / name], [], {"STREAMRL_SECRET": "hush"}).settings.api
+        assert (api.host, api.port) == ("0.0.0.0", 8000)
+    published = re.findall(r'ports: \["(.*)"\]', (ROOT / "docker-compose.yml").read_text())
+    assert any(port.endswith(":8000") for port in published)
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_every_variable_of_the_compose_files_is_explained_in_the_sample():
+    used = set()
+    for file in (ROOT / "docker-compose.yml", *COMPOSE.glob("*.yml")):
+        used |= set(re.findall(r"\$\{(\w+)", file.read_text()))
+    explained = set(re.findall(r"^#?([A-Z_]+)=", (COMPOSE / "sample.env").read_text(), re.MULTILINE))
+    assert used <= explained | {"STREAMRL_TAG", "STREAMRL_BUILD_NETWORK"}
+
+
+def test_the_broker_does_not_start_without_its_password(tmp_path: Path):
+    def start(secret: Path) -> str:
+        environment = {"PATH": "/usr/bin:/bin", "BROKER_PASSWORD_FILE": str(secret)}
+        done = subprocess.run(
+            ["bash", str(COMPOSE / "broker.sh")], env=environment, capture_output=True, text=True, timeout=20
+        )
+        assert done.returncode == 2, done
+        return done.stderr
+
+    assert "there is no password" in start(tmp_path / "absent")
+    weak = tmp_path / "weak"
+    weak.write_text("hush\n")
+    assert "needs 8 or more" in start(weak)
+    assert "hush" not in start(weak)
