@@ -1,4 +1,6 @@
-"""Was every row of every trained batch trained exactly once, in the lineage of weights that survives?
+"""Was every row of every trained batch trained exactly once, in the lineage of weights that survives, and nothing else?
+
+No row of an evaluation is ever trained: none is sent, and the trainer's ledger has no place for one.
 
 Recomputed from three independent records: the rounds that the core commanded (its journal, replayed), the rounds log as
 the broker holds it, and the ledger inside the newest checkpoint. Pure: the caller reads, this compares.
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 from transport.broker.base import parse_entry_id
 from transport.messages import CloseMiniBatch, TrainerCommand, TrainRound
-from transport.types import RowId, row_id
+from transport.types import RowId, is_evaluation, row_id
 
 RoundsLog = Sequence[tuple[str, TrainerCommand]]
 """(entry id, command), ascending."""
@@ -59,6 +61,8 @@ def audit(
     log = _merge(commanded, held)
     sent = _rows_by_pass(log)
     problems = _compare_logs(commanded, held) + _check_closes(log, trained_version)
+    of_evaluations = sorted({row for rows in sent.values() for row in rows if is_evaluation(row)})
+    problems += _named("of an evaluation, and sent to the trainer", of_evaluations)
     for batch_pass, rows in sorted(sent.items()):
         problems += _named(f"batch {batch_pass[0]}, pass {batch_pass[1]}: sent twice", _repeated(rows))
     if checkpoint is not None:
@@ -133,19 +137,33 @@ def _check_closes(log: RoundsLog, trained_version: int) -> list[str]:
 
 
 def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: CheckpointRecord, passes: int) -> list[str]:
-    """Up to its version the checkpoint must contain exactly what was sent, once."""
+    """Up to its version the checkpoint must contain exactly what was sent, once.
+
+    A ledger keeps rows by the batch that they were admitted to; with rolling membership they are trained in another.
+    """
     problems: list[str] = []
-    for batch in range(checkpoint.version):
-        for pass_index in range(passes):
-            name = f"batch {batch}, pass {pass_index}"
-            expected = set(sent.get((batch, pass_index), ()))
-            rows = list(checkpoint.rows.get((batch, pass_index), ()))
-            problems += _named(f"{name}: trained twice by the checkpoint", _repeated(rows))
-            problems += _named(f"{name}: sent and not trained", sorted(expected - set(rows)))
-            problems += _named(f"{name}: trained and never sent", sorted(set(rows) - expected))
-    extra = sorted({batch for batch, _ in checkpoint.rows if batch >= checkpoint.version})
+    expected = _by_admission(sent, checkpoint.version, passes)
+    known = {key for key in checkpoint.rows if key[0] < checkpoint.version}
+    for batch, pass_index in sorted(expected.keys() | known):
+        name = f"batch {batch}, pass {pass_index}"
+        wanted = expected.get((batch, pass_index), set())
+        rows = list(checkpoint.rows.get((batch, pass_index), ()))
+        problems += _named(f"{name}: trained twice by the checkpoint", _repeated(rows))
+        problems += _named(f"{name}: sent and not trained", sorted(wanted - set(rows)))
+        problems += _named(f"{name}: trained and never sent", sorted(set(rows) - wanted))
+    extra = sorted({batch for batch, _ in checkpoint.rows.keys() - expected.keys() if batch >= checkpoint.version})
     problems += [f"the checkpoint of version {checkpoint.version} contains rows of batch {batch}" for batch in extra]
     return problems
+
+
+def _by_admission(sent: Mapping[BatchPass, Sequence[RowId]], version: int, passes: int) -> dict[BatchPass, set[RowId]]:
+    """Rows that were sent for batches before ``version``, by the batch that they were admitted to."""
+    expected: dict[BatchPass, set[RowId]] = defaultdict(set)
+    for (batch, pass_index), rows in sent.items():
+        if batch < version and pass_index < passes:
+            for row in rows:
+                expected[int(row.partition("/")[0]), pass_index].add(row)
+    return expected
 
 
 def _repeated(rows: Sequence[RowId]) -> list[RowId]:

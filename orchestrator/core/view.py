@@ -40,6 +40,23 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool
 
 
+class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
+    """The evaluation that is under way. waiting, running, scoring, answered: problems.  seconds: since its first one.
+
+    held: newer weights wait for it.
+    """
+
+    number: int
+    weights: WeightIdentity
+    problems: int
+    waiting: int
+    running: int
+    scoring: int
+    answered: int
+    seconds: float
+    held: bool
+
+
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline at one event.
 
@@ -74,6 +91,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     wait: Wait | None
     batches: tuple[BatchView, ...]
     workers: tuple[WorkerView, ...]
+    evaluation: EvaluationView | None = None
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -107,6 +125,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         wait=current_wait(p),
         batches=batches,
         workers=tuple(_worker_views(p)),
+        evaluation=_evaluation_view(p),
     )
 
 
@@ -148,6 +167,24 @@ def _batch_view(p: Pipeline, index: int) -> BatchView:
         owed=len(batch.owed),
         closed=index < p.training.batch,
         trained=index < p.training.trained_version,
+    )
+
+
+def _evaluation_view(p: Pipeline) -> EvaluationView | None:
+    current = p.evaluations.current
+    if current is None:
+        return None
+    running = sum(1 for tried in current.tries.values() if tried.worker_id)
+    return EvaluationView(
+        number=current.number,
+        weights=current.weights,
+        problems=current.num_problems,
+        waiting=len(current.waiting),
+        running=running,
+        scoring=len(current.tries) - running,
+        answered=current.answered,
+        seconds=p.now_s - current.opened_s if current.opened_s is not None else 0.0,
+        held=current.newer_s is not None,
     )
 
 

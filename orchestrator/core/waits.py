@@ -154,6 +154,10 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     fresh = [w for w in fit if may_dispatch(batch, w.loaded, p.lineage.epoch, p.settings.max_staleness)]
     if fresh:
         return _wait(p, "generation", f"room for {_count(pending)}", _names(worker.worker_id for worker in fresh))
+    kept = [worker for worker in fit if fleet.keeps(worker)]
+    if kept:
+        pinned = f"the evaluation of {fleet.pin}, before newer weights are loaded"
+        return _wait(p, "weights", pinned, _names(worker.worker_id for worker in kept))
     told = [worker for worker in fit if worker.loading is not None] or fit
     return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in told))
 

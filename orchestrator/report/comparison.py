@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from orchestrator.report.bubbles import Cause
-from orchestrator.report.curves import series_of
+from orchestrator.report.curves import Series, series_of
 from orchestrator.report.drawing import to_svg
 from orchestrator.report.page import CHARTS, drawn, html_page, section, table
 from orchestrator.report.record import RunRecord
@@ -40,10 +40,17 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
     sections = [
         section(f"Results, means over the last {LAST} batches", table(["", *names], result_rows(runs))),
         section("Settings that differ", table(["", *names], different)),
-        section("Curves", drawn(overlaid)),
+        section("Curves", drawn([*overlaid, _held_out(names, runs)])),
         section("Timelines", "".join(f'<div class="scroll">{svg}</div>' for svg in timelines)),
     ]
     return html_page(" · ".join(names), sections)
+
+
+def _held_out(names: Sequence[str], runs: Sequence[RunRecord]) -> tuple[str, list[Series]]:
+    series = [
+        series_of(name, run.evaluations, "eval_reward", over="version") for name, run in zip(names, runs, strict=True)
+    ]
+    return "reward of held-out problems, by version", series
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -58,6 +65,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 def result_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
     """One row a number, one column a run; empty where a run has no such number."""
     rows = [["batches", *(str(len(run.lines)) for run in runs)]]
+    rows.append(["held-out reward, last", *(_last_evaluation(run) for run in runs)])
     rows.append(["run's seconds", *(f"{run.timeline.end_s:.0f}" for run in runs)])
     for key, text in MEANS:
         rows.append([key.replace("_", " "), *(_mean(run, key, text) for run in runs)])
@@ -73,6 +81,12 @@ def result_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
 def _mean(run: RunRecord, key: str, text: str) -> str:
     values = [line[key] for line in run.lines[-LAST:] if isinstance(line.get(key), int | float)]
     return text.format(fmean(values)) if values else ""
+
+
+def _last_evaluation(run: RunRecord) -> str:
+    """Of the newest version with an answer."""
+    values = [(line["eval_reward"], line["version"]) for line in run.evaluations if "eval_reward" in line]
+    return f"{values[-1][0]:.3f} at version {values[-1][1]}" if values else ""
 
 
 def _idle_share(run: RunRecord, stage: str, cause: Cause) -> str:

@@ -55,6 +55,7 @@ def render_report(run: RunRecord) -> str:
     sections = [
         summary(run),
         section("Curves", curves(run)),
+        *([section("Held-out problems", evaluations(run))] if run.evaluations else []),
         section("Timeline", f'<div class="scroll">{to_svg(draw_timeline(run.timeline, title=run.name))}</div>'),
         section("Idle seconds by cause", idle_table(run)),
         section("What failed and was retried", troubles(run)),
@@ -101,6 +102,29 @@ def curves(run: RunRecord) -> str:
     charts = [(title, [series_of(name, run.lines, key) for name, key in parts]) for title, parts in CHARTS]
     charts.insert(1, ("reward components", components))
     return drawn(charts)
+
+
+def evaluations(run: RunRecord) -> str:
+    """Curves over versions, and what each evaluation cost."""
+    names = ["reward", *run.components]
+    charts = drawn(
+        [("reward by version", [series_of(name, run.evaluations, f"eval_{name}", over="version") for name in names])]
+    )
+    header = ["version", "reward", "answered", "tokens each", "tokens", "seconds", "share of generation", "ended short"]
+    return charts + table(header, [_evaluation_row(line) for line in run.evaluations])
+
+
+def _evaluation_row(line: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{line['version']}",
+        f"{line['eval_reward']:.3f}" if "eval_reward" in line else "",
+        f"{line['eval_answered']} of {line['eval_problems']}",
+        f"{line.get('eval_response_tokens', 0.0):.1f}",
+        f"{line['eval_tokens']}",
+        f"{line['eval_seconds']:.1f} s",
+        f"{line['eval_share']:.1%}",
+        f"{line['eval_short']}",
+    ]
 
 
 def drawn(charts: Iterable[tuple[str, Sequence[Series]]]) -> str:

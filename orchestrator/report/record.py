@@ -17,10 +17,10 @@ from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, 
 from orchestrator.report.samples import SAMPLES, read_samples
 from orchestrator.report.spans import Timeline, build_timeline
 from orchestrator.runtime.journal import read_whole_records
-from orchestrator.runtime.metrics import batch_of, read_metrics
+from orchestrator.runtime.metrics import batch_of, read_lines
 from orchestrator.runtime.rundir import RunDir
 from transport.messages import GroupScored, JournalRecord
-from transport.types import GroupId
+from transport.types import GroupId, is_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class RunRecord:
     config: config.toml as it stands, with where each value came from.
     all_lines: of metrics.jsonl, in its order, with lengths and bubbles from the journal added.
     lines: the last one of each batch, in order of batch: what a chart shows of one that was trained again.
+    evaluations: the last line of each version that was evaluated, in order of version.
     components: names of the reward's components.  samples: newest first, text as the model wrote it: hostile.
     usage: track -> seconds over the whole run.
     """
@@ -38,6 +39,7 @@ class RunRecord:
     config: str
     all_lines: Sequence[Mapping[str, Any]]
     lines: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
     components: Sequence[str]
     samples: Sequence[Mapping[str, Any]]
     timeline: Timeline
@@ -63,12 +65,13 @@ def read_run(run_dir: Path) -> RunRecord:
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     scored: dict[GroupId, GroupScored] = {}
     timeline = build_timeline(_noting_scores(read_whole_records(rundir.journal), scored))
-    lines = joined(read_metrics(rundir.metrics), timeline, scored.values())
+    lines = joined(read_lines(rundir.metrics), timeline, scored.values())
     return RunRecord(
         name=run_dir.resolve().name,
         config=rundir.config.read_text(encoding="utf-8") if rundir.config.exists() else "",
         all_lines=lines,
-        lines=last_of_each_batch(lines),
+        lines=last_of_each(lines, "batch"),
+        evaluations=last_of_each([line for line in lines if "eval" in line], "version"),
         components=sorted({name for event in scored.values() for name in event.components}),
         samples=read_samples(run_dir / SAMPLES),
         timeline=timeline,
@@ -79,7 +82,7 @@ def read_run(run_dir: Path) -> RunRecord:
 def _noting_scores(records: Iterable[JournalRecord], scored: dict[GroupId, GroupScored]) -> Iterator[JournalRecord]:
     """The records, one at a time (a long run's do not fit in memory); each group's scores are noted once on the way."""
     for record in records:
-        if isinstance(record.event, GroupScored):
+        if isinstance(record.event, GroupScored) and not is_evaluation(record.event.group_id):
             scored[record.event.group_id] = record.event
         yield record
 
@@ -94,6 +97,8 @@ def joined(
     bubbles = bubbles_by_batch(timeline)
     return [
         {**line, **quantiles(tokens.get(line["batch"], ())), **bubbles.get((line["epoch"], line["batch"]), {})}
+        if "batch" in line
+        else dict(line)
         for line in lines
     ]
 
@@ -106,7 +111,7 @@ def quantiles(tokens: Sequence[int]) -> dict[str, int]:
     return {f"response_tokens_p{q}": ordered[max(0, -(-len(ordered) * q // 100) - 1)] for q in (50, 90)}
 
 
-def last_of_each_batch(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A batch that was trained again after a restart shows as it was trained last."""
-    last = {line["batch"]: line for line in lines}
-    return [last[batch] for batch in sorted(last)]
+def last_of_each(lines: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """A batch that was trained again after a restart shows as it was trained last; a version likewise."""
+    last = {line[key]: line for line in lines if key in line}
+    return [last[place] for place in sorted(last)]

@@ -34,7 +34,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import GroupId, WorkerId, WorkerKind, parse_row_id
+from transport.types import GroupId, WorkerId, WorkerKind, is_evaluation, parse_row_id
 
 TRAINER = "trainer"
 """Track of the trainer: rank 0 tells for all, and the ranks meet at every step."""
@@ -182,13 +182,12 @@ class _Builder:
         group_id, _ = parse_row_id(event.row_id)
         self.last_sample_s[group_id] = self.now_s
         name = f"{event.row_id} {event.finish_reason.value}"
-        batch = batch_of(event.row_id)
         self._span(
             event.worker_id,
             SpanKind.SAMPLE,
             event.engine_s,
             name,
-            batch=batch,
+            batch=_batch(event.row_id),
             tokens=event.response_tokens,
             queued_s=event.queued_s,
         )
@@ -196,7 +195,7 @@ class _Builder:
     def _scored(self, event: GroupScored) -> None:
         since_s = self.last_sample_s.pop(event.group_id, None)
         if since_s is not None:  # told again after a restart of the broker: scored once
-            batch, name = batch_of(event.group_id), f"score {event.group_id}"
+            batch, name = _batch(event.group_id), f"score {event.group_id}"
             self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
 
     def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
@@ -286,6 +285,10 @@ class _Builder:
                 queued_s=queued_s,
             )
         )
+
+
+def _batch(group_or_row: str) -> int:
+    return NO_BATCH if is_evaluation(group_or_row) else batch_of(group_or_row)
 
 
 def one_after_another(spans: Sequence[Span]) -> list[Span]:

@@ -62,6 +62,21 @@ def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
     return "  ".join(parts)
 
 
+def evaluation_line(line: Mapping[str, Any]) -> str:
+    """One evaluation as a line of text."""
+    parts = [f"evaluation of version {line['version']}"]
+    formats = (
+        ("eval_reward", "reward {:.3f}"),
+        ("eval_well_formed", "well-formed {:.0%}"),
+        ("eval_right", "right {:.0%}"),
+        ("eval_seconds", "{:.1f} s"),
+        ("eval_share", "{:.0%} of generation"),
+    )
+    parts += [text.format(line[name]) for name, text in formats if name in line]
+    short = f"ended short: {line['eval_short']}" if line.get("eval_short") else ""
+    return "  ".join([*parts, f"{line['eval_answered']} of {line['eval_problems']} problems", short]).rstrip()
+
+
 def blocked_line(blocked: Mapping[str, Any]) -> str:
     """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
     return (

@@ -26,7 +26,7 @@ import structlog
 from orchestrator.config import FIELDS, SECRET
 from orchestrator.config_checks import value_of
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.metrics import read_lines
 from orchestrator.runtime.rundir import RunDir
 from transport.errors import StreamError
 from transport.settings import Settings
@@ -48,7 +48,7 @@ class LoggerError(StreamError):
 
 
 class MetricsLogger(Protocol):
-    """Something that wants every trained batch. Both methods may block, and raise LoggerError."""
+    """Something that wants every line. Both methods may block, and raise LoggerError."""
 
     def log(self, line: Line) -> None:
         """Take one line of metrics.jsonl."""
@@ -75,20 +75,20 @@ async def logging_metrics(settings: Settings, rundir: RunDir) -> AsyncIterator[N
         yield
         return
     feed = LoggerFeed([opener(name, settings, rundir.path) for name in settings.run.loggers])
-    feed.num_put = len(read_metrics(rundir.metrics))
+    feed.num_put = len(read_lines(rundir.metrics))
     follower = asyncio.create_task(_follow(rundir.metrics, feed), name="loggers")
     try:
         yield
     finally:
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
-        feed.put(read_metrics(rundir.metrics)[feed.num_put :])
+        feed.put(read_lines(rundir.metrics)[feed.num_put :])
         await asyncio.to_thread(feed.close)
 
 
 async def _follow(metrics: Path, feed: LoggerFeed) -> None:
     while True:
-        feed.put(read_metrics(metrics)[feed.num_put :])
+        feed.put(read_lines(metrics)[feed.num_put :])
         await asyncio.sleep(POLL_S)
 
 
@@ -145,6 +145,11 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     return {key: value_of(settings, key) for key in FIELDS if key not in SECRET and not key.endswith(".secret")}
 
 
+def step_of(line: Line) -> int:
+    """Where a line stands on the axis of batches: an evaluation of version v where batch v begins."""
+    return line["batch"] if "batch" in line else line["version"]
+
+
 def numbers(line: Line) -> dict[str, float]:
     """What of a line can be plotted: finite numbers by name."""
     return {
@@ -171,7 +176,7 @@ class TensorBoardLogger:
     def log(self, line: Line) -> None:
         try:
             for name, value in numbers(line).items():
-                self._writer.add_scalar(name, value, line["batch"])
+                self._writer.add_scalar(name, value, step_of(line))
             self._writer.flush()
         except OSError as error:
             raise LoggerError(f"tensorboard: {error}") from error
@@ -208,7 +213,7 @@ class WandbLogger:
 
     def log(self, line: Line) -> None:
         try:
-            self._run.log(numbers(line))
+            self._run.log({**numbers(line), "batch": step_of(line)})
         except self._errors as error:
             raise LoggerError(f"wandb: {error}") from error
 
@@ -240,7 +245,7 @@ class MlflowLogger:
 
     def log(self, line: Line) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._entities.Metric(name, value, now_ms, line["batch"]) for name, value in numbers(line).items()]
+        metrics = [self._entities.Metric(name, value, now_ms, step_of(line)) for name, value in numbers(line).items()]
         try:
             self._client.log_batch(self._run_id, metrics=metrics)
         except self._errors as error:

@@ -5,6 +5,7 @@ lanes        {cell_s, cells, until_s, states [name], lanes [{place, kind, doing,
              and the share of the cell in which it computed, in ninths
 curves       {name: [number or null]}, one list a number of metrics.jsonl, a point a batch (thinned)
 bubbles      {batches [first, last], stages {generation, trainer: {"computing" or a cause: seconds}}}, {} at first
+evaluations  the newest lines of evaluations in metrics.jsonl, oldest first
 components   names of the reward's components among the curves
 samples      newest first: [{row, reward, components, worker, tokens, finish, versions, engine_s, prompt, prompt_cut,
              response, response_cut}]; what a model wrote is there as it is: whoever shows it escapes it
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from orchestrator.runtime.history import LaneHistory
+from orchestrator.runtime.history import MAX_POINTS, LaneHistory
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.recent_bubbles import recent_bubbles
@@ -58,6 +59,7 @@ class LookBack:
             "lanes": self._lanes.as_dict(),
             "curves": self._metrics.curves.as_dict(),
             "bubbles": self._bubbles,
+            "evaluations": self._metrics.evaluations[-MAX_POINTS:],
             "components": sorted(self._metrics.components),
             "samples": self._samples.newest_first,
         }

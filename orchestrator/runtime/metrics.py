@@ -1,7 +1,9 @@
-"""What a run reports of itself: a line of ``metrics.jsonl`` a trained batch, and the status that the live view draws.
+"""What a run reports of itself: lines of ``metrics.jsonl``, and the status that the live view draws.
+
+A line for each trained batch, by ``batch``; one for each evaluation of held-out problems, by ``eval`` (its number).
 
 Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariant: a line is
-written once per (trainer epoch, batch), also over restarts of the orchestrator.
+written once per (trainer epoch, batch) and per evaluation, also over restarts of the orchestrator.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 from orchestrator.runtime.history import Curves, RecentEvents
 from transport.messages import (
     Command,
+    EvaluationOutcome,
     Event,
     GroupScored,
     JournalRecord,
@@ -25,7 +28,7 @@ from transport.messages import (
     StepDone,
     WorkerStatus,
 )
-from transport.types import GroupId, WorkerId
+from transport.types import GroupId, WorkerId, is_evaluation
 
 RATE_WINDOW_S = 10.0
 """Rates and idle shares in the live view are taken over this long."""
@@ -57,6 +60,19 @@ class _BatchTally:
         return line
 
 
+@dataclass(slots=True)
+class _EngineSeconds:
+    """Seconds that samples spent in slots of engines since the last evaluation."""
+
+    training: float = 0.0
+    evaluation: float = 0.0
+
+    @property
+    def share(self) -> float:
+        total = self.training + self.evaluation
+        return self.evaluation / total if total else 0.0
+
+
 def batch_of(group_or_row: str) -> int:
     """The batch in a group id or row id."""
     return int(group_or_row.partition("/")[0])
@@ -73,11 +89,14 @@ class MetricsLog:
         self._path = path
         self._open: dict[int, _BatchTally] = {}
         self._scored: set[GroupId] = set()
-        lines = read_metrics(path)
+        lines, evaluations = read_metrics(path), read_evaluations(path)
         self._written = {(line["epoch"], line["batch"]) for line in lines}
+        self._evaluated = {line["eval"] for line in evaluations}
+        self._engine_s = _EngineSeconds()
         self._last_step_s: float | None = None
         self.last_line: dict[str, Any] = {}
         self.curves = Curves(lines)
+        self.evaluations = evaluations
         self.recent = RecentEvents()
         self.components: set[str] = set()
         self.newest_group: GroupScored | None = None
@@ -98,9 +117,8 @@ class MetricsLog:
         self.recent.add(event, now_s)
         match event:
             case RolloutFinished():
-                batch = batch_of(event.row_id)
-                self._tally(batch).staleness.append(max(0, batch - event.oldest.version))
-            case GroupScored() if event.group_id not in self._scored:
+                self._finished(event)
+            case GroupScored() if event.group_id not in self._scored and not is_evaluation(event.group_id):
                 self._scored.add(event.group_id)
                 self._score(event)
             case _:
@@ -109,7 +127,31 @@ class MetricsLog:
             if isinstance(command, SlotOutcome):
                 outcomes = self._tally(batch_of(command.group_id)).outcomes
                 outcomes[command.outcome] = outcomes.get(command.outcome, 0) + 1
+            elif isinstance(command, EvaluationOutcome):
+                self._evaluated_line(command, now_s)
         return self._finish(event, now_s) if isinstance(event, StepDone) else None
+
+    def _finished(self, event: RolloutFinished) -> None:
+        if is_evaluation(event.row_id):
+            self._engine_s.evaluation += event.engine_s
+            return
+        self._engine_s.training += event.engine_s
+        batch = batch_of(event.row_id)
+        self._tally(batch).staleness.append(max(0, batch - event.oldest.version))
+
+    def _evaluated_line(self, outcome: EvaluationOutcome, now_s: float) -> None:
+        """Write the line of an evaluation, with what it cost since the one before."""
+        share, self._engine_s = self._engine_s.share, _EngineSeconds()
+        if outcome.number in self._evaluated:
+            return
+        line = evaluation_line(outcome, now_s, share)
+        self._evaluated.add(outcome.number)
+        self.evaluations.append(line)
+        self._append(line)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _tally(self, batch: int) -> _BatchTally:
         return self._open.setdefault(batch, _BatchTally())
@@ -153,12 +195,46 @@ class MetricsLog:
         if key in self._written:
             return None
         self._written.add(key)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._append(line)
         return line
 
 
+def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> dict[str, Any]:
+    """An evaluation as a line of ``metrics.jsonl``. share: of the engines' seconds since the one before, for this one.
+
+    Without any answer there are no means.
+    """
+    line: dict[str, Any] = {
+        "eval": outcome.number,
+        "version": outcome.weights.version,
+        "epoch": outcome.weights.epoch,
+        "time_s": round(now_s, 3),
+    }
+    if outcome.answered:
+        line |= {"eval_reward": outcome.reward}
+        line |= {f"eval_{name}": mean for name, mean in sorted(outcome.components.items())}
+        line |= {"eval_response_tokens": outcome.response_tokens}
+    return line | {
+        "eval_problems": outcome.problems,
+        "eval_answered": outcome.answered,
+        "eval_seconds": round(outcome.seconds, 3),
+        "eval_tokens": outcome.tokens,
+        "eval_share": round(share, 4),
+        "eval_short": outcome.reason,
+    }
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of trained batches in a metrics file, in order."""
+    return [line for line in read_lines(path) if "batch" in line]
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The lines of evaluations in a metrics file, in order."""
+    return [line for line in read_lines(path) if "eval" in line]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file, [] if there is none. A torn last line (a kill while writing) is left out."""
     if not path.exists():
         return []

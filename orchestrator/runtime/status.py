@@ -8,6 +8,8 @@ events_cursor        id of the last entry of the events log that is applied
                      settings {key: value} of those that may change, ...
                      wait: what is waited for now, also when all is well: {stage, waits_for, owner, since_s}
                      batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
+                     evaluation: null, or the one under way: {number, weights, problems, waiting, running, scoring,
+                     answered, seconds, held}
 blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, fit}]

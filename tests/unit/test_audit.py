@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.audit import CheckpointRecord, RoundsLog, audit
 from transport.messages import CloseMiniBatch, GroupRows, TrainerCommand, TrainRound
-from transport.types import GroupId, RowId
+from transport.types import GroupId, RowId, evaluation_id
 
 GROUP_SIZE = 2
 
@@ -97,3 +97,10 @@ def test_rows_gone_from_the_broker_are_named_a_few_at_a_time():
     missing = [RowId(f"2/0/{sample}") for sample in range(7)]
     report = audit(history(), history(), None, trained_version=3, passes=1, missing=missing)
     assert report.problems == ("not in the broker, and in no checkpoint: 2/0/0, 2/0/1, 2/0/2, 2/0/3, 2/0/4 and 2 more",)
+
+
+def test_a_row_of_an_evaluation_in_a_round_is_found():
+    log = history()
+    rows = GroupRows(group_id=evaluation_id(3, 7), samples=(0,), num_tokens=10)
+    log[0] = ("1-0", TrainRound(round_id="0-0", batch=0, ranks=((rows,),)))
+    assert "of an evaluation, and sent to the trainer: eval3/7/0" in problems(log, log, None)

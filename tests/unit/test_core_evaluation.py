@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from orchestrator.core.settings import CoreSettings
@@ -21,7 +22,7 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.types import FinishReason, UpdateMode, WeightIdentity, WorkerId, is_evaluation
+from transport.types import FinishReason, GroupId, UpdateMode, WeightIdentity, WorkerId, is_evaluation, row_id
 
 
 def core(**changes: object) -> CoreSettings:
@@ -39,7 +40,7 @@ def world_evaluating(capacity: int = 8, workers: int = 1, **changes: object) -> 
     return world
 
 
-def tries(world: PipelineWorld, worker: int = 0) -> list[str]:
+def tries(world: PipelineWorld, worker: int = 0) -> list[GroupId]:
     plans = world.workers[WorkerId(f"generate-{worker}.1")].plans
     return [group_id for group_id in plans if is_evaluation(group_id)]
 
@@ -182,7 +183,7 @@ def test_a_row_of_other_weights_does_not_count():
     pinned, newer = (WeightIdentity(epoch=1, version=version) for version in (0, 1))
     commands = world.tell(
         RolloutFinished(
-            row_id=f"{first}/0",
+            row_id=row_id(first, 0),
             worker_id=GENERATOR,
             response_tokens=9,
             finish_reason=FinishReason.STOP,
@@ -261,8 +262,8 @@ def test_a_row_that_vanished_before_its_score_is_generated_again():
     world = world_evaluating()
     gone = tries(world)[0]
     world.finish_sample(GENERATOR, gone)
-    assert world.state.rows_told() == [f"{gone}/0"]
-    world.lose_row(f"{gone}/0", gone)
+    assert world.state.rows_told() == [row_id(gone, 0)]
+    world.lose_row(row_id(gone, 0), gone)
     answer_all(world)
     assert world.evaluations[0].answered == HELD_OUT
 
@@ -271,7 +272,9 @@ def test_a_trainer_that_starts_again_ends_it_and_its_version_is_evaluated_anew()
     world = world_evaluating()
     world.start_trainer()
     assert world.evaluations[0].reason == "the trainer started again"
-    assert world.state.evaluation().weights == WeightIdentity(epoch=2, version=0)
+    current = world.state.evaluation()
+    assert current is not None
+    assert current.weights == WeightIdentity(epoch=2, version=0)
 
 
 def test_a_stop_ends_it_and_nothing_new_is_asked():
@@ -283,8 +286,6 @@ def test_a_stop_ends_it_and_nothing_new_is_asked():
 
 
 def test_a_snapshot_of_before_there_were_evaluations_is_readable():
-    import msgspec
-
     state = PipelineState(core(eval_every=0))
     old = msgspec.msgpack.decode(state.snapshot())
     del old["evaluations"], old["fleet"]["pin"], old["fleet"]["pin_wanted"]

@@ -30,7 +30,17 @@ from transport.messages import (
 )
 from transport.rows import decode_array, encode_array
 from transport.settings import Settings
-from transport.types import Column, FinishReason, PromptId, RowId, RunName, WeightIdentity, WorkerId, group_id
+from transport.types import (
+    Column,
+    FinishReason,
+    PromptId,
+    RowId,
+    RunName,
+    WeightIdentity,
+    WorkerId,
+    evaluation_id,
+    group_id,
+)
 from workers.errors import EngineCrashedError, WeightsMismatchError
 from workers.generation import updates as updates_module
 from workers.generation import worker as worker_module
@@ -101,8 +111,8 @@ class World:
         self._cursor, self._unread = ZERO_ID, []
         self._plans = 0
 
-    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0):
-        group = group_id(3, slot)
+    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None):
+        group = group or group_id(3, slot)
         columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
         if prompt and attempt == 0:
             await self.broker.commit(Commit(groups=[GroupWrite(group_id=group, size=2, columns=columns)]))
@@ -181,6 +191,14 @@ async def test_a_plan_becomes_a_request():
     assert (sampling.max_new_tokens, sampling.temperature, sampling.stop_token_ids) == (9, 0.7, (2, 4))
     assert sampling.seed == group_seed(0, group_id(3, 0))
     assert not sampling.ignore_eos
+
+
+async def test_a_held_out_problem_is_answered_greedily():
+    async with running() as world:
+        await world.plan(0, samples=(0,), group=evaluation_id(1, 0))
+        (request,) = await world.engine.wait_submitted(1)
+    assert request.key == ("eval1/0", 0)
+    assert (request.sampling.max_new_tokens, request.sampling.temperature) == (9, 0.0)
 
 
 async def test_forced_lengths_are_limits_that_no_stop_token_ends():

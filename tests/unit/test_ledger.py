@@ -8,7 +8,7 @@ import pytest
 
 from transport.errors import MessageError
 from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, read_ledger
-from transport.types import RowId
+from transport.types import RowId, evaluation_id, row_id
 
 ROWS = [RowId(row) for row in ("3/0/0", "3/0/7", "3/12/1", "4/0/0")]
 
@@ -24,6 +24,11 @@ def test_a_known_row_is_refused_in_its_pass_only() -> None:
 
 def test_a_row_named_twice_in_one_call_is_refused_the_second_time() -> None:
     assert Ledger().add(0, [ROWS[0], ROWS[0]]) == (ROWS[0],)
+
+
+def test_a_row_of_an_evaluation_has_no_place_in_it() -> None:
+    with pytest.raises(ValueError, match="eval3"):
+        Ledger().add(0, [row_id(evaluation_id(3, 0), 0)])
 
 
 def test_rows_come_back_from_the_file_in_order() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.types import group_id
+from transport.types import evaluation_id, group_id
 from workers.errors import LengthsError
 from workers.generation.lengths import ForcedLengths, read_lengths
 
@@ -16,6 +16,11 @@ def test_rows_take_the_lengths_in_their_own_order_in_a_circle():
     order = [lengths.limits(group_id(batch, slot), (0, 1)) for batch in (0, 1) for slot in (0, 1)]
     assert order == [(1, 2), (3, 4), (5, 6), (7, 1)]
     assert lengths.limits(group_id(0, 1), (1,)) == (4,), "what is generated again has the length it had"
+
+
+def test_every_evaluation_takes_the_same_lengths():
+    lengths = ForcedLengths([1, 2, 3, 4, 5, 6, 7], groups_per_batch=2, group_size=2)
+    assert [lengths.limits(evaluation_id(number, 2), (0,)) for number in (0, 5)] == [(5,), (5,)]
 
 
 def test_a_file_is_numbers_and_comments(tmp_path: Path):

@@ -135,6 +135,11 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path):
     assert points == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
+def test_an_evaluation_stands_where_its_version_begins():
+    assert loggers.step_of({"batch": 7, "version": 8}) == 7
+    assert loggers.step_of({"eval": 2, "version": 8}) == 8
+
+
 def test_a_directory_that_cannot_be_written_is_a_named_error(tmp_path: Path):
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("in the way")

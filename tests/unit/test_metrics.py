@@ -6,9 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.metrics import MetricsLog, UsageWindow, read_metrics
-from transport.messages import GroupScored, JournalRecord, RolloutFinished, SlotOutcome, StepDone, WorkerStatus
-from transport.types import FinishReason, GroupId, PromptId, RowId, WeightIdentity, WorkerId, WorkerKind
+from orchestrator.runtime.metrics import MetricsLog, UsageWindow, read_evaluations, read_metrics
+from transport.messages import (
+    EvaluationOutcome,
+    GroupScored,
+    JournalRecord,
+    RolloutFinished,
+    SlotOutcome,
+    StepDone,
+    WorkerStatus,
+)
+from transport.types import (
+    FinishReason,
+    GroupId,
+    PromptId,
+    RowId,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+    evaluation_id,
+    row_id,
+)
 
 W0 = WeightIdentity(epoch=1, version=0)
 
@@ -109,3 +127,60 @@ def test_an_orchestrator_that_was_started_again_knows_what_the_open_batches_hold
     assert line is not None
     assert (line["reward"], line["samples"], line["seconds"]) == (0.25, 4, 2.0)
     assert [line["batch"] for line in read_metrics(path)] == [0, 1]
+
+
+def ended(row: str, engine_s: float) -> RolloutFinished:
+    return RolloutFinished(
+        row_id=RowId(row),
+        worker_id=WorkerId("generate-0.1"),
+        response_tokens=4,
+        finish_reason=FinishReason.STOP,
+        oldest=W0,
+        newest=W0,
+        engine_s=engine_s,
+    )
+
+
+def evaluated(number: int, answered: int = 4) -> EvaluationOutcome:
+    return EvaluationOutcome(
+        number=number,
+        weights=W0,
+        problems=4,
+        answered=answered,
+        reward=0.5,
+        components={"right": 0.25},
+        tokens=16,
+        seconds=2.0,
+    )
+
+
+def test_an_evaluation_has_a_line_of_its_own_with_its_cost_and_none_of_it_is_a_batchs(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    group = evaluation_id(0, 0)
+    log.observe(ended("0/0/0", engine_s=3.0), [], 0.5)
+    log.observe(ended(row_id(group, 0), engine_s=1.0), [], 1.0)
+    log.observe(scored(group, (1.0,)), [evaluated(0)], 1.5)
+    log.observe(scored("0/0", (0.0, 0.0)), [], 1.6)
+    batch = log.observe(step(0), [], 2.0)
+    (line,) = read_evaluations(path)
+    assert (line["eval"], line["version"], line["time_s"]) == (0, 0, 1.5)
+    assert (line["eval_reward"], line["eval_right"]) == (0.5, 0.25)
+    assert line["eval_share"] == 0.25
+    assert (line["eval_tokens"], line["eval_seconds"], line["eval_short"]) == (16, 2.0, "")
+    assert batch is not None
+    assert (batch["reward"], batch["samples"]) == (0.0, 2)
+    assert [one["batch"] for one in read_metrics(path)] == [0]
+    assert log.newest_group is not None
+    assert log.newest_group.group_id == "0/0", "an answer to a held-out problem is not shown as a sample of training"
+
+
+def test_an_evaluation_is_written_once_over_restarts_and_has_no_means_without_answers(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).observe(step(0), [evaluated(0)], 1.0)
+    log = MetricsLog(path)
+    log.observe(step(1), [evaluated(0), evaluated(1, answered=0)], 2.0)
+    lines = read_evaluations(path)
+    assert [line["eval"] for line in lines] == [0, 1]
+    assert "eval_reward" not in lines[1]
+    assert log.evaluations == lines

@@ -10,12 +10,13 @@ import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.report import finish
-from orchestrator.report.comparison import differing_settings, labels
+from orchestrator.report.comparison import differing_settings, labels, render_comparison
 from orchestrator.report.curves import Series, draw_chart, series_of
+from orchestrator.report.page import render_report
 from orchestrator.report.record import quantiles, read_run
 from orchestrator.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
 from orchestrator.runtime.journal import Journal
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.metrics import read_lines, read_metrics
 from orchestrator.runtime.rundir import RunDir
 from transport.messages import (
     Event,
@@ -187,6 +188,42 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     assert after[0]["generation_present_s"] == 4.0
     finish.finish_run(RunDir(run_dir))
     assert read_metrics(run_dir / "metrics.jsonl") == after, "a second time changes nothing"
+
+
+EVALUATION = {
+    "eval": 0,
+    "version": 1,
+    "epoch": 1,
+    "time_s": 6.0,
+    "eval_reward": 0.625,
+    "eval_right": 0.5,
+    "eval_response_tokens": 7.0,
+    "eval_problems": 16,
+    "eval_answered": 16,
+    "eval_seconds": 1.5,
+    "eval_tokens": 112,
+    "eval_share": 0.125,
+    "eval_short": HOSTILE,
+}
+
+
+def test_evaluations_have_their_place_and_stay_in_the_metrics_in_order(tmp_path: Path):
+    run_dir = make_run(tmp_path / "run")
+    assert "Held-out problems" not in render_report(read_run(run_dir))
+    path = run_dir / "metrics.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text("\n".join([first, json.dumps(EVALUATION), second]) + "\n")
+    page = finish.finish_run(RunDir(run_dir)).read_text()
+    check_harmless(page)
+    text = Tags(page).text
+    for shown in ("Held-out problems", "0.625", "16 of 16", "12.5%"):
+        assert shown in text
+    lines = read_lines(path)
+    assert [line.get("eval", line.get("batch")) for line in lines] == [0, 0, 1]
+    assert lines[1] == EVALUATION
+    compared = render_comparison([read_run(run_dir), read_run(make_run(tmp_path / "other"))])
+    check_harmless(compared)
+    assert "0.625 at version 1" in Tags(compared).text
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
