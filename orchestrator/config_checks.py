@@ -196,6 +196,16 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         'must be "replay" with trainer.engine "emulated", which has no weights to serve',
     ),
     (
+        ("algorithm.importance_cap", "algorithm.clip_high", "algorithm.old_logprobs"),
+        lambda s: (
+            s.algorithm.old_logprobs != "rollout"
+            or s.algorithm.importance_cap == 0
+            or s.algorithm.importance_cap > 1 + s.algorithm.clip_high
+        ),
+        'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what the '
+        "clip is there to stop",
+    ),
+    (
         ("generation.max_context", "sampling.max_new_tokens"),
         lambda s: s.generation.max_context == 0 or s.generation.max_context > s.sampling.max_new_tokens,
         "must be 0 or above sampling.max_new_tokens, or no prompt fits",
