@@ -242,7 +242,7 @@ def test_out_of_range(argument: str, message: str):
     [
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
         (["trainer.ranks=16"], "trainer.ranks = 16 must be at most groups_per_batch / mini_batches"),
-        (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm.clip"),
+        (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
         (["data.source=jsonl"], 'data.path = "" must name the data'),
