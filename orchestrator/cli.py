@@ -14,6 +14,7 @@ import typer
 
 from orchestrator import config
 from orchestrator.errors import ConfigError
+from orchestrator.rank_cli import rank
 from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
 
 EXIT_CODES = (
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug keeps its plain traceback
     rich_markup_mode=None,
 )
+app.add_typer(rank, name="rank")
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
 

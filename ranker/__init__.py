@@ -1,0 +1,1 @@
+"""Orders prompts by expected output length. The decision core sees only the numbers; see docs/ranker.md."""

@@ -1,0 +1,137 @@
+"""Users' logs of (prompt, length) pairs: JSON lines, also gzipped.
+
+One line is one response or one prompt with all its lengths:
+
+    {"prompt": "Add 2 and 3.", "output_tokens": 41}
+    {"prompt": "Add 2 and 3.", "output_tokens": [41, 38, 52], "base_tokens": [20, 25]}
+    {"id": "a7", "output_tokens": 41}       with a second file for the prompts: {"id": "a7", "prompt": "Add 2 and 3."}
+
+Lines with the same text are joined, so that a prompt is never on two sides of a split. Nothing is repaired: a length
+that is zero, negative, not whole or missing names its file and line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ranker.errors import LengthLogError
+from ranker.lengths import PromptLengths
+
+PROMPT_COLUMNS = ("prompt", "text", "question")
+LENGTH_COLUMNS = ("output_tokens", "response_tokens", "tokens", "length")
+BASE_COLUMN, ID_COLUMN, MODEL_COLUMN = "base_tokens", "id", "model"
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_TOKENS = 100_000_000
+MIN_PROMPTS = 30
+"""Fewer leave three for the test."""
+
+
+def read_log(path: Path, prompts: Path | None = None, model: str | None = None) -> list[PromptLengths]:
+    """Prompts in the order of their first line. prompts: file with the texts, joined by id.  model: only its lines.
+
+    Raises: LengthLogError: unreadable, a line that is not as above, or no line (of this model) at all.
+    """
+    texts = dict(read_prompts(prompts)) if prompts is not None else None
+    found: dict[str, tuple[str, list[int], list[int]]] = {}  # text: id, lengths, lengths of the base policy
+    for where, row in _rows(path):
+        if model is not None and row.get(MODEL_COLUMN) != model:
+            continue
+        prompt_id, text = _prompt(row, texts, where)
+        _, tokens, base = found.setdefault(text, (prompt_id, [], []))
+        tokens += _lengths(row, LENGTH_COLUMNS, where)
+        if BASE_COLUMN in row:
+            base += _lengths(row, (BASE_COLUMN,), where)
+    if not found:
+        of_model = f" of model {model!r}" if model is not None else ""
+        raise LengthLogError(f"there is no prompt with a length{of_model} in it", where=str(path))
+    return [
+        PromptLengths(prompt_id=prompt_id, text=text, tokens=tuple(tokens), base_tokens=tuple(base))
+        for text, (prompt_id, tokens, base) in found.items()
+    ]
+
+
+def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
+    """(id, text) of every line; the id is the text where there is none. Raises LengthLogError."""
+    for where, row in _rows(path):
+        text = _first(row, PROMPT_COLUMNS, where)
+        if not isinstance(text, str):
+            raise LengthLogError("the prompt is not a text", where=where)
+        yield str(row.get(ID_COLUMN, text)), text
+
+
+def check_rankable(samples: Sequence[PromptLengths], where: str) -> None:
+    """Raises LengthLogError: too few prompts to split, or lengths that are all equal, which no ranker can order."""
+    if len(samples) < MIN_PROMPTS:
+        raise LengthLogError(f"{len(samples)} different prompts; ranking needs {MIN_PROMPTS} or more", where=where)
+    if len({length for sample in samples for length in sample.tokens}) == 1:
+        raise LengthLogError(
+            f"every response has {samples[0].tokens[0]} tokens: there is nothing to rank (cut by a limit?)", where=where
+        )
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    for where, line in _lines(path):
+        try:
+            yield where, decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            hint = " (NaN is not a length)" if b"NaN" in line else ""
+            raise LengthLogError(f"not a JSON object: {error}{hint}", where=where) from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise LengthLogError(f"longer than {MAX_LINE_BYTES >> 20} MiB", where=f"{path}:{number}")
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LengthLogError(f"cannot be read after line {number}: {reason}", where=str(path)) from error
+
+
+def _prompt(row: dict[str, Any], texts: dict[str, str] | None, where: str) -> tuple[str, str]:
+    """(id, text) of a line; the id is the text where there is none."""
+    if texts is None:
+        text = _first(row, PROMPT_COLUMNS, where)
+        if not isinstance(text, str):
+            raise LengthLogError("the prompt is not a text", where=where)
+        return str(row.get(ID_COLUMN, text)), text
+    if ID_COLUMN not in row:
+        raise LengthLogError(f"no column {ID_COLUMN!r} to find its prompt by", where=where)
+    prompt_id = str(row[ID_COLUMN])
+    if prompt_id not in texts:
+        raise LengthLogError(f"its prompt {prompt_id!r} is not among the prompts", where=where)
+    return prompt_id, texts[prompt_id]
+
+
+def _first(row: dict[str, Any], columns: Sequence[str], where: str) -> Any:
+    for column in columns:
+        if column in row:
+            return row[column]
+    raise LengthLogError(f"no column {' or '.join(map(repr, columns))}, only {', '.join(row) or 'none'}", where=where)
+
+
+def _lengths(row: dict[str, Any], columns: Sequence[str], where: str) -> list[int]:
+    value = _first(row, columns, where)
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise LengthLogError("a prompt without a length", where=where)
+    return [_length(each, where) for each in values]
+
+
+def _length(value: Any, where: str) -> int:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value != value or not 1 <= value <= MAX_TOKENS or value != int(value):
+        raise LengthLogError(f"a length is a whole number of tokens, 1 or more, not {value!r}", where=where)
+    return int(value)

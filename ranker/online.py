@@ -1,0 +1,222 @@
+"""The ranker of a run: what the text says, what prompts turned out to be, and how right that was.
+
+    predict(ids, texts) --> text model --> history --> LengthEstimate
+    observe(id, tokens) --> history, quality, what the next refit learns from
+    refit(deadline_s)   --> another process trains; the new model takes over between two predictions
+
+Owns: all that a run learns about lengths. Never: an event loop. ``observe`` and ``quality`` are cheap enough for one;
+``predict``, ``refit``, ``save`` and ``load`` belong in a thread (``asyncio.to_thread``). Thread-safe: a lock is held
+for dictionary work only, never while trees are evaluated or trained. Invariant: a prediction is judged by lengths that
+came after it.
+
+Source: StreamRL sec. 5.2 (offline scores, online fine-tuning); history, drift and fall-back are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranker import store
+from ranker.features import clipped
+from ranker.history import LengthHistory
+from ranker.lengths import PromptLengths, checked
+from ranker.model import TextModel
+from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
+from ranker.quality import WORTH_IT_ABOVE, RunningQuality
+from ranker.refit import refit_in_process
+
+MAX_KNOWN = 20_000
+"""Prompts whose text is kept for refits, at most 8,000 characters each; the one not met for longest goes first."""
+FIRST_REFIT_GROUPS = 512
+REFIT_GROWTH = 1.5
+"""The next refit is due when so many times the groups of the last one were seen: refits cost a constant share."""
+MAX_REFIT_GROUPS = 8_192
+"""Never wait longer than that, because the policy moves."""
+
+MAX_MOVE = 3.0
+"""Of a length, in log tokens, before it teaches a refit."""
+
+
+@dataclass(slots=True)
+class KnownPrompt:
+    """A prompt that was predicted. prior: of the text model with this serial.  tokens: its last group, () before."""
+
+    text: str
+    prior: LengthEstimate
+    model_serial: int
+    predicted_tokens: float
+    tokens: tuple[int, ...] = ()
+    drift: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankerQuality:
+    """What to show. Recalls and tau are of predictions made before the lengths were known, over the newest groups.
+
+    worth_it: dispatch may rely on the order; otherwise it should dispatch evenly.  drift: how far log lengths have
+    moved since the start, e.g. 0.69 = doubled.  refits: models trained during the run.
+    """
+
+    num_groups: int
+    recall_20: float
+    recall_10: float
+    recall_5: float
+    kendall_tau: float
+    worth_it: bool
+    drift: float
+    known_prompts: int
+    refits: int
+
+
+class OnlineRanker:
+    """A LengthPredictor that learns while it is used."""
+
+    def __init__(self, model: TextModel | None = None, *, first_guess_tokens: float = 512.0) -> None:
+        """model: trained before the run, or None to begin with nothing but a first guess at the mean length."""
+        self._model = model
+        self._unknown = LengthEstimate(
+            mean_tokens=first_guess_tokens, level_sigma=UNKNOWN_LEVEL_SIGMA, sample_sigma=UNKNOWN_SAMPLE_SIGMA
+        )
+        self._lock = threading.Lock()
+        self._history = LengthHistory()
+        self._quality = RunningQuality(worth_it=model is not None and model.stored.recall_20 >= WORTH_IT_ABOVE)
+        self._known: dict[str, KnownPrompt] = {}
+        self._base: dict[str, tuple[int, ...]] = {}
+        self._serial = 0
+        self._groups_at_refit, self._next_refit = 0, FIRST_REFIT_GROUPS
+
+    def cold_start(self, base_tokens: Mapping[str, Sequence[int]]) -> None:
+        """Lengths that the base policy gave prompts before the run: {prompt id: lengths >= 1}.
+
+        A model trained with such lengths gets them as features; otherwise they count as a first visit.
+        """
+        lengths = {prompt_id: checked(tokens) for prompt_id, tokens in base_tokens.items() if tokens}
+        with self._lock:
+            self._base.update(lengths)
+            if self._model is None or not self._model.stored.uses_base:
+                for prompt_id, tokens in lengths.items():
+                    self._history.seed(prompt_id, tokens)
+
+    def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
+        with self._lock:
+            model, serial = self._model, self._serial
+            new = [index for index, each in enumerate(prompt_ids) if not self._is_scored(each, serial)]
+            base_tokens = [self._base.get(prompt_ids[index], ()) for index in new]
+        if model is None:
+            priors = [self._unknown] * len(new)
+        else:
+            priors = model.predict([texts[index] for index in new], base_tokens)
+        fresh = {prompt_ids[index]: prior for index, prior in zip(new, priors, strict=True)}
+        with self._lock:
+            return [
+                self._estimate(prompt_id, text, fresh.get(prompt_id), serial)
+                for prompt_id, text in zip(prompt_ids, texts, strict=True)
+            ]
+
+    def _is_scored(self, prompt_id: str, serial: int) -> bool:
+        known = self._known.get(prompt_id)
+        return known is not None and known.model_serial == serial
+
+    def _estimate(self, prompt_id: str, text: str, fresh: LengthEstimate | None, serial: int) -> LengthEstimate:
+        """Predict one prompt and remember what was said. fresh: the text model's answer if it was asked just now."""
+        known = self._known.pop(prompt_id, None)
+        if known is None:
+            known = KnownPrompt(clipped(text), fresh or self._unknown, serial, 0.0)
+        elif fresh is not None:
+            known.prior, known.model_serial = fresh, serial
+        self._known[prompt_id] = known
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        estimate = self._history.posterior(prompt_id, known.prior)
+        known.predicted_tokens = estimate.mean_tokens
+        return estimate
+
+    def observe(self, prompt_id: str, response_tokens: Sequence[int]) -> None:
+        """Raises ValueError: a length that is negative or not whole. No lengths at all are no news."""
+        tokens = checked(response_tokens)
+        if not tokens:
+            return
+        with self._lock:
+            known = self._known.get(prompt_id)
+            if known is not None:
+                self._quality.record(known.predicted_tokens, math.fsum(tokens) / len(tokens))
+                known.tokens, known.drift = tokens, self._history.drift
+            self._history.observe(prompt_id, tokens, known.prior if known is not None else self._unknown)
+
+    def quality(self) -> RankerQuality:
+        """How right the newest predictions were; about 2 ms."""
+        with self._lock:
+            recall_20, recall_10, recall_5 = self._quality.recalls()
+            return RankerQuality(
+                num_groups=self._quality.num_groups,
+                recall_20=recall_20,
+                recall_10=recall_10,
+                recall_5=recall_5,
+                kendall_tau=self._quality.tau(),
+                worth_it=self._quality.worth_it,
+                drift=self._history.drift,
+                known_prompts=len(self._history),
+                refits=self._serial,
+            )
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether dispatch may rely on the order of predictions; free to ask."""
+        return self._quality.worth_it
+
+    @property
+    def refit_due(self) -> bool:
+        """Whether enough was seen since the last try; ask after ``observe``."""
+        return self._quality.num_groups >= self._next_refit
+
+    def refit(self, deadline_s: float) -> None:
+        """Train on what was observed, in another process, and use the result. Blocks up to ``deadline_s``.
+
+        Raises: RefitError: too few prompts, training failed, or the deadline passed; the old model stays in use, and
+        the next refit is due later, as after a success.
+        """
+        with self._lock:
+            seen, old, drift = self._quality.num_groups, self._model, self._history.drift
+            samples = [
+                self._sample(prompt_id, known, drift) for prompt_id, known in self._known.items() if known.tokens
+            ]
+            self._next_refit = seen + min(MAX_REFIT_GROUPS, max(FIRST_REFIT_GROUPS, round(seen * (REFIT_GROWTH - 1))))
+        model = refit_in_process(old.stored if old is not None else None, samples, self._serial, deadline_s)
+        with self._lock:
+            self._model = model
+            self._serial += 1
+            self._history.rebase()
+
+    def _sample(self, prompt_id: str, known: KnownPrompt, drift: float) -> PromptLengths:
+        """A prompt's last group, moved to where the policy is now."""
+        moved = math.exp(min(max(drift - known.drift, -MAX_MOVE), MAX_MOVE))
+        tokens = tuple(max(1, round(length * moved)) for length in known.tokens)
+        return PromptLengths(
+            prompt_id=prompt_id, text=known.text, tokens=tokens, base_tokens=self._base.get(prompt_id, ())
+        )
+
+    def save(self, path: Path) -> None:
+        """Write model, history and flag; not the texts, so the next refit begins to collect anew."""
+        with self._lock:
+            stored = store.StoredRanker(
+                model=self._model.stored if self._model is not None else None,
+                history=self._history.stored(),
+                worth_it=self._quality.worth_it,
+            )
+        store.write(path, stored)
+
+    @classmethod
+    def load(cls, path: Path, *, first_guess_tokens: float = 512.0) -> OnlineRanker:
+        """A ranker from ``save`` or from ``rank train``. Raises RankerFileError."""
+        stored = store.read(path)
+        model = TextModel(stored.model) if stored.model is not None else None
+        ranker = cls(model, first_guess_tokens=first_guess_tokens)
+        if stored.history is not None:
+            ranker._history = LengthHistory.restore(stored.history)
+        if stored.worth_it is not None:
+            ranker._quality.worth_it = stored.worth_it
+        return ranker

@@ -1,0 +1,58 @@
+"""Is the ranker right, measured all the time: what it predicted before, against what was observed after.
+
+Owns: a window of the newest groups, and whether the predictions are worth using. Dispatch by a poor ranking is worse
+than no ranking: in simulation, slicing gains 7% at recall .75 and loses at .65. So the flag rises only above
+``WORTH_IT_ABOVE``, falls only below ``WORTH_IT_BELOW``, and in between stays as it is. Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from ranker.evaluate import TAILS, kendall_tau, tail_recall
+
+WINDOW_GROUPS = 2_048
+"""About two batches of the paper's size: recall at 20% is then known to 0.02."""
+MIN_GROUPS = 256
+"""Before that many, recall at 20% is known to 0.06 and what training said counts."""
+JUDGED_EVERY = 32
+WORTH_IT_ABOVE, WORTH_IT_BELOW = 0.74, 0.68
+
+
+class RunningQuality:
+    """Recall of the newest groups, and the flag. Recording is cheap; figures cost a sort of the window."""
+
+    def __init__(self, worth_it: bool) -> None:
+        self.worth_it = worth_it
+        self.num_groups = 0
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=WINDOW_GROUPS)
+
+    def record(self, predicted_tokens: float, actual_tokens: float) -> None:
+        """One group: its mean length as predicted at dispatch, and as it came."""
+        self._pairs.append((predicted_tokens, actual_tokens))
+        self.num_groups += 1
+        if self.num_groups >= MIN_GROUPS and self.num_groups % JUDGED_EVERY == 0:
+            self._judge(self.recalls()[0])
+
+    def _judge(self, recall: float) -> None:
+        if recall >= WORTH_IT_ABOVE:
+            self.worth_it = True
+        elif recall < WORTH_IT_BELOW:
+            self.worth_it = False
+
+    def recalls(self) -> tuple[float, float, float]:
+        """Tail recalls at 20, 10 and 5%; 0 before the first group."""
+        if not self._pairs:
+            return (0.0, 0.0, 0.0)
+        predicted, actual = np.array(self._pairs).T
+        at_20, at_10, at_5 = (tail_recall(actual, predicted, share) for share in TAILS)
+        return (at_20, at_10, at_5)
+
+    def tau(self) -> float:
+        """Kendall's tau over the window; 0 before the second group."""
+        if len(self._pairs) < 2:
+            return 0.0
+        predicted, actual = np.array(self._pairs).T
+        return kendall_tau(actual, predicted)
