@@ -26,6 +26,7 @@ from orchestrator.runtime.rundir import RunDir
 from transport import faults
 from transport.broker import keys
 from transport.broker.connect import connect
+from transport.broker.redis_link import without_password
 from transport.errors import first_error
 from transport.logs import configure_logs
 from transport.messages import RunResumed
@@ -81,7 +82,7 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
     try:
         model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, say)
         say(f"run {name} in {rundir.path}; workers join with")
-        say(f"  streamrl-worker generate|score|train --broker {settings.broker.url} --run {name}")
+        say(f"  streamrl-worker generate|score|train --broker {without_password(settings.broker.url)[0]} --run {name}")
         return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen)
     finally:
         rundir.unlock()

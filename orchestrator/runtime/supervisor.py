@@ -39,6 +39,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.redis_link import without_password
 from transport.clock import MonotonicClock
 from transport.errors import (
     BrokerUnavailableError,
@@ -151,9 +152,10 @@ class Supervisor:
         return f"--name {self._settings.run.name} --dir {self._settings.run.dir}"
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
-        """Start the embedded broker unless there is a URL. Returns the URL and the password."""
+        """Start the embedded broker unless there is a URL. Returns the URL without it, and the password."""
         if self._settings.broker.url:
-            return self._settings.broker.url, self._settings.broker.password
+            url, password = without_password(self._settings.broker.url)
+            return url, password or self._settings.broker.password
         server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
         await server.start()
         stack.push_async_callback(server.stop)

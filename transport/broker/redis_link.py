@@ -14,6 +14,7 @@ import asyncio
 import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis import exceptions
 from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
@@ -187,6 +188,23 @@ def address_of(url: str) -> str:
     """Host and port (or the socket's path), never the password."""
     parsed = cast("dict[str, Any]", parse_url(url))
     return parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+
+
+def without_password(url: str) -> tuple[str, str]:
+    """The URL as it may stand on a command line, which everybody on the host can read, and the password that it held.
+
+    "" where it held none. The user's name stays.
+    """
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    name, _, written = user.partition(":")
+    query = parse_qsl(parts.query)
+    password = dict(query).get("password") or unquote(written)
+    kept = parts._replace(
+        netloc=f"{name}@{host}" if name else host,
+        query=urlencode([(option, value) for option, value in query if option != "password"]),
+    )
+    return (kept.geturl(), password) if password else (url, "")
 
 
 def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
