@@ -14,6 +14,7 @@
     │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
+    ├── TailLostError               the broker came back without what was written last: write all of it again
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
     └── ChecksumError               bytes arrived and are not what the manifest says: pull again
 
@@ -102,6 +103,10 @@ class SegmentSpaceError(FatalError):
 
 class RunExistsError(FatalError):
     """A live run already has this name on this broker or in this directory."""
+
+
+class TailLostError(StreamError):
+    """The broker does not hold what this writer wrote last: it came back from a file that ends before that."""
 
 
 class MessageError(StreamError):

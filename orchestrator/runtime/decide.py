@@ -107,7 +107,7 @@ class Decider:
     def restate(self) -> None:
         """Submit again whatever was commanded and is not confirmed; the prompt desk, in this process, lost nothing."""
         ours = RequestPrompts | RequestHeldOutPrompts
-        self._executor.submit(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
+        self._executor.restate(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
 
     async def run(self, inbox: Inbox) -> None:
         """Apply what arrives, forever."""

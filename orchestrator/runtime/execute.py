@@ -7,6 +7,7 @@ carried out twice has the effect of once, because its id is the id of its stream
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, assert_never
 
@@ -17,7 +18,8 @@ from orchestrator.errors import ForeignEntryError
 from orchestrator.runtime.prompts import Prompt
 from transport import faults
 from transport.broker import keys
-from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, StreamWrite, parse_entry_id
+from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, Mark, StreamWrite, parse_entry_id
+from transport.errors import TailLostError
 from transport.messages import (
     AbortRollouts,
     AdmitGroups,
@@ -39,7 +41,7 @@ from transport.messages import (
     encode,
 )
 from transport.rows import encode_array
-from transport.types import Column, PromptId, WorkerId, is_evaluation
+from transport.types import Column, GroupId, PromptId, WorkerId, is_evaluation
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +56,12 @@ GROUPS_PER_COMMIT = 512
 
 ENTRIES_PER_STEP = 512
 """Stream entries appended in one step, for the same reason."""
+
+
+RESTATED_S = 60.0
+"""How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
+RECENT_DROPS = 4096
+"""Groups whose rows were freed last: a lost tail brings them back. More than any file loses between two flushes."""
 
 
 class PromptDesk(Protocol):
@@ -82,6 +90,10 @@ class Executor:
         self._desk = desk
         self._on_finish = on_finish
         self._last_seq = last_seq
+        self._mark = ""
+        self._steps = 0
+        self._dropped: deque[GroupId] = deque(maxlen=RECENT_DROPS)
+        self._restated = asyncio.Event()
         self._waiting: list[Issued] = []
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -95,6 +107,16 @@ class Executor:
             self._idle.clear()
             self._work.set()
 
+    def restate(self, issued: Iterable[Issued]) -> None:
+        """Queue what a broker that lost its tail has to be told again; what waits goes after it, by its ids.
+
+        The rows that were freed last are freed again, too.
+        """
+        self._mark = ""
+        self._restated.set()
+        again = [DropRows(group_ids=tuple(self._dropped))] if self._dropped else []
+        self.submit([*issued, *((CommandId(0, 0), command) for command in again)])
+
     async def drained(self) -> None:
         """Wait until everything submitted so far is carried out."""
         await self._idle.wait()
@@ -105,7 +127,16 @@ class Executor:
             await self._work.wait()
             self._work.clear()
             batch, self._waiting = self._waiting, []
-            await self._carry_out(batch)
+            self._restated.clear()
+            try:
+                await self._carry_out(batch)
+            except TailLostError as error:
+                log.warning("the broker lost its tail; commands wait until all of it is told again", error=str(error))
+                self._waiting = [*batch, *self._waiting]
+                async with asyncio.timeout(RESTATED_S):
+                    await self._restated.wait()
+                self._work.set()
+                continue
             faults.point("orchestrator.executed")
             if not self._waiting:
                 self._idle.set()
@@ -129,7 +160,10 @@ class Executor:
 
     async def _append(self, writes: Sequence[StreamWrite]) -> None:
         """Append what is not there yet. Raises ForeignEntryError when it is kept out by an entry that is not ours."""
-        added = await self._broker.append_many(writes, fence=self._fence)
+        self._steps += 1
+        now = f"{self._fence.epoch}-{self._steps}"
+        added = await self._broker.append_many(writes, fence=self._fence, mark=Mark(after=self._mark, now=now))
+        self._mark = now
         for write, num_added in zip(writes, added, strict=True):
             if num_added < len(write.entries):
                 last = await self._broker.last_id(write.stream)
@@ -147,6 +181,7 @@ class Executor:
                 self._desk.observe(command)
             case DropRows():
                 await self._broker.drop_groups(command.group_ids)
+                self._dropped.extend(command.group_ids)
             case TrimRounds():
                 await self._broker.trim(keys.ROUNDS, command.cursor)
             case FinishRun():

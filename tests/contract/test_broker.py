@@ -18,11 +18,12 @@ from transport.broker.base import (
     Entry,
     Fence,
     GroupWrite,
+    Mark,
     RowWrite,
     StreamWrite,
     parse_entry_id,
 )
-from transport.errors import FencedError, MessageError
+from transport.errors import FencedError, MessageError, TailLostError
 from transport.messages import MAX_MESSAGE_BYTES
 from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
 
@@ -139,6 +140,19 @@ async def test_streams_are_appended_to_in_one_step(broker: Broker) -> None:
     assert await broker.append_many(writes) == [1, 1]
     assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["first", "second"]
     assert [delivery.entry.fields["name"] for delivery in await broker.claim(QUEUE, "me", count=9)] == ["plan"]
+
+
+async def test_a_writer_is_refused_by_a_broker_that_lost_what_it_wrote(broker: Broker) -> None:
+    def write(entry_id: str) -> list[StreamWrite]:
+        return [StreamWrite(stream="rounds", entries=[(entry_id, entry(entry_id))])]
+
+    assert await broker.append_many(write("1-0"), mark=Mark(after="", now="a")) == [1]
+    assert await broker.append_many(write("2-0"), mark=Mark(after="a", now="b")) == [1]
+    with pytest.raises(TailLostError):
+        await broker.append_many(write("4-0"), mark=Mark(after="c", now="d"))
+    assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["1-0", "2-0"]
+    assert await broker.append_many(write("3-0"), mark=Mark(after="", now="c")) == [1]
+    assert await broker.append_many(write("4-0"), mark=Mark(after="c", now="d")) == [1]
 
 
 async def test_trim_frees_up_to_the_cursor_and_keeps_the_last_id(broker: Broker) -> None:

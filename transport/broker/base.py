@@ -96,6 +96,18 @@ class StreamWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """How a run's only writer of commands notices that the broker lost what it wrote: each step leaves ``now``, and is
+    refused when what the broker holds is not ``after``, left by the step before. after: "" where any will do.
+
+    Without it, a new entry could enter a stream before the lost ones are written again, which would keep them out.
+    """
+
+    after: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowWrite:
     """Columns of one row, written once and together.
 
@@ -215,8 +227,13 @@ class Broker(Protocol):
         """Append one entry. Returns its id, or None when ``entry_id`` was already there."""
         ...
 
-    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
-        """Append to several streams in one step. Returns per write how many of its entries were not there yet."""
+    async def append_many(
+        self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
+    ) -> list[int]:
+        """Append to several streams in one step. Returns per write how many of its entries were not there yet.
+
+        Raises TailLostError, and appends nothing, when the broker does not hold ``mark.after``.
+        """
         ...
 
     async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:

@@ -23,6 +23,7 @@ _KEY_NAMES: dict[str, str | int] = {
     "incarnations": keys.INCARNATIONS,
     "retained_bytes": keys.RETAINED_BYTES,
     "task_specs": keys.TASK_SPECS,
+    "mark": keys.MARK,
     "streams": keys.STREAMS,
     "workers": keys.WORKERS,
     "dead": keys.DEAD,

@@ -24,6 +24,7 @@ from transport.broker.base import (
     Fence,
     GroupWrite,
     LogEntry,
+    Mark,
     Pending,
     RowWrite,
     ServerInfo,
@@ -40,7 +41,7 @@ from transport.broker.entries import (
     dead_letter,
 )
 from transport.broker.memory_server import Group, MemoryServer, RunState
-from transport.errors import FencedError
+from transport.errors import FencedError, TailLostError
 from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 __all__ = ["MemoryBroker", "MemoryServer"]
@@ -99,11 +100,15 @@ class MemoryBroker:
             stream.is_queue = stream.is_queue or queue
             return stream.add(entry, entry_id, self._server.now_ms())
 
-    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
+    async def append_many(
+        self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
+    ) -> list[int]:
         check_writes(writes)
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
             _check_fence(state, fence)
+            if mark is not None:
+                _pass_mark(state, mark)
             return [self._write_stream(state, write) for write in writes]
 
     def _write_stream(self, state: RunState, write: StreamWrite) -> int:
@@ -359,6 +364,12 @@ class MemoryBroker:
 
     async def close(self) -> None:
         """Nothing is held open."""
+
+
+def _pass_mark(state: RunState, mark: Mark) -> None:
+    if mark.after not in ("", state.mark):
+        raise TailLostError(f"the broker holds mark {state.mark!r}, not {mark.after!r}")
+    state.mark = mark.now
 
 
 def _check_fence(state: RunState, fence: Fence | None) -> None:

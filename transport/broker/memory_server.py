@@ -122,6 +122,7 @@ class RunState:
     groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
     tasks: tuple[TaskSpec, ...] = ()
     retained_bytes: int = 0
+    mark: str = ""
     epochs: dict[str, int] = field(default_factory=dict[str, int])
     incarnations: dict[str, int] = field(default_factory=dict[str, int])
     leases: dict[WorkerId, tuple[bytes, float]] = field(default_factory=dict[WorkerId, tuple[bytes, float]])

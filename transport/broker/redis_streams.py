@@ -23,6 +23,7 @@ from transport.broker.base import (
     Entry,
     Fence,
     LogEntry,
+    Mark,
     Pending,
     RowWrite,
     ServerInfo,
@@ -43,7 +44,7 @@ from transport.broker.entries import (
 from transport.broker.lua import Request
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
 from transport.broker.session import Session
-from transport.errors import FencedError
+from transport.errors import FencedError, TailLostError
 from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 ROWS_PER_ROUND_TRIP = 256
@@ -87,6 +88,8 @@ class RedisBroker:
             except ReplyError as error:
                 if fence is not None and error.code == "FENCED":
                     raise FencedError(fence.role, fence.epoch, int(error.message.split()[-1])) from None
+                if error.code == "TAILLOST":
+                    raise TailLostError(f"broker {self._link.address}: {error.message}") from None
                 raise
 
     async def _again(self, script: str, body: dict[str, object]) -> Reply:
@@ -148,9 +151,13 @@ class RedisBroker:
         ((added,),) = cast("list[list[bytes]]", await self._once("append", request, fence))
         return added.decode() or None
 
-    async def append_many(self, writes: Sequence[StreamWrite], *, fence: Fence | None = None) -> list[int]:
+    async def append_many(
+        self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
+    ) -> list[int]:
         check_writes(writes)
         request = Request()
+        if mark is not None:
+            request.body["mark"] = [mark.after, mark.now]
         request.body["streams"] = [
             [
                 write.stream,

@@ -1,11 +1,19 @@
 -- Append entries to streams, each under its own id or "*".
--- Request: fence?, streams {stream, 1 for a queue or 0, entries {id, fields}}.
+-- Request: fence?, mark {after, now}?, streams {stream, 1 for a queue or 0, entries {id, fields}}.
 -- Reply: per stream its ids, '' for one that was already there.
 
 return once(function(request)
   local refused = refuse_fence(request.fence)
   if refused then
     return refused
+  end
+  if request.mark then
+    local after, now = unpack(request.mark)
+    local held = redis.call('GET', key(KEY.mark)) or 'none'
+    if after ~= '' and held ~= after then
+      return redis.error_reply('TAILLOST mark ' .. held .. ', not ' .. after)
+    end
+    redis.call('SET', key(KEY.mark), now)
   end
   local reply = {}
   for i, write in ipairs(request.streams) do
