@@ -55,7 +55,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_every: int = 0
     eval_problems: int = 0
     eval_budget: float = 0.25
-    eval_hold_s: float = 20.0
+    eval_hold_s: float = 60.0
     eval_timeout_s: float = 300.0
 
 

@@ -2,7 +2,7 @@
 
 <dir>/<name>/
   config.toml       the resolved configuration, with where each value came from
-  metrics.jsonl     one line a trained batch
+  metrics.jsonl     one line a trained batch, and one an evaluation
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
   journal/          every applied event, snapshots (recovery, replay, audit)

@@ -16,14 +16,18 @@ from transport.messages import (
     Command,
     DropRows,
     GroupScored,
+    HeldOutPromptsArrived,
     PromptsArrived,
+    RequestHeldOutPrompts,
     RequestPrompts,
     RolloutFinished,
 )
-from transport.types import GroupId, RowId, WeightIdentity, parse_row_id, row_id
+from transport.types import GroupId, RowId, WeightIdentity, is_evaluation, parse_row_id, row_id
 
 Spans: TypeAlias = tuple[tuple[WeightIdentity, int], ...]
 """(weights, tokens that they sampled), in order."""
+FIRST_HELD_OUT = 1_000_000_000
+"""Place of the first held-out prompt, behind all that are trained."""
 
 
 class SimulatedPrompts:
@@ -32,11 +36,19 @@ class SimulatedPrompts:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._num_read = 0
-        simulation.attach(self._obey, RequestPrompts)
+        simulation.attach(self._obey, RequestPrompts, RequestHeldOutPrompts)
 
     def _obey(self, _: CommandId, command: Command) -> None:
+        prompts_s = self._simulation.scenario.costs.prompts_s
         if isinstance(command, RequestPrompts):
-            self._simulation.after(self._simulation.scenario.costs.prompts_s, partial(self._answer, command.count))
+            self._simulation.after(prompts_s, partial(self._answer, command.count))
+        elif isinstance(command, RequestHeldOutPrompts):
+            self._simulation.after(prompts_s, partial(self._name_held_out, command.count))
+
+    def _name_held_out(self, count: int) -> None:
+        places = range(FIRST_HELD_OUT, FIRST_HELD_OUT + count)
+        prompts = tuple(self._simulation.scenario.lengths.prompt(place) for place in places)
+        self._simulation.tell(HeldOutPromptsArrived(prompts=prompts))
 
     def _answer(self, count: int) -> None:
         scenario = self._simulation.scenario
@@ -62,7 +74,7 @@ class SimulatedRows:
         if isinstance(command, DropRows):
             self._dropped.update(command.group_ids)
             for group_id in command.group_ids:
-                for sample in range(self._simulation.scenario.core.group_size):
+                for sample in self._samples(group_id):
                     self._rows.pop(row_id(group_id, sample), None)
 
     def has(self, row: RowId) -> bool:
@@ -95,9 +107,11 @@ class SimulatedRows:
             del self._missing[group_id]
             self._simulation.after(self._simulation.scenario.costs.scoring_s, partial(self._score, group_id))
 
+    def _samples(self, group_id: GroupId) -> range:
+        return range(1 if is_evaluation(group_id) else self._simulation.scenario.core.group_size)
+
     def _lengths(self, group_id: GroupId) -> tuple[int, ...] | None:
-        samples = range(self._simulation.scenario.core.group_size)
-        rows = [self._rows.get(row_id(group_id, sample)) for sample in samples]
+        rows = [self._rows.get(row_id(group_id, sample)) for sample in self._samples(group_id)]
         return tuple(sum(tokens for _, tokens in row) for row in rows if row) if all(rows) else None
 
     def _score(self, group_id: GroupId) -> None:

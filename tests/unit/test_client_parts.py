@@ -8,12 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transport.broker import keys
+from transport.broker.base import Commit, GroupWrite, RowWrite
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.rows import BrokerRows
-from transport.types import RunName
+from transport.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id
 from workers.client.consumer import balance
+from workers.client.leases import Leases
 from workers.client.loader import Ragged, to_field
+from workers.client.tasks import TaskOptions
 from workers.client.writer import COMMIT_BYTES, COMMIT_ROWS, Writer, pieces
 
 
@@ -75,3 +79,17 @@ def test_fields_are_tensors_without_padding() -> None:
     assert (len(empty), empty.split(), empty.padded().shape) == (0, [], (0, 0))
     with pytest.raises(ValueError, match="types"):
         to_field([np.zeros(1, np.int32), np.zeros(1, np.float32)])
+
+
+async def test_answers_to_held_out_problems_are_handed_to_no_consumer() -> None:
+    clock = ManualClock()
+    broker = MemoryBroker(MemoryServer(clock), RunName("r"))
+    await broker.add_user_task(TaskSpec(name="x_train", unit="sample", reads=frozenset({Column.RESPONSE_IDS})))
+    ids = {Column.RESPONSE_IDS: b"\1\0\0\0"}
+    for group in (evaluation_id(0, 0), group_id(0, 0), evaluation_id(0, 1)):
+        rows = [RowWrite(row_id=row_id(group, 0), columns=ids)]
+        await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=1, columns={})], rows=rows))
+    leases = Leases(broker, keys.tasks("x_train"), "me", TaskOptions(), clock)
+    assert not await leases.fill(3, 0.0)
+    assert [delivery.entry.fields["unit"] for delivery in leases.take(3)] == ["0/0/0"]
+    assert await broker.length(keys.tasks("x_train")) == 1, "the others are acknowledged, not left for another consumer"

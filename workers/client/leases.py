@@ -14,8 +14,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from transport.broker.base import Ack, Broker, Delivery
+from transport.broker.base import Ack, Broker, Commit, Delivery
 from transport.clock import Clock
+from transport.types import is_evaluation
 from workers.client.tasks import TaskOptions
 
 log = logging.getLogger(__name__)  # not structlog: whose program this is decides where lines go
@@ -67,10 +68,17 @@ class Leases:
         found = await self._reclaim(missing) or await self._broker.claim(
             self._queue, self._consumer, count=missing, wait_s=wait_s
         )
-        fresh = [delivery for delivery in found if delivery.entry_id not in self._held]
+        fresh = await self._without_evaluations([one for one in found if one.entry_id not in self._held])
         self._held.update(delivery.entry_id for delivery in fresh)
         self._ready += fresh
         return len(self._ready) >= count
+
+    async def _without_evaluations(self, found: Sequence[Delivery]) -> list[Delivery]:
+        """Answers to held-out problems have the columns of any row, and whoever consumes rows may train on them."""
+        answers = [delivery for delivery in found if is_evaluation(delivery.entry.fields.get("unit", ""))]
+        if answers:
+            await self._broker.commit(Commit(acks=self.acks(answers)))
+        return [delivery for delivery in found if delivery not in answers]
 
     async def _reclaim(self, count: int) -> list[Delivery]:
         """Entries whose holder went silent, looked for twice a lease."""
