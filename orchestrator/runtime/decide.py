@@ -23,7 +23,6 @@ from transport import faults
 from transport.clock import Clock
 from transport.messages import (
     DropRows,
-    Event,
     JournalRecord,
     RequestHeldOutPrompts,
     RequestPrompts,

@@ -194,6 +194,25 @@ def coloured_pixels(place: str) -> str:
     return f"{data}.filter((value, index) => index % 4 === 3 && value > 0).length"
 
 
+def test_evaluations_are_shown_once_there_are_any(page: LivePage, browser: Browser):
+    show(browser, page)
+    assert browser.evaluate("document.querySelector('#evaluation').hidden")
+    assert browser.evaluate("document.querySelectorAll('#evaluations figure').length") == 0
+    lines = [
+        {"eval": n, "version": 4 * n, "eval_reward": n / 4, "eval_right": n / 5, "eval_share": 0.1} for n in range(3)
+    ]
+    page.look_back = {**page.look_back, "evaluations": [*lines, {"eval": 3, "version": 12}]}
+    evaluation = {"number": 3, "weights": {"epoch": 1, "version": 12}, "problems": 16, "answered": 5}
+    page.tell(evaluation={**evaluation, "waiting": 7, "running": 4, "scoring": 0, "seconds": 2.0, "held": True})
+    browser.wait_for("document.querySelectorAll('#evaluations figure').length === 2")
+    browser.wait_for("!document.querySelector('#evaluation').hidden")
+    assert browser.text("#evaluation") == (
+        "Evaluating v12: 5 of 16 held-out problems answered, 7 waiting, 4 running; newer weights wait for it."
+    )
+    assert "reward 0.500 · right 0.400" in browser.text("#evaluations figcaption")
+    assert not browser.errors
+
+
 def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     show(browser, page)
     lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.innerText)")

@@ -4,9 +4,9 @@
 // recovers by itself as soon as somebody answers again.
 
 import { byId, setText } from "./dom.js";
-import { showCurves } from "./curves.js";
+import { showCurves, showEvaluations } from "./curves.js";
 import { showLanes } from "./lanes.js";
-import { showBatches, showFlow, showLongest, showQueues, showSamples } from "./panels.js";
+import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showSamples } from "./panels.js";
 import { duration, number, visible } from "./text.js";
 import { showBubbles, showLastMinute } from "./usage.js";
 
@@ -64,6 +64,7 @@ async function pollHistory() {
     if (!news || !news.lanes) return;
     history = news;
     showCurves(history.curves, history.components);
+    showEvaluations(history.evaluations || [], history.components);
     showSamples(history.samples);
     showLanes(history.lanes, status || {});
     showLastMinute();
@@ -119,6 +120,7 @@ function showStatus() {
   showTiles(last);
   showFlow(status);
   showBatches(status);
+  showEvaluation(status);
   showQueues(status);
   showLongest(status);
   showLanes(history && history.lanes, status);

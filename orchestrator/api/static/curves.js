@@ -37,6 +37,19 @@ export function showCurves(curves, components) {
   if (byId("more").open) drawAll(byId("more-curves"), others, curves.batch || []);
 }
 
+/** lines: of evaluations in metrics.jsonl, drawn where their version's batches end. */
+export function showEvaluations(lines, components) {
+  const told = lines.filter((line) => "eval_reward" in line);
+  const column = (name) => told.map((line) => line[name] ?? null);
+  const names = ["reward", ...components];
+  const columns = Object.fromEntries([...names.map((name) => [name, column(`eval_${name}`)]), ["share", column("eval_share")]]);
+  const charts = [
+    { title: "Held-out problems: reward and components", names, floor: 0 },
+    { title: "Evaluation's share of generation", names: ["share"], floor: 0 },
+  ].map((chart) => withSeries(chart, columns));
+  drawAll(byId("evaluations"), told.length ? charts : [], told.map((line) => line.version - 1));
+}
+
 function withSeries(chart, curves) {
   const series = chart.names
     .map((name, index) => ({ label: chart.labels ? chart.labels[index] : name, values: curves[name], tone: index % 4 }))

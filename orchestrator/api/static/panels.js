@@ -33,6 +33,17 @@ export function showFlow(status) {
   );
 }
 
+/** The evaluation of held-out problems that is under way; nothing where there is none. */
+export function showEvaluation(status) {
+  const current = status.evaluation;
+  byId("evaluation").hidden = !current;
+  if (!current) return;
+  const places = ["waiting", "running", "scoring"].filter((name) => current[name]).map((name) => `${current[name]} ${name}`);
+  const held = current.held ? "; newer weights wait for it" : "";
+  const answered = `${current.answered} of ${current.problems} held-out problems answered`;
+  setText(byId("evaluation"), `Evaluating v${current.weights.version}: ${[answered, ...places].join(", ")}${held}.`);
+}
+
 /** The oldest batches that are not trained, with their slots by stage; empty rows keep the place. */
 export function showBatches(status) {
   const open = (status.batches || []).filter((batch) => !batch.trained).slice(0, MAX_BATCHES);
