@@ -57,6 +57,7 @@ RANGES: dict[str, Range] = {
     "generation.slots": _AT_LEAST_1,
     "generation.threads": _AT_LEAST_1,
     "generation.max_context": _AT_LEAST_0,
+    "generation.server_silence_s": Range(low=2),  # a health check takes one
     "scoring.workers": _AT_LEAST_1,
     "scoring.timeout_s": _ABOVE_0,
     "scoring.max_deliveries": _AT_LEAST_1,
@@ -121,6 +122,7 @@ FORMS: dict[str, tuple[str, str]] = {
     "run.dir": (r".+", "a directory"),
     "model.path": (r".+", "a directory, a hub name, package:<name> or random:<name>"),
     "generation.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
+    "generation.engine_url": (r"|https?://[^\s/]+/?", "http://host:port"),
     "trainer.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
     "scoring.reward": (r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:function"),
     "api.host": (r"\S+", "an address or a host name"),
@@ -204,6 +206,21 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ),
         'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what the '
         "clip is there to stop",
+    ),
+    (
+        ("generation.engine_url", "generation.engine"),
+        lambda s: not s.generation.engine_url or s.generation.engine == "sglang",
+        'needs generation.engine "sglang"',
+    ),
+    (
+        ("generation.server_command", "generation.engine"),
+        lambda s: s.generation.engine == "sglang" or not (s.generation.server_command or s.generation.server_args),
+        'and generation.server_args need generation.engine "sglang"',
+    ),
+    (
+        ("generation.server_command", "generation.engine_url"),
+        lambda s: not s.generation.engine_url or not (s.generation.server_command or s.generation.server_args),
+        "and generation.server_args are for a server of the workers' own; leave them out, or generation.engine_url",
     ),
     (
         ("generation.max_context", "sampling.max_new_tokens"),

@@ -68,7 +68,11 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers."""
 
-    engine: Literal["embedded", "replay"] = "embedded"  # replay: timed emulation, see the section replay
+    engine: Literal["embedded", "sglang", "replay"] = "embedded"  # replay: timed emulation, see the section replay
+    engine_url: str = ""  # sglang: a server that runs elsewhere; empty: every worker starts one of its own
+    server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang; empty: of this Python
+    server_args: list[str] = msgspec.field(default_factory=list[str])  # sglang: more arguments, e.g. ["--tp-size", "2"]
+    server_silence_s: float = 30.0  # sglang: a server that says nothing for so long hangs, and is started again
     workers: int = 1
     slots: int = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -96,14 +97,22 @@ def generate(
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
+    engine_url: Annotated[
+        str, typer.Option("--engine-url", help="SGLang server to use, http://host:port  [one of this worker's own]")
+    ] = "",
+    server_command: Annotated[
+        str, typer.Option("--server-command", help="how to start SGLang  [python -m sglang.launch_server]")
+    ] = "",
+    server_args: Annotated[str, typer.Option("--server-args", help="more arguments for that server")] = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.build import generation_worker, with_model
+    from workers.build import ServerChoice, generation_worker, with_model
 
     take_gpu(gpus)
     home, secret = run_dir or own_directory(run), _shared_secret()
+    server = ServerChoice(url=engine_url, command=(*shlex.split(server_command),), args=(*shlex.split(server_args),))
     build = with_model(
-        model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code, secret)
+        model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code, secret, server)
     )
     _serve(WorkerKind.GENERATE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 

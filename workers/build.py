@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from workers.generation.lengths import ForcedLengths, read_lengths
 from workers.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
+    from workers.generation.engine import GenerationEngine
     from workers.trainer.learner import Learner
     from workers.trainer.publish import WeightPublisher
 
@@ -43,22 +45,41 @@ def _prepare(path: str, trust_remote_code: bool) -> Path:
     return prepare_model(path, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
 
 
-def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool, secret: bytes = b"") -> WorkerFactory:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerChoice:
+    """Which inference server a worker uses: this machine's decision, as it names a program to run.
+
+    url: of one that runs elsewhere.  command, args: of one of its own; empty: this Python's SGLang.
+    """
+
+    url: str = ""
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+def generation_worker(
+    run_dir: Path,
+    model_dir: Path,
+    trust_remote_code: bool,
+    secret: bytes = b"",
+    server: ServerChoice = ServerChoice(),
+) -> WorkerFactory:
     """A generation worker with the engine that the run names. secret: shared with the trainer, for its weights."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         lengths = await asyncio.to_thread(_forced_lengths, settings)
         if settings.generation.engine == "replay":
             return _replay_worker(broker, settings, worker_id, lengths, secret)
-        from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
         from workers.generation.stop_tokens import stop_token_ids
         from workers.generation.weights import WeightPuller
         from workers.generation.worker import GenerationWorker
 
         clock = MonotonicClock()
-        engine = EmbeddedEngine(
-            EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code), clock
-        )
+        if settings.generation.engine == "sglang":
+            log_path = run_dir / "logs" / f"sglang-{worker_id.partition('.')[0]}.log"
+            engine = _sglang_engine(settings, model_dir, log_path, trust_remote_code, server)
+        else:
+            engine = _embedded_engine(settings, model_dir, trust_remote_code)
         stops = stop_token_ids(model_dir)
         puller = WeightPuller(secret=secret)
         return GenerationWorker(
@@ -66,6 +87,37 @@ def generation_worker(run_dir: Path, model_dir: Path, trust_remote_code: bool, s
         )
 
     return build
+
+
+def _embedded_engine(settings: Settings, model_dir: Path, trust_remote_code: bool) -> GenerationEngine:
+    from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+
+    made_of = EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code)
+    return EmbeddedEngine(made_of, MonotonicClock())
+
+
+def _sglang_engine(
+    settings: Settings, model_dir: Path, log_path: Path, trust_remote_code: bool, server: ServerChoice
+) -> GenerationEngine:
+    from workers.generation.sglang import SglangEngine
+    from workers.generation.sglang_server import DEFAULT_COMMAND
+    from workers.generation.sglang_upkeep import SglangSettings
+
+    generation = settings.generation
+    made_of = SglangSettings(
+        directory=model_dir,
+        log=log_path,
+        url=server.url,
+        command=(*(server.command or DEFAULT_COMMAND), *server.args),
+        slots=generation.slots,
+        dtype=generation.dtype,
+        max_context=generation.max_context,
+        trust_remote_code=trust_remote_code,
+        startup_s=settings.liveness.startup_s,
+        silence_s=generation.server_silence_s,
+        request_s=settings.pipeline.rollout_timeout_s,
+    )
+    return SglangEngine(made_of, MonotonicClock())
 
 
 def _forced_lengths(settings: Settings) -> ForcedLengths | None:

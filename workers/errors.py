@@ -14,6 +14,7 @@ FatalError (transport.errors)
 TransientError (transport.errors): this process ends, and starting it again is worth a try
 ├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
 ├── EngineHungError       the generation engine's thread did not answer within its deadline
+├── ServerUnavailableError  an inference server does not answer: down, hung, starting, or its connection was cut
 ├── RanksError            the ranks of a trainer did not find one another, or one of them went away
 ├── RowsChangedError      rows were generated again between two passes over them: back to the checkpoint
 ├── ClientTimeoutError    a call of a client was not done within its deadline
@@ -21,6 +22,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 
 StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
+├── ServerAnswerError     an inference server answers with an error, or with what is no answer
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
 """
 
@@ -47,6 +49,29 @@ class GpuError(FatalError):
 
 class EngineHungError(TransientError):
     """The generation engine's thread did not answer within its deadline."""
+
+
+class ServerUnavailableError(TransientError):
+    """The inference server at ``url`` does not answer."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"server {url} is unavailable: {reason}")
+        self.url = url
+
+
+class ServerAnswerError(StreamError):
+    """The inference server at ``url`` answers with an error. status: HTTP's; 0 for what cannot be read."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"server {url} answers {status or 'nonsense'}: {reason}")
+        self.url = url
+        self.status = status
+        self.reason = reason
+
+    @property
+    def is_refusal(self) -> bool:
+        """The request is at fault, not the server: it would be refused again."""
+        return 400 <= self.status < 500
 
 
 class WeightsMismatchError(StreamError):

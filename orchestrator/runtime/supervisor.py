@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import time
@@ -235,11 +236,17 @@ class Supervisor:
 
     def _local_arguments(self, kind: WorkerKind) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
-        if kind is WorkerKind.SCORE and self._settings.scoring.reward:
-            return ["--reward", self._settings.scoring.reward]
-        if kind is not WorkerKind.SCORE and self._settings.model.trust_remote_code:
-            return ["--trust-remote-code"]
-        return []
+        if kind is WorkerKind.SCORE:
+            return ["--reward", self._settings.scoring.reward] if self._settings.scoring.reward else []
+        arguments = ["--trust-remote-code"] if self._settings.model.trust_remote_code else []
+        return arguments + (self._server_arguments() if kind is WorkerKind.GENERATE else [])
+
+    def _server_arguments(self) -> list[str]:
+        """Which inference server a generation worker uses, or how it starts its own."""
+        generation = self._settings.generation
+        arguments = ["--engine-url", generation.engine_url] if generation.engine_url else []
+        arguments += ["--server-command", shlex.join(generation.server_command)] if generation.server_command else []
+        return arguments + (["--server-args", shlex.join(generation.server_args)] if generation.server_args else [])
 
     def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
         return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))

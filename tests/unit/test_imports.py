@@ -55,6 +55,7 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
+    "workers/generation/sglang_loader.py",  # SGLang ends its whole server when a loader raises
     "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""

@@ -26,8 +26,9 @@ from transport.settings import GenerationSettings
 from transport.types import GroupId, WeightIdentity
 from workers.errors import EngineCrashedError, EngineHungError, StreamError
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
-from workers.generation.model_loading import check_memory, check_tensors, load_model, resolve_device
+from workers.generation.model_loading import check_memory, load_model, resolve_device
 from workers.generation.slots import Result, SlotDecoder
+from workers.generation.weights import check_tensors
 
 CLOSE_TIMEOUT_S = 30.0
 """A step takes well below a second; the longest thing the thread may be in is a prefill or a copy of the weights."""

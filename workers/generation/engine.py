@@ -92,12 +92,18 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """running, waiting: samples.  busy_s: seconds spent computing.  tokens: generated so far (all samples)."""
+    """running, waiting: samples.  busy_s: seconds spent computing.  tokens: generated so far (all samples).
+    capacity: samples that fit now, where memory is shorter than slots; 0: all slots.  cached_tokens: of prompts, taken
+    from a cache so far.  kv_use: part of the KV memory in use, 0 to 1.
+    """
 
     running: int
     waiting: int
     busy_s: float
     tokens: int
+    capacity: int = 0
+    cached_tokens: int = 0
+    kv_use: float = 0.0
 
 
 class GenerationEngine(Protocol):

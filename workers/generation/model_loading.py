@@ -94,7 +94,8 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise ModelError(f"{directory} cannot be loaded as a causal language model: {reason}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{directory} lacks weights of its model: {shown_names(missing)}; copy or save the model again")
+        names = shown_names(missing)
+        raise ModelError(f"{directory} lacks weights of its model: {names}; copy or save the model again")
     return model
 
 

@@ -126,7 +126,7 @@ class SlotDecoder:
     def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy ``tensors`` into the model, which then is ``weights``. Running samples go on from the KV they have.
 
-        Their names and shapes have been checked (``model_loading.check_tensors``): here nothing may fail half-way.
+        Their names and shapes have been checked (``weights.check_tensors``): here nothing may fail half-way.
         """
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)

@@ -1,0 +1,115 @@
+"""SGLang for tests: the real server where SGLANG_VENV names an environment that has it, and one that answers badly.
+
+``SGLANG_VENV`` is a virtual environment with SGLang, in which it runs on this machine. Without a GPU that takes
+stand-ins for two CUDA-only packages, and the arguments below.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+
+VENV = os.environ.get("SGLANG_VENV", "")
+ON_CPU = shlex.split(
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
+    "--disable-cuda-graph --mem-fraction-static 0.5 --grammar-backend none --sleep-on-idle --log-level-http warning"
+)
+
+needs_sglang = pytest.mark.skipif(not VENV, reason="SGLANG_VENV does not name an environment with SGLang in it")
+
+
+def command(*arguments: str, max_total_tokens: int = 16384) -> tuple[str, ...]:
+    """How to start the real server; the engine adds the model, the port and what it needs."""
+    python = str(Path(VENV) / "bin" / "python")
+    launch = ["env", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1", python, "-m", "sglang.launch_server"]
+    if not torch.cuda.is_available():
+        launch[1:1] = ["SGLANG_USE_CPU_ENGINE=1"]
+        launch += ON_CPU
+    return (*launch, "--max-total-tokens", str(max_total_tokens), *arguments)
+
+
+class FakeServer:
+    """Says what a healthy SGLang says, except for what a test replaces: ``server.answers["/generate"] = ...``.
+
+    asked: paths in the order of their requests.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.url = ""
+        self.label = "default"
+        self.answers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {}
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        if request.path in self.answers:
+            return await self.answers[request.path](request)
+        match request.path:
+            case "/model_info":
+                return web.json_response({"model_path": "m", "model_type": "qwen3", "weight_version": self.label})
+            case "/server_info":
+                return web.json_response(
+                    {
+                        "version": "0.5.23",
+                        "max_total_num_tokens": 4096,
+                        "max_running_requests": 4,
+                        "custom_weight_loader": ["workers.generation.sglang_loader.load"],
+                    }
+                )
+            case "/get_weights_by_name":
+                number = int((await request.json())["name"].rpartition(":")[2])
+                return web.json_response(list(b"\x81\xa6number" + bytes([number])))
+            case "/v1/loads":
+                return web.json_response({"loads": [{"num_running_reqs": 1, "token_usage": 0.25}]})
+            case "/generate":
+                return await self.generate(request)
+            case _:
+                return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Token 7 as often as was asked for, in one chunk."""
+        body = await request.json()
+        count = body["sampling_params"]["max_new_tokens"]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "weight_versions": [{"version": self.label, "start": 0, "end": count}],
+            "output_token_logprobs": [[-0.5, 7, None]] * count,
+        }
+        return await events(request, {"output_ids": [7] * count, "meta_info": meta})
+
+
+async def events(request: web.Request, *chunks: object) -> web.StreamResponse:
+    """Server-sent events, as SGLang sends them."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        text = chunk if isinstance(chunk, bytes) else web.json_response(chunk).body
+        assert isinstance(text, bytes)
+        await response.write(b"data: " + text + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+@asynccontextmanager
+async def fake_server() -> AsyncIterator[FakeServer]:
+    server = FakeServer()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        await web.SockSite(runner, sock).start()
+        server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        try:
+            yield server
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,308 @@
+"""The SGLang engine on a server that errs: what it refuses, sends again, and gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from aiohttp import web
+
+from tests.fakes.sglang_servers import FakeServer, events, fake_server
+from transport.clock import MonotonicClock
+from transport.errors import PeerUnavailableError
+from transport.types import GroupId, SamplingParams, WeightIdentity
+from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.sglang import SglangEngine
+from workers.generation.sglang_order import Outcome, outcome_numbers
+from workers.generation.sglang_upkeep import SglangSettings
+
+WEIGHTS = WeightIdentity(epoch=1, version=1)
+TENSORS = {"a": torch.ones(2)}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    config = {"model_type": "qwen3", "vocab_size": 50, "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def settings(model_dir: Path, url: str) -> SglangSettings:
+    return SglangSettings(
+        directory=model_dir, log=model_dir / "s.log", url=url, slots=4, startup_s=5.0, silence_s=2.0, request_s=5.0
+    )
+
+
+@asynccontextmanager
+async def started(model_dir: Path, server: FakeServer) -> AsyncIterator[SglangEngine]:
+    engine = SglangEngine(settings(model_dir, server.url), MonotonicClock())
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def request(group: str = "0/0", *, prompt: int = 3, tokens: int = 5, samples: int = 2) -> GenerationRequest:
+    return GenerationRequest(
+        group_id=GroupId(group),
+        prompt_ids=np.arange(prompt, dtype=np.int32),
+        samples=tuple(range(samples)),
+        sampling=SamplingParams(max_new_tokens=tokens),
+    )
+
+
+async def results(engine: SglangEngine, count: int) -> list[Completion | EngineFailure]:
+    found: list[Completion | EngineFailure] = []
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            found += await engine.results()
+    return found
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_of_another_model_is_refused(model_dir: Path) -> None:
+    async with fake_server() as server:
+
+        async def other(_: web.Request) -> web.Response:
+            return web.json_response({"model_path": "them/llama", "model_type": "llama"})
+
+        server.answers["/model_info"] = other
+        with pytest.raises(ModelError, match="'them/llama' of type 'llama'"):
+            async with started(model_dir, server):
+                pass
+
+
+async def test_a_server_with_another_vocabulary_is_refused(model_dir: Path) -> None:
+    async with fake_server() as server:
+
+        async def mismatch(request: web.Request) -> web.Response:
+            number = int((await request.json())["name"].rpartition(":")[2])
+            outcome = Outcome(number=number, error="a vocabulary of 60 tokens, not 50", mismatch=True)
+            return web.json_response(outcome_numbers(outcome))
+
+        server.answers["/get_weights_by_name"] = mismatch
+        with pytest.raises(ModelError, match="another model than the run's: a vocabulary of 60"):
+            async with started(model_dir, server):
+                pass
+
+
+async def test_a_server_without_our_loader_is_refused_with_what_to_do(model_dir: Path) -> None:
+    async with fake_server() as server:
+
+        async def plain(_: web.Request) -> web.Response:
+            return web.json_response({"version": "0.5.23", "max_total_num_tokens": 100})
+
+        server.answers["/server_info"] = plain
+        with pytest.raises(ModelError, match=r"--custom-weight-loader workers\.generation\.sglang_loader\.load"):
+            async with started(model_dir, server):
+                pass
+
+
+async def test_an_untested_version_is_told_about(model_dir: Path) -> None:
+    async with fake_server() as server:
+
+        async def newer(_: web.Request) -> web.Response:
+            loaders = ["workers.generation.sglang_loader.load"]
+            return web.json_response({"version": "9.0", "max_total_num_tokens": 100, "custom_weight_loader": loaders})
+
+        server.answers["/server_info"] = newer
+        with structlog.testing.capture_logs() as logs:
+            async with started(model_dir, server):
+                pass
+        assert [line["version"] for line in logs if line["event"] == "untested SGLang version"] == ["9.0"]
+
+
+async def test_a_server_that_is_not_there_ends_the_start_in_time(model_dir: Path) -> None:
+    engine = SglangEngine(replace(settings(model_dir, "http://127.0.0.1:9"), startup_s=0.3), MonotonicClock())
+    with pytest.raises(EngineCrashedError, match=r"127\.0\.0\.1:9"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_command_that_cannot_be_run_says_which_setting_it_is(model_dir: Path) -> None:
+    engine = SglangEngine(replace(settings(model_dir, ""), command=("/no/such/python",)), MonotonicClock())
+    with pytest.raises(ModelError, match=r"'/no/such/python'.*generation.server_command"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_server_that_ends_at_once_is_tried_again_and_its_last_words_are_told(model_dir: Path) -> None:
+    command = ("sh", "-c", "echo no GPU here; exit 3", "sh")
+    engine = SglangEngine(replace(settings(model_dir, ""), command=command), MonotonicClock())
+    with pytest.raises(EngineCrashedError, match="no GPU here"):
+        await engine.start()
+    await engine.close()
+    assert (model_dir / "s.log").read_text().count("no GPU here") == 3, "one log over all starts"
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_can_never_run_fails_before_it_is_sent(model_dir: Path) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+        engine.submit(request(prompt=99, tokens=5))
+        (failure,) = await results(engine, 1)
+        assert isinstance(failure, EngineFailure)
+        assert "over the engine's max_context of 100" in failure.reason
+        assert not failure.retryable
+        assert "/generate" not in server.asked
+
+
+async def test_a_request_that_the_server_refuses_is_not_tried_again(model_dir: Path) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+
+        async def refuse(request: web.Request) -> web.StreamResponse:
+            return await events(request, {"error": {"message": "too long for me", "code": 400}})
+
+        server.answers["/generate"] = refuse
+        engine.submit(request(samples=1))
+        (failure,) = await results(engine, 1)
+        assert isinstance(failure, EngineFailure)
+        assert (failure.reason, failure.retryable) == ("too long for me", False)
+        assert server.asked.count("/generate") == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("error", "answers 500"), ("garbage", "nonsense"), ("cut", "unavailable"), ("half", "ended before the sample")],
+)
+async def test_a_broken_answer_is_asked_for_again_once(model_dir: Path, what: str, reason: str) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+
+        async def broken(request: web.Request) -> web.StreamResponse:
+            if what == "error":
+                return web.Response(status=500, text="CUDA error")
+            if what == "garbage":
+                return await events(request, b"<html>not JSON</html>")
+            if what == "half":
+                return await events(request, {"output_ids": [7], "meta_info": {}})
+            response = web.StreamResponse()
+            await response.prepare(request)
+            assert request.transport is not None
+            request.transport.close()
+            return response
+
+        server.answers["/generate"] = broken
+        engine.submit(request(samples=1))
+        (failure,) = await results(engine, 1)
+        assert isinstance(failure, EngineFailure)
+        assert reason in failure.reason
+        assert failure.retryable
+        assert server.asked.count("/generate") == 2
+
+
+async def test_a_server_that_keeps_answering_nonsense_is_lost_and_what_it_had_is_sent_to_the_next(
+    model_dir: Path,
+) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+        broken = 0
+
+        async def recovers(request: web.Request) -> web.StreamResponse:
+            nonlocal broken
+            broken += 1
+            return web.Response(status=500) if broken <= 8 else await server.generate(request)
+
+        server.answers["/generate"] = recovers
+        for number in range(4):
+            engine.submit(request(f"0/{number}", samples=4))
+        found = await results(engine, 16 - 3 * 4 + 3)
+        assert engine.server.restarts == 1
+        assert any(isinstance(one, Completion) for one in found)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_version_is_labelled_only_when_the_loader_says_that_it_is_there(model_dir: Path) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+        server.asked.clear()
+        await engine.load_weights(WEIGHTS, TENSORS)
+        server.label = str(WEIGHTS)
+        assert [path for path in server.asked if path not in ("/v1/loads", "/health", "/model_info")] == [
+            "/pause_generation",
+            "/begin_weight_update",
+            "/update_weights_from_tensor",
+            "/get_weights_by_name",
+            "/end_weight_update",
+            "/update_weight_version",
+            "/continue_generation",
+        ]
+        engine.submit(request(samples=1))
+        (completion,) = await results(engine, 1)
+        assert isinstance(completion, Completion)
+        assert [span.weights for span in completion.spans] == [WEIGHTS]
+
+
+@pytest.mark.parametrize(("mismatch", "error"), [(True, WeightsMismatchError), (False, PeerUnavailableError)])
+async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_service(
+    model_dir: Path, mismatch: bool, error: type[Exception]
+) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+
+        async def fails(request: web.Request) -> web.Response:
+            number = int((await request.json())["name"].rpartition(":")[2])
+            return web.json_response(outcome_numbers(Outcome(number=number, error="it is gone", mismatch=mismatch)))
+
+        server.answers["/get_weights_by_name"] = fails
+        server.asked.clear()
+        with pytest.raises(error, match="it is gone"):
+            await engine.load_weights(WEIGHTS, TENSORS)
+        assert "/update_weight_version" not in server.asked
+        assert server.asked.count("/continue_generation") == 1
+        engine.submit(request(samples=1))
+        (completion,) = await results(engine, 1)
+        assert isinstance(completion, Completion), "it goes on with what it had"
+
+
+async def test_a_server_with_half_of_a_version_is_not_used_before_it_has_the_whole_old_one(model_dir: Path) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+        await engine.load_weights(WEIGHTS, TENSORS)
+        server.label = str(WEIGHTS)
+        fresh = server.answers.copy()
+
+        async def spoiled(request: web.Request) -> web.Response:
+            number = int((await request.json())["name"].rpartition(":")[2])
+            server.answers = fresh
+            return web.json_response(outcome_numbers(Outcome(number=number, error="boom", spoiled=True)))
+
+        server.answers["/get_weights_by_name"] = spoiled
+        server.asked.clear()
+        with pytest.raises(WeightsMismatchError, match="loaded half-way: boom"):
+            await engine.load_weights(WeightIdentity(epoch=1, version=2), TENSORS)
+        engine.submit(request(samples=1))
+        (completion,) = await results(engine, 1)
+        assert isinstance(completion, Completion)
+        assert [span.weights for span in completion.spans] == [WEIGHTS]
+        assert server.asked.count("/update_weights_from_tensor") == 3, "the new one, a look, the old one"
+
+
+async def test_a_server_that_was_started_anew_gets_its_weights_again(model_dir: Path) -> None:
+    async with fake_server() as server, started(model_dir, server) as engine:
+        await engine.load_weights(WEIGHTS, TENSORS)
+        server.label = "default"  # as a new process would say, and of which its tokens are
+
+        async def labels(request: web.Request) -> web.Response:
+            server.label = (await request.json())["new_version"]
+            return web.json_response({})
+
+        server.answers["/update_weight_version"] = labels
+        engine.submit(request())
+        found = await results(engine, 2)
+        assert {span.weights for one in found if isinstance(one, Completion) for span in one.spans} <= {WEIGHTS}
+        async with asyncio.timeout(10):
+            while server.label != str(WEIGHTS):  # noqa: ASYNC110 the watch looks at it every second
+                await asyncio.sleep(0.05)
+        engine.submit(request("0/1"))
+        assert all(isinstance(one, Completion) for one in await results(engine, 2))

@@ -1,0 +1,71 @@
+"""Whether a server is what the run needs: SGLang of a tested version, a model of this kind, our loader.
+
+Owns: these checks and what each refusal says. Never: changes the server. What it does not tell, its vocabulary and the
+shapes of its tensors, the loader looks at.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from workers.errors import ModelError
+from workers.generation.sglang_http import ServerInfo, SglangClient
+from workers.generation.sglang_order import LOADER
+
+log = structlog.get_logger(__name__)
+
+TESTED_VERSIONS = ("0.5.23",)
+"""Its HTTP interface has changed between minor versions before: another one may work, and is told about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's own config.json says. max_context: tokens, 0 where it names no limit."""
+
+    model_type: str
+    vocab_size: int
+    max_context: int
+
+
+def model_facts(directory: Path) -> ModelFacts:
+    """Raises ModelError when config.json is missing or names no vocabulary."""
+    path = directory / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    text: dict[str, Any] = config.get("text_config") or config
+    if not isinstance(text.get("vocab_size"), int):
+        raise ModelError(f"{path} has no vocab_size")
+    return ModelFacts(
+        model_type=str(config.get("model_type", "")),
+        vocab_size=text["vocab_size"],
+        max_context=int(text.get("max_position_embeddings") or 0),
+    )
+
+
+async def check_server(client: SglangClient, model: ModelFacts) -> ServerInfo:
+    """Check the healthy server behind ``client``.
+
+    Raises: ModelError: it serves another kind of model, or cannot take weights from us; as every call else.
+    """
+    served = await client.model_info()
+    if not served.is_generation or (served.model_type or "") != model.model_type:
+        raise ModelError(
+            f"{client.url} serves {served.model_path!r} of type {served.model_type!r}, "
+            f"the run's model is of type {model.model_type!r}"
+        )
+    info = await client.server_info()
+    if info.version not in TESTED_VERSIONS:
+        log.warning("untested SGLang version", version=info.version, tested=TESTED_VERSIONS, url=client.url)
+    if LOADER not in (info.custom_weight_loader or ()):
+        raise ModelError(
+            f"{client.url} cannot take new weights: install streamrl beside its SGLang and start it with "
+            f"--custom-weight-loader {LOADER}"
+        )
+    return info

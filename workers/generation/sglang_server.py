@@ -1,0 +1,150 @@
+"""An SGLang server's process: start, wait until it is healthy, end. Nothing here knows what it serves or to whom.
+
+Owns: one process group, its port and its log. Invariant: the process ends with its worker, whatever ends that (the
+kernel sends the signal), and two servers never share a port of this class's choosing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from workers.errors import ModelError, ServerAnswerError, ServerUnavailableError
+from workers.generation.sglang_http import SglangClient
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_COMMAND = (sys.executable, "-m", "sglang.launch_server")
+HEALTH_POLL_S = 0.25
+STOP_S = 10.0
+LAST_LINES = 5
+LAST_BYTES = 4096
+PACKAGES = Path(__file__).parents[2]
+"""Where the server finds the loader."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork must not load libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """command: program and its first arguments; ours follow.  arguments: which ours are.  log: where it writes."""
+
+    command: Sequence[str]
+    arguments: Sequence[str]
+    log: Path
+
+
+class ServerProcess:
+    """One server of this worker's own, started as often as it takes."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
+        self.port = free_port()
+        """Kept over restarts, so that one client serves all."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the living process; it leads its process group."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start it; it is healthy much later. Raises ModelError for a command that cannot be run."""
+        settings = self._settings
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [*settings.command, *settings.arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH", ""))))
+        with settings.log.open("ab") as output:
+            self._log_start = output.tell()
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ModelError(
+                    f"the server cannot be started with {argv[0]!r}: {reason}; see generation.server_command"
+                ) from error
+        log.info("server started", pid=self._process.pid, port=self.port, log=str(settings.log))
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it and everything it started. Its model processes end with it; what hangs is killed with the rest."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to save, and its own goodbye takes seconds
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+
+    def last_words(self) -> str:
+        """The end of what it wrote since it was started, and where the rest is."""
+        path = self._settings.log
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(self._log_start, path.stat().st_size - LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+            return " | ".join(line.strip() for line in lines[-LAST_LINES:] if line.strip()) + f" (all of it: {path})"
+        return f"see {path}"
+
+
+async def wait_healthy(client: SglangClient, deadline_s: float, process: ServerProcess | None = None) -> None:
+    """Wait until the server computes. process: watched meanwhile, where it is our own.
+
+    Raises: ServerUnavailableError: not within ``deadline_s``, or the process ended before.
+    """
+    ended = asyncio.create_task(process.wait(), name="server's end") if process else None
+    reason = "no answer yet"
+    try:
+        async with asyncio.timeout(deadline_s):
+            while ended is None or not ended.done():
+                try:
+                    await client.health(deadline_s)
+                    return
+                except (ServerUnavailableError, ServerAnswerError) as error:
+                    reason = str(error)
+                await asyncio.sleep(HEALTH_POLL_S)
+    except TimeoutError:
+        raise ServerUnavailableError(client.url, f"not healthy within {deadline_s:.0f} s: {reason}") from None
+    finally:
+        if ended is not None:
+            ended.cancel()
+    assert process is not None
+    raise ServerUnavailableError(client.url, f"its process ended: {process.last_words()}")
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
