@@ -61,11 +61,15 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PromptRef(Struct, frozen=True, kw_only=True):
-    """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens."""
+    """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens.
+
+    predicted_sigma: standard deviation of a response's log length around it; 0 where nobody says.
+    """
 
     prompt_id: PromptId
     prompt_tokens: int
     predicted_tokens: float
+    predicted_sigma: float = 0.0
 
 
 class PromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
@@ -83,6 +87,28 @@ class HeldOutPromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
     """All held-out problems of the run, in their fixed order; none where the data has none."""
 
     prompts: tuple[PromptRef, ...]
+
+
+class PlanShare(Struct, frozen=True, kw_only=True):
+    """What one worker is to generate of a batch, in the order of starting."""
+
+    worker_id: WorkerId
+    group_ids: tuple[GroupId, ...]
+
+
+class PlanComputed(Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a ComputePlan. policy: what made the plan, where several were tried.
+
+    end_s: when all of the batch is generated (or trained), as forecast at that moment; 0 without a forecast.
+    compute_s: seconds that planning took.
+    """
+
+    plan_id: str
+    batch: int
+    shares: tuple[PlanShare, ...]
+    policy: str = ""
+    end_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class RolloutInfo(Struct, frozen=True, kw_only=True):
@@ -304,6 +330,7 @@ Event: TypeAlias = (
     | WorkerReported
     | WorkerLost
     | PromptsArrived
+    | PlanComputed
     | HeldOutPromptsArrived
     | RolloutFinished
     | RolloutFailed
@@ -459,6 +486,43 @@ class RequestHeldOutPrompts(Struct, frozen=True, kw_only=True, tag=True):
     count: int
 
 
+class PlannedGroup(Struct, frozen=True, kw_only=True):
+    """One group of a batch to be planned. predicted_tokens, predicted_sigma: as experience has corrected them."""
+
+    group_id: GroupId
+    predicted_tokens: float
+    predicted_sigma: float
+    num_samples: int
+
+
+class PlannedWorker(Struct, frozen=True, kw_only=True):
+    """One generation worker that a plan may use. pace: its seconds a token, relative to the others.
+
+    in_hand: samples it still has to generate.  in_hand_tokens: expected of all of them.  in_hand_longest: of one.
+    """
+
+    worker_id: WorkerId
+    capacity: int
+    pace: float = 1.0
+    in_hand: int = 0
+    in_hand_tokens: float = 0.0
+    in_hand_longest: float = 0.0
+
+
+class ComputePlan(Struct, frozen=True, kw_only=True, tag=True):
+    """Plan which worker generates which groups of ``batch``; answered by PlanComputed.
+
+    It takes longer than an event may, so it is done outside of the core, which checks the plan again before it is used.
+    """
+
+    plan_id: str
+    batch: int
+    policy: str
+    groups: tuple[PlannedGroup, ...]
+    workers: tuple[PlannedWorker, ...]
+    prompt_tokens: float = 0.0
+
+
 class AdmitGroups(Struct, frozen=True, kw_only=True, tag=True):
     """Write the prompt columns of these groups; precedes their dispatch."""
 
@@ -525,6 +589,7 @@ Command: TypeAlias = (
     | FinishTraining
     | RequestPrompts
     | RequestHeldOutPrompts
+    | ComputePlan
     | AdmitGroups
     | SlotOutcome
     | EvaluationOutcome

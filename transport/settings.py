@@ -141,6 +141,25 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_refills: int = 8  # replacements a batch may ask for before it closes short
     max_attempts: int = 4  # dispatches of one group before its slot is dead
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
+    dispatch: Literal["least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "scored"] = (
+        "least_loaded"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
+    )
+    plan_wait_s: float = 1.0  # a batch waits so long for its plan, then its groups go one after another
+
+
+class DecodeCostSettings(Section, frozen=True, kw_only=True):
+    """How long one step of a generation worker takes, for plans of dispatch: only ratios matter to them.
+
+    A step takes fixed_s + max(weights_s, samples * gemm_sample_s) + samples * sample_s + context tokens * kv_token_s.
+    """
+
+    fixed_s: float = 0.02  # the same relation to sample_s as in [replay]: a batch of 40 takes twice as long as one of 1
+    weights_s: float = 0.0  # reading the weights
+    gemm_sample_s: float = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them
+    sample_s: float = 0.0005
+    kv_token_s: float = 0.0  # reading one token of context
+    kv_capacity_tokens: float = 0.0  # tokens of context that fit into memory; 0: no limit
+    train_token_s: float = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 
 class TensorSettings(Section, frozen=True, kw_only=True):
@@ -235,6 +254,7 @@ class Settings(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    decode_cost: DecodeCostSettings = DecodeCostSettings()
     replay: ReplaySettings = ReplaySettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()

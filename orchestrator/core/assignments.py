@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 
-from orchestrator.core.batches import NOBODY, Group, Stage
+from orchestrator.core.batches import NOBODY, Group, PendingEntry, Stage
 from orchestrator.core.dispatch import Order, Placement, plan_priority, with_room
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
-from orchestrator.core.pipeline import Deadline, PendingEntry, Pipeline
+from orchestrator.core.pipeline import Deadline, Pipeline
+from orchestrator.core.planned import PlannedDispatch
 from orchestrator.core.staleness import may_dispatch
 from transport.messages import AbortRollouts, DispatchGroups, GroupPlan
 from transport.types import GroupId, WorkerId
@@ -35,39 +36,60 @@ class Assignments:
         self._p = pipeline
         self._order = order
         self._place = place
+        self._planned = PlannedDispatch(pipeline, self)
 
     def enqueue(self, group: Group) -> None:
-        """The group waits for a worker: earlier batch first, then the policy's order, then who came first."""
+        """The group waits for any worker: earlier batch first, then the policy's order, then who came first."""
         p = self._p
         group.stage = Stage.PENDING
-        entry = PendingEntry(group.batch, self._order(group.predicted_tokens), p.num_enqueued, group.group_id)
+        p.plans.remove(group)
+        heapq.heappush(p.pending, self._entry(group, self._order(group.predicted_tokens)))
+
+    def enqueue_for(self, worker_id: WorkerId, group: Group, rank: int) -> None:
+        """The pending group waits for this worker, as its ``rank``-th of the batch, or for one that is done sooner."""
+        tokens = group.num_missing * group.predicted_tokens
+        self._p.plans.put(worker_id, self._entry(group, float(rank)), tokens)
+
+    def _entry(self, group: Group, order_key: float) -> PendingEntry:
+        p = self._p
         p.num_enqueued += 1
-        heapq.heappush(p.pending, entry)
+        return PendingEntry(group.batch, order_key, p.num_enqueued - 1, group.group_id)
 
     def head(self) -> Group | None:
-        """The group that is next, or None when none waits. Drops obsolete entries."""
-        pending = self._p.pending
-        while pending:
-            group = self._p.groups.get(pending[0].group_id)
-            if group is not None and group.stage is Stage.PENDING:
+        """The group that is next of those that wait for any worker, or None. Drops obsolete entries."""
+        p = self._p
+        while p.pending:
+            group = p.groups.get(p.pending[0].group_id)
+            if group is not None and group.stage is Stage.PENDING and group.group_id not in p.plans.planned:
                 return group
-            heapq.heappop(pending)
+            heapq.heappop(p.pending)
         return None
 
     def dispatch(self) -> None:
         """Hand out groups while some worker may take the next one.
 
         The next group is of the earliest batch, and every rule is at least as strict for later batches: when nobody may
-        take it, nobody may take any other.
+        take it, nobody may take any other. Of one batch, groups without a plan go first: they are late.
         """
         p = self._p
-        while not p.paused and (group := self.head()) is not None and not p.frozen(group.batch):
-            roomy = with_room(p.fleet.workers.values(), group.num_missing, p.settings.group_size)
-            takers = [worker for worker in roomy if self.may_take(worker, group)]
-            if not takers:
+        while not p.paused:
+            group = self.head()
+            planned = self._planned.earliest_batch() if p.plans.queues else None
+            if group is not None and (planned is None or group.batch <= planned):
+                if p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not self._dispatch_to_any(group):
+                    return
+            elif planned is None or p.frozen(planned) or not self._planned.dispatch(planned):
                 return
+
+    def _dispatch_to_any(self, group: Group) -> bool:
+        """Hand out the head. Returns whether somebody could take it."""
+        p = self._p
+        roomy = with_room(p.fleet.workers.values(), group.num_missing, p.settings.group_size)
+        takers = [worker for worker in roomy if self.may_take(worker, group)]
+        if takers:
             heapq.heappop(p.pending)
-            self._assign(group, p.fleet.workers[self._place(takers, group.avoid)])
+            self.assign(group, p.fleet.workers[self._place(takers, group.avoid)])
+        return bool(takers)
 
     def may_take(self, worker: Worker, group: Group) -> bool:
         """The gate, for a worker with room: fresh enough, of this epoch, fit, and not on its way to newer weights."""
@@ -108,6 +130,7 @@ class Assignments:
         for group_id in list(worker.aborting):
             self._forget_abort(worker, group_id)
         del self._p.fleet.workers[worker.worker_id]
+        self._planned.release(worker.worker_id)
 
     def _forget_abort(self, worker: Worker, group_id: GroupId) -> None:
         del worker.aborting[group_id]
@@ -121,8 +144,10 @@ class Assignments:
         self._p.outbox.emit_until(abort_key(worker.worker_id, group.group_id), abort)
         worker.aborting[group.group_id] = None
 
-    def _assign(self, group: Group, worker: Worker) -> None:
+    def assign(self, group: Group, worker: Worker) -> None:
+        """The worker generates what is missing of ``group``, which was next."""
         p = self._p
+        p.plans.remove(group)
         if group.group_id in worker.aborting:
             self._forget_abort(worker, group.group_id)
         worker.take(group)

@@ -12,7 +12,7 @@ for each mini-batch, the slots that are neither ready for the trainer nor ended.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -47,6 +47,7 @@ class Group(msgspec.Struct, kw_only=True):
     attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
     newest_version: of the newest weights in any of its rows, -1 without rows.
     sampling: how its request wants it sampled, None: as the settings say.
+    predicted_sigma: of a sample's log length around predicted_tokens, 0 where nobody says.
     num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
     """
 
@@ -72,6 +73,7 @@ class Group(msgspec.Struct, kw_only=True):
     loss_tokens: int = 0
     rewards: tuple[float, ...] = ()
     sampling: SamplingParams | None = None
+    predicted_sigma: float = 0.0
 
     def missing_samples(self) -> tuple[int, ...]:
         """Sample indices without a row."""
@@ -83,6 +85,15 @@ class Group(msgspec.Struct, kw_only=True):
         self.rewards = rewards
         self.loss_tokens = sum(self.tokens)
         self.num_tokens = self.prompt_tokens + self.loss_tokens
+
+
+class PendingEntry(NamedTuple):
+    """A group in a heap of those that wait for a worker. Obsolete once the group is not pending, or waits elsewhere."""
+
+    batch: int
+    order_key: float
+    ordinal: int
+    group_id: GroupId
 
 
 class Batch(msgspec.Struct, kw_only=True):

@@ -81,8 +81,12 @@ def _evaluation(p: Pipeline) -> Iterator[str]:
 
 
 def _queue(p: Pipeline) -> Iterator[str]:
-    """Every pending group waits in the heap."""
-    waiting = {entry.group_id for entry in p.pending}
+    """Every pending group waits in the heap, or for the one worker that a plan has chosen and that is there."""
+    waiting = {entry.group_id for entry in p.pending} - set(p.plans.planned)
+    for worker_id, queue in p.plans.queues.items():
+        if worker_id not in p.fleet.workers:
+            yield f"groups are planned for {worker_id}, which is not there"
+        waiting |= {entry.group_id for entry in queue if p.plans.planned.get(entry.group_id) == worker_id}
     for group in p.groups.values():
         if group.stage is Stage.PENDING and group.group_id not in waiting:
             yield f"{group.group_id} is pending and not queued: it is lost"

@@ -10,25 +10,17 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from orchestrator.core.batches import Batch, Group, Stage
+from orchestrator.core.batches import Batch, Group, PendingEntry, Stage
 from orchestrator.core.evaluation import Evaluations
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.outbox import CommandId, Outbox
+from orchestrator.core.plans import Plans
 from orchestrator.core.prompts import PromptQueue
 from orchestrator.core.request import Request
 from orchestrator.core.retention import Retention
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.staleness import Lineage
 from transport.types import GroupId
-
-
-class PendingEntry(NamedTuple):
-    """A group in the heap of those that wait for a worker. Obsolete once the group is not pending."""
-
-    batch: int
-    order_key: float
-    ordinal: int
-    group_id: GroupId
 
 
 class Deadline(NamedTuple):
@@ -84,7 +76,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet.
 
     configured: the settings that the run was last started with; ``settings`` are those with what was changed since.
-    evaluations: of held-out problems, beside the batches.
+    evaluations: of held-out problems, beside the batches.  plans: which worker is to start which of the pending groups.
     paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     """
@@ -111,6 +103,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     requests: dict[int, Request] = msgspec.field(default_factory=dict[int, Request])
     last_request: int = 0
+    plans: Plans = msgspec.field(default_factory=Plans)
 
     @property
     def stopping(self) -> bool:

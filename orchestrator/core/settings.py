@@ -6,12 +6,17 @@ Owns: the view and what is derived from it. Never: defaults and checks, which li
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from orchestrator.core.batching import Release
-from transport.settings import Settings
+from orchestrator.core.cost_model import DecodeCost
+from transport.settings import DecodeCostSettings, Settings
 from transport.types import UpdateMode
 
+LEAST_LOADED = "least_loaded"
+"""The dispatch policy that plans nothing: each group to the worker with the least to do."""
 UNBOUNDED = 2**31
 """Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
 
@@ -26,6 +31,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
     eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see ``evaluating.py``.
+    dispatch: policy, see ``dispatch/policies.py``.  plan_wait_s: a batch waits so long for its plan.
+    decode_cost: of a worker of pace 1.  train_token_s: of the trainer, 0 where unknown.
+    max_response_tokens: no response is longer, 0 where unknown.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
     ahead of its reader.  service_keep_s: a whole request that nobody reads for so long is forgotten.
     """
@@ -57,6 +65,16 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_budget: float = 0.25
     eval_hold_s: float = 60.0
     eval_timeout_s: float = 300.0
+    dispatch: str = LEAST_LOADED
+    plan_wait_s: float = 1.0
+    decode_cost: DecodeCost = DecodeCost(fixed_s=0.02, sample_s=0.0005)
+    train_token_s: float = 0.0
+    max_response_tokens: int = 0
+
+    @property
+    def plans(self) -> bool:
+        """Whether batches are planned; a service run has none."""
+        return self.dispatch != LEAST_LOADED and not self.service
 
 
 def core_settings(settings: Settings) -> CoreSettings:
@@ -95,6 +113,22 @@ def core_settings(settings: Settings) -> CoreSettings:
         eval_budget=settings.eval.budget,
         eval_hold_s=settings.eval.hold_s,
         eval_timeout_s=settings.eval.timeout_s,
+        dispatch=pipeline.dispatch,
+        plan_wait_s=pipeline.plan_wait_s,
+        decode_cost=_decode_cost(settings.decode_cost),
+        train_token_s=settings.decode_cost.train_token_s,
+        max_response_tokens=settings.sampling.max_new_tokens,
+    )
+
+
+def _decode_cost(cost: DecodeCostSettings) -> DecodeCost:
+    return DecodeCost(
+        fixed_s=cost.fixed_s,
+        weights_s=cost.weights_s,
+        gemm_sample_s=cost.gemm_sample_s,
+        sample_s=cost.sample_s,
+        kv_token_s=cost.kv_token_s,
+        kv_capacity_tokens=cost.kv_capacity_tokens or math.inf,
     )
 
 

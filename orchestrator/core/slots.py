@@ -99,6 +99,7 @@ class Slots:
             prompt_id=prompt.prompt_id,
             prompt_tokens=prompt.prompt_tokens,
             predicted_tokens=prompt.predicted_tokens,
+            predicted_sigma=prompt.predicted_sigma,
             tokens=[MISSING] * size,
             num_missing=size,
         )
@@ -205,6 +206,9 @@ class Slots:
             batch.owed.append(group.part)
             return
         prompt = PromptRef(
-            prompt_id=group.prompt_id, prompt_tokens=group.prompt_tokens, predicted_tokens=group.predicted_tokens
+            prompt_id=group.prompt_id,
+            prompt_tokens=group.prompt_tokens,
+            predicted_tokens=group.predicted_tokens,
+            predicted_sigma=group.predicted_sigma,
         )
         self.announce([self._fill(batch, group.part, prompt)])

@@ -23,6 +23,7 @@ from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.pipeline import Pipeline, Wait
+from orchestrator.core.planning import Planning
 from orchestrator.core.request import Request
 from orchestrator.core.requests import Requests
 from orchestrator.core.rollouts import Rollouts
@@ -42,6 +43,7 @@ from transport.messages import (
     GroupScored,
     HeldOutPromptsArrived,
     PauseRequested,
+    PlanComputed,
     PromptsArrived,
     PromptsSubmitted,
     RequestCancelled,
@@ -93,6 +95,7 @@ class PipelineState:
         self._rounds = Rounds(pipeline, self._slots, phases)
         self._weights = Weights(pipeline)
         self._evaluating = Evaluating(pipeline)
+        self._planning = Planning(pipeline, self._assignments)
 
     # -- what drivers use
 
@@ -153,6 +156,7 @@ class PipelineState:
         self._evaluating.advance()
         if not p.finished:
             self._weights.pass_turn()
+            self._planning.request()
             self._assignments.dispatch()
             self._evaluating.dispatch()
             self._weights.load()
@@ -256,6 +260,8 @@ class PipelineState:
                 self._weights.failed(event)
             case RolloutFailed():
                 self._rollouts.failed(event)
+            case PlanComputed():
+                self._planning.take(event)
             case HeldOutPromptsArrived():
                 pass  # of the evaluations alone
             case ScoringFailed():
@@ -319,6 +325,7 @@ class PipelineState:
 
     def _on_rollout(self, event: RolloutFinished) -> None:
         awaited = self._p.settings.service and self._requests.is_new(event.row_id)
+        self._p.plans.observe_pace(event.worker_id, event.engine_s, event.response_tokens)
         self._rollouts.finished(event)
         if awaited and not self._requests.is_new(event.row_id):
             self._requests.arrived(event.row_id)
@@ -359,6 +366,7 @@ class PipelineState:
 
     def _on_tick(self) -> None:
         self._rollouts.expire()
+        self._planning.expire()
         self._requests.expire()
         self._rounds.expire_pacing()
         self._weights.expire()
@@ -375,6 +383,8 @@ class PipelineState:
         self._train_up_to(event.weights)
 
     def _train_up_to(self, weights: WeightIdentity) -> None:
+        for index in range(self._p.training.trained_version, weights.version):
+            self._planning.learn(self._p.batches[index])
         self._rounds.batch_trained(weights.version - 1)
         self._p.lineage.publish(weights.version)
         self._p.fleet.publish(weights)

@@ -39,6 +39,7 @@ from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.planner import Planner
 from orchestrator.runtime.prompts import held_out, load_detokenizer, open_source
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
@@ -87,7 +88,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
     watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()
-    executor = Executor(broker, fence, desk, on_finish=ended.finish, last_seq=state.seq)
+    planner = Planner(lambda: state.settings)
+    executor = Executor(broker, fence, desk, planner, on_finish=ended.finish, last_seq=state.seq)
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
 
     async def restore() -> None:
@@ -115,6 +117,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(watch_usage(broker, inbox), name="usage"),
             group.create_task(membership.watch(inbox, state.worker_ids), name="membership"),
             group.create_task(desk.run(inbox), name="desk"),
+            group.create_task(planner.run(inbox), name="planner"),
             group.create_task(executor.run(), name="executor"),
             group.create_task(decider.run(inbox), name="decide"),
             group.create_task(

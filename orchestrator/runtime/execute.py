@@ -25,6 +25,7 @@ from transport.messages import (
     AdmitGroups,
     CloseMiniBatch,
     Command,
+    ComputePlan,
     DispatchGroups,
     DropRows,
     EvaluationOutcome,
@@ -78,16 +79,30 @@ class PromptDesk(Protocol):
     def observe(self, outcome: SlotOutcome) -> None: ...
 
 
+class PlanDesk(Protocol):
+    """Where plans of dispatch are computed; a loop of its own, because it takes longer than deciding."""
+
+    def request(self, command: ComputePlan) -> None: ...
+
+
 class Executor:
     """Carries out commands; ``submit`` never waits, ``run`` does the I/O."""
 
     def __init__(
-        self, broker: Broker, fence: Fence, desk: PromptDesk, on_finish: Callable[[str], None], *, last_seq: int
+        self,
+        broker: Broker,
+        fence: Fence,
+        desk: PromptDesk,
+        planner: PlanDesk,
+        on_finish: Callable[[str], None],
+        *,
+        last_seq: int,
     ) -> None:
         """last_seq: position of the last event applied before this process: no command has a later id yet."""
         self._broker = broker
         self._fence = fence
         self._desk = desk
+        self._planner = planner
         self._on_finish = on_finish
         self._last_seq = last_seq
         self._mark = ""
@@ -175,6 +190,8 @@ class Executor:
         match command:
             case RequestPrompts():
                 self._desk.request(command.count)
+            case ComputePlan():
+                self._planner.request(command)
             case RequestHeldOutPrompts():
                 self._desk.request_held_out(command.count)
             case SlotOutcome():
@@ -231,7 +248,7 @@ def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, t
             (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
             entry = Entry(fields=_plan_fields(plan), payload=encode(plan))
             return [(keys.plans(command.worker_id), (identity, entry))]
-        case RequestHeldOutPrompts() | EvaluationOutcome():
+        case RequestHeldOutPrompts() | EvaluationOutcome() | ComputePlan():
             return []
         case RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun():
             return []

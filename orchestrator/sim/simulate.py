@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from orchestrator.sim.engine import Scenario, Simulation, SimulationLog
 from orchestrator.sim.generation import start_worker
+from orchestrator.sim.planning import SimulatedPlanner
 from orchestrator.sim.rows import SimulatedPrompts, SimulatedRows
 from orchestrator.sim.training import SimulatedTrainer
 
@@ -16,6 +17,7 @@ def simulate(scenario: Scenario) -> SimulationLog:
     simulation = Simulation(scenario)
     rows = SimulatedRows(simulation)
     SimulatedPrompts(simulation)
+    SimulatedPlanner(simulation)
     SimulatedTrainer(simulation, rows)
     for index in range(scenario.workers):
         start_worker(simulation, rows, index, incarnation=1)

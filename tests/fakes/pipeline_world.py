@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.outbox import CommandId, entry_id
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import PipelineState
@@ -17,6 +18,7 @@ from transport.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Command,
+    ComputePlan,
     DispatchGroups,
     DropRows,
     EvaluationOutcome,
@@ -91,6 +93,7 @@ class PipelineWorld:
         self.now_s = 0.0
         self.prompts_left, self.prompts_made = prompts, 0
         self.requests: list[RequestPrompts] = []
+        self.plan_requests: list[ComputePlan] = []
         self.held_out_asked, self.num_held_out = False, HELD_OUT
         self.evaluations: list[EvaluationOutcome] = []
         self.sizes: dict[GroupId, int] = {}
@@ -126,6 +129,8 @@ class PipelineWorld:
         match command:
             case RequestPrompts():
                 self.requests.append(command)
+            case ComputePlan():
+                self.plan_requests.append(command)
             case RequestHeldOutPrompts():
                 self.held_out_asked = True
             case EvaluationOutcome():
@@ -247,6 +252,10 @@ class PipelineWorld:
         positions = tuple(str(i + 1) for i in made)
         exhausted = self.prompts_left == 0
         self.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
+
+    def answer_plan(self) -> None:
+        """Answer the oldest request for a plan."""
+        self.tell(compute_plan(self.plan_requests.pop(0), self.state.settings))
 
     def answer_held_out(self) -> None:
         """Name the held-out problems; asked again, they are told again."""
@@ -409,6 +418,8 @@ class PipelineWorld:
             self.join()
         while self.requests:
             self.answer_prompts(self.requests[0].count)
+        while self.plan_requests:
+            self.answer_plan()
         if self.held_out_asked:
             self.answer_held_out()
         for worker_id in list(self.workers):

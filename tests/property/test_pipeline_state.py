@@ -58,6 +58,8 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         eval_budget=st.sampled_from([0.25, 1.0]),
         eval_hold_s=st.sampled_from([0.0, 5.0]),
         eval_timeout_s=st.sampled_from([8.0, 60.0]),
+        dispatch=st.sampled_from(["least_loaded", "even", "two_class_max", "slicing", "scored"]),
+        plan_wait_s=st.sampled_from([0.0, 5.0]),
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 
@@ -110,6 +112,15 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule()
     def held_out_prompts(self):
         self.world.answer_held_out()
+
+    @precondition(lambda self: self.world.plan_requests)
+    @rule(lost=st.booleans())
+    def plan(self, lost):
+        """The plan comes now, late, or never."""
+        if lost:
+            self.world.plan_requests.pop(0)
+        else:
+            self.world.answer_plan()
 
     @precondition(holds_plans)
     @rule(data=st.data())

@@ -1,0 +1,137 @@
+"""Asking for plans of dispatch, using those that come, and learning what predictions were worth.
+
+Owns: when a batch is planned, and the second look at a plan. Never: the planning, which takes longer than an event may:
+it is done outside, on the values that the command carries. Invariant: a batch waits for its plan once, until a
+deadline; a plan that comes later, names what has changed meanwhile, or never comes, costs nothing but the plan.
+"""
+
+from __future__ import annotations
+
+from orchestrator.core.assignments import Assignments
+from orchestrator.core.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.fleet import Worker
+from orchestrator.core.outbox import CommandId
+from orchestrator.core.pipeline import Pipeline
+from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare
+from transport.types import GroupId
+
+HALFWAY = 0.5
+"""Of what a running sample is expected to have: on average it is in the middle."""
+UNPROVEN = "even"
+"""In place of "scored" until predictions have been compared with lengths: a bad ranker must not lose to none."""
+
+
+def request_key(batch: int) -> str:
+    """Key of a batch's plan in the outbox."""
+    return f"plan of batch {batch}"
+
+
+class Planning:
+    """Works on the pipeline it is given; holds no state of its own."""
+
+    def __init__(self, pipeline: Pipeline, assignments: Assignments) -> None:
+        self._p = pipeline
+        self._assignments = assignments
+
+    def request(self) -> None:
+        """Have batches planned that were admitted since, as soon as there is a worker for them."""
+        p = self._p
+        if not p.settings.plans or p.plans.next_batch >= p.next_batch:
+            return
+        workers = [worker for worker in p.fleet.workers.values() if worker.fit and worker.loaded is not None]
+        if not workers:
+            return
+        for index in range(max(p.plans.next_batch, p.training.batch), p.next_batch):
+            groups = [p.groups[group_id] for group_id in p.batches[index].group_ids]
+            waiting = [group for group in groups if group.stage is Stage.PENDING]
+            if waiting:
+                self._request(index, waiting, workers)
+        p.plans.next_batch = p.next_batch
+
+    def _request(self, batch: int, groups: list[Group], workers: list[Worker]) -> None:
+        p = self._p
+        policy = p.settings.dispatch
+        command = ComputePlan(
+            plan_id=CommandId(p.outbox.seq, len(p.outbox.emitted)).entry,
+            batch=batch,
+            policy=UNPROVEN if policy == "scored" and not p.plans.calibration.known else policy,
+            groups=tuple(self._planned_group(group) for group in groups),
+            workers=tuple(self._planned_worker(worker) for worker in workers),
+            prompt_tokens=sum(group.prompt_tokens for group in groups) / len(groups),
+        )
+        p.outbox.emit_until(request_key(batch), command)
+        p.plans.awaited[batch] = p.now_s + p.settings.plan_wait_s
+
+    def _planned_group(self, group: Group) -> PlannedGroup:
+        tokens, sigma = self._p.plans.calibration.corrected(group.predicted_tokens, group.predicted_sigma)
+        return PlannedGroup(
+            group_id=group.group_id, predicted_tokens=tokens, predicted_sigma=sigma, num_samples=group.num_missing
+        )
+
+    def _planned_worker(self, worker: Worker) -> PlannedWorker:
+        """With what it runs and what earlier plans still have for it."""
+        p = self._p
+        running = [(p.groups[group_id], HALFWAY) for group_id in worker.groups]
+        waiting = [(p.groups[group_id], 1.0) for group_id, name in p.plans.planned.items() if name == worker.worker_id]
+        left = [
+            (group.num_missing, share * p.plans.calibration.corrected(group.predicted_tokens, 0.0)[0])
+            for group, share in [*running, *waiting]
+        ]
+        return PlannedWorker(
+            worker_id=worker.worker_id,
+            capacity=worker.capacity,
+            pace=p.plans.pace(worker.worker_id),
+            in_hand=sum(samples for samples, _ in left),
+            in_hand_tokens=sum((samples * tokens for samples, tokens in left), start=0.0),
+            in_hand_longest=max((tokens for _, tokens in left), default=0.0),
+        )
+
+    def take(self, event: PlanComputed) -> None:
+        """Use a plan that was asked for and is not too late; groups and workers it no longer fits go without."""
+        p = self._p
+        asked = p.outbox.open.get(request_key(event.batch))
+        if asked is None or not isinstance(asked.issued.command, ComputePlan):
+            return
+        if asked.issued.command.plan_id != event.plan_id:
+            return
+        in_time = p.plans.awaits(event.batch, p.now_s)
+        self._settle(event.batch)
+        if in_time:
+            for share in event.shares:
+                self._use(event.batch, share)
+
+    def _use(self, batch: int, share: PlanShare) -> None:
+        p = self._p
+        worker = p.fleet.workers.get(share.worker_id)
+        if worker is None or not worker.fit:
+            return
+        groups = [group for group_id in share.group_ids if (group := self._unplanned(batch, group_id)) is not None]
+        groups = [group for group in groups if group.avoid != worker.worker_id]
+        for rank, group in enumerate(groups):
+            self._assignments.enqueue_for(worker.worker_id, group, rank)
+        p.plans.limits[worker.worker_id] = min(worker.capacity, sum(group.num_missing for group in groups))
+
+    def _unplanned(self, batch: int, group_id: GroupId) -> Group | None:
+        group = self._p.live(group_id)
+        if group is None or group.batch != batch or group.stage is not Stage.PENDING:
+            return None
+        return None if group_id in self._p.plans.planned else group
+
+    def expire(self) -> None:
+        """Plans that did not come in time are not waited for any longer."""
+        p = self._p
+        for batch in [batch for batch in p.plans.awaited if not p.plans.awaits(batch, p.now_s)]:
+            self._settle(batch)
+
+    def _settle(self, batch: int) -> None:
+        self._p.plans.awaited.pop(batch, None)
+        self._p.outbox.confirm(request_key(batch))
+
+    def learn(self, batch: Batch) -> None:
+        """Compare what was predicted for a whole batch with what came. A part of it would be its short samples."""
+        calibration = self._p.plans.calibration
+        calibration.fade()
+        for group in (self._p.groups[group_id] for group_id in batch.members):
+            for tokens in group.tokens:
+                if tokens != MISSING:
+                    calibration.add(group.predicted_tokens, group.predicted_sigma, tokens)

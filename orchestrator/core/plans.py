@@ -1,0 +1,93 @@
+"""Plans of dispatch as far as they are carried out: who is to start which groups, in which order.
+
+Owns: the queue of each worker, and what predictions were worth. Never: the gate, and the choice of a plan. Invariant: a
+planned group is pending and in exactly one worker's queue; entries of groups that are no longer planned are obsolete.
+"""
+
+from __future__ import annotations
+
+import heapq
+from statistics import median
+
+import msgspec
+
+from orchestrator.core.batches import Group, PendingEntry
+from orchestrator.core.dispatch.calibration import Calibration
+from transport.types import GroupId, WorkerId
+
+PACE_FADING = 0.95
+"""Of a worker's pace with every sample: about the last 20 count."""
+
+
+class Plans(msgspec.Struct, kw_only=True):
+    """All of it.
+
+    next_batch: first batch that no plan was asked for.  awaited: batch -> until when it waits for its plan.
+    queues: heap of each worker's planned groups.
+    planned: group -> worker in whose queue it is.  backlog: worker -> predicted tokens of those.
+    limits: worker -> samples that its share meant it to run at once; beyond it takes nothing of others.
+    paces: worker -> seconds a token of its samples.  calibration: what predictions were worth.
+    """
+
+    next_batch: int = 0
+    awaited: dict[int, float] = msgspec.field(default_factory=dict[int, float])
+    queues: dict[WorkerId, list[PendingEntry]] = msgspec.field(default_factory=dict[WorkerId, list[PendingEntry]])
+    planned: dict[GroupId, WorkerId] = msgspec.field(default_factory=dict[GroupId, WorkerId])
+    backlog: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
+    limits: dict[WorkerId, int] = msgspec.field(default_factory=dict[WorkerId, int])
+    paces: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
+    calibration: Calibration = msgspec.field(default_factory=Calibration)
+
+    def awaits(self, batch: int, now_s: float) -> bool:
+        """Whether groups of ``batch`` wait for a plan that may still come in time."""
+        return self.awaited.get(batch, now_s) > now_s
+
+    def put(self, worker_id: WorkerId, entry: PendingEntry, tokens: float) -> None:
+        """The group of ``entry`` is to start at this worker. tokens: predicted, of its missing samples."""
+        heapq.heappush(self.queues.setdefault(worker_id, []), entry)
+        self.planned[entry.group_id] = worker_id
+        self.backlog[worker_id] = self.backlog.get(worker_id, 0.0) + tokens
+
+    def remove(self, group: Group) -> None:
+        """The group is no longer planned, if it was: it starts, ends, or waits for whoever comes."""
+        worker_id = self.planned.pop(group.group_id, None)
+        if worker_id is None:
+            return
+        left = self.backlog.get(worker_id, 0.0) - group.num_missing * group.predicted_tokens
+        self.backlog[worker_id] = max(0.0, left)
+
+    def head(self, worker_id: WorkerId) -> PendingEntry | None:
+        """What the worker is to start next. Drops obsolete entries."""
+        queue = self.queues.get(worker_id)
+        while queue:
+            if self.planned.get(queue[0].group_id) == worker_id:
+                return queue[0]
+            heapq.heappop(queue)
+        if queue is not None:
+            del self.queues[worker_id]
+            self.backlog.pop(worker_id, None)
+        return None
+
+    def forget_worker(self, worker_id: WorkerId) -> list[GroupId]:
+        """It takes nothing any more. Returns the groups that were planned for it, in its order."""
+        queue = sorted(self.queues.pop(worker_id, []))
+        self.backlog.pop(worker_id, None)
+        self.limits.pop(worker_id, None)
+        self.paces.pop(worker_id, None)
+        left = [entry.group_id for entry in queue if self.planned.get(entry.group_id) == worker_id]
+        for group_id in left:
+            del self.planned[group_id]
+        return left
+
+    def observe_pace(self, worker_id: WorkerId, seconds: float, tokens: int) -> None:
+        """A sample of ``tokens`` took the worker's slot for ``seconds``; 0 where it was not measured."""
+        if seconds <= 0 or tokens < 1:
+            return
+        pace = seconds / tokens
+        self.paces[worker_id] = PACE_FADING * self.paces.get(worker_id, pace) + (1 - PACE_FADING) * pace
+
+    def pace(self, worker_id: WorkerId) -> float:
+        """The worker's seconds a token, relative to the median of all; 1 where it was not measured."""
+        if worker_id not in self.paces:
+            return 1.0
+        return self.paces[worker_id] / median(self.paces.values())

@@ -1,0 +1,142 @@
+"""Plans of dispatch inside the core: asked for, waited for, used, taken back, and learnt from."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from orchestrator.core.dispatch.compute import compute_plan
+from orchestrator.core.settings import CoreSettings
+from tests.fakes.pipeline_world import PipelineWorld
+from transport.messages import ComputePlan, DispatchGroups, PlanComputed, PlanShare, Tick, WorkerLost
+from transport.types import GroupId, WorkerId
+
+CORE = CoreSettings(
+    num_batches=2, groups_per_batch=4, group_size=2, max_staleness=0, dispatch="slicing", plan_wait_s=5.0
+)
+FIRST, SECOND = WorkerId("generate-0.1"), WorkerId("generate-1.1")
+
+
+def world_with(*capacities: int, **changes: object) -> PipelineWorld:
+    """Workers that serve the first version, and a batch that waits for its plan."""
+    world = PipelineWorld(msgspec.structs.replace(CORE, **changes))
+    world.start_trainer()
+    for capacity in capacities:
+        world.load(world.join(capacity))
+    world.answer_prompts(world.requests[0].count)
+    return world
+
+
+def held(world: PipelineWorld) -> dict[str, list[str]]:
+    return {
+        name.split(".")[0]: [group.split("/")[1] for group in worker.plans] for name, worker in world.workers.items()
+    }
+
+
+def plan(world: PipelineWorld, **shares: list[int]) -> None:
+    """Answer the open request with the plan of the test's choice: worker -> groups of batch 0."""
+    asked = world.plan_requests.pop(0)
+    computed = tuple(
+        PlanShare(worker_id=WorkerId(f"{name}.1"), group_ids=tuple(GroupId(f"0/{slot}") for slot in slots))
+        for name, slots in ((name.replace("_", "-"), slots) for name, slots in shares.items())
+    )
+    world.tell(PlanComputed(plan_id=asked.plan_id, batch=asked.batch, shares=computed))
+
+
+def test_a_batch_waits_for_its_plan_and_then_follows_it_in_order():
+    world = world_with(8, 8)
+    assert held(world) == {"generate-0": [], "generate-1": []}
+    plan(world, generate_0=[3], generate_1=[2, 0, 1])
+    assert held(world) == {"generate-0": ["3"], "generate-1": ["2", "0", "1"]}
+
+
+def test_without_a_plan_in_time_groups_go_one_after_another():
+    world = world_with(8, 8)
+    late = world.plan_requests[0]
+    world.now_s += 5.0
+    world.tell(Tick())
+    assert sum(len(groups) for groups in held(world).values()) == 4
+    before = held(world)
+    world.tell(compute_plan(late, CORE))
+    assert held(world) == before
+
+
+def test_a_setting_of_no_wait_never_holds_a_group():
+    world = world_with(8, 8, plan_wait_s=0.0)
+    assert sum(len(groups) for groups in held(world).values()) == 4
+
+
+def test_the_default_asks_for_no_plan():
+    assert not world_with(8, dispatch="least_loaded").plan_requests
+
+
+def test_groups_of_a_worker_that_is_lost_go_to_the_others():
+    world = world_with(2, 8)
+    plan(world, generate_0=[0, 1, 2, 3])
+    assert "3" not in held(world)["generate-0"]
+    del world.workers[FIRST]
+    world.tell(WorkerLost(worker_id=FIRST, reason="killed"))
+    assert sorted(held(world)["generate-1"]) == ["0", "1", "2", "3"]
+
+
+def test_a_plan_for_a_worker_that_left_meanwhile_is_used_for_the_others():
+    world = world_with(8, 8)
+    del world.workers[FIRST]
+    world.tell(WorkerLost(worker_id=FIRST, reason="killed"))
+    plan(world, generate_0=[0, 1], generate_1=[3, 2])
+    assert sorted(held(world)["generate-1"]) == ["0", "1", "2", "3"]
+
+
+def test_who_is_done_takes_what_waits_longest_elsewhere():
+    """The first worker has a slot for one group and one of lookahead; the second, idle, takes one group at a time."""
+    world = world_with(2, 8)
+    plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
+    assert held(world) == {"generate-0": ["0", "1"], "generate-1": ["2"]}
+    for sample in range(2):
+        world.finish_sample(SECOND, GroupId("0/2"), sample)
+    assert held(world)["generate-1"] == ["3"]
+
+
+def test_a_slow_worker_takes_nothing_that_a_fast_one_would_end_sooner():
+    world = world_with(2, 8)
+    world.state._p.plans.paces.update({FIRST: 1.0, SECOND: 50.0})
+    plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
+    assert held(world) == {"generate-0": ["0", "1"], "generate-1": []}
+
+
+def test_an_unfit_workers_share_goes_to_whoever_can():
+    world = world_with(2, 8)
+    plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
+    world.state._p.fleet.workers[FIRST].load_failures = 3
+    world.tell(Tick())
+    assert sorted(held(world)["generate-0"] + held(world)["generate-1"]) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("policy", ["even", "two_class_max", "slicing", "scored"])
+def test_a_whole_run_ends_under_every_policy(policy):
+    world = world_with(3, 2, dispatch=policy)
+    world.run_to_end()
+    assert set(world.outcomes) == world.admitted
+    assert {one.outcome for one in world.outcomes.values()} == {"trained"}
+
+
+def test_the_best_of_all_is_even_dispatch_until_predictions_were_compared():
+    world = world_with(8, 8, dispatch="scored", groups_per_batch=40)
+    assert [asked.policy for asked in world.plan_requests] == ["even"]
+    asked: list[ComputePlan] = []
+    while not world.finished:
+        asked += world.plan_requests
+        world.turn()
+    assert [one.policy for one in asked] == ["even", "scored"]
+    corrected = {group.predicted_tokens for group in asked[1].groups}
+    assert max(corrected) - min(corrected) < 1.0, "lengths that do not follow predictions are expected to be equal"
+
+
+def test_a_restored_state_dispatches_as_planned():
+    world = world_with(2, 8)
+    plan(world, generate_0=[0, 1], generate_1=[2, 3])
+    state = type(world.state).restore(world.state.snapshot())
+    world.state.check_invariants()
+    for one in (world.state, state):
+        commands = one.handle(WorkerLost(worker_id=FIRST, reason="killed"), 1.0)
+        assert any(isinstance(command, DispatchGroups) and command.worker_id == SECOND for command in commands)
