@@ -251,6 +251,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         'is not read by data.source "reasoning_gym", which makes its own held-out problems',
     ),
     (
+        ("eval.every", "trainer.engine"),
+        lambda s: not s.eval.every or s.trainer.engine != "none",
+        'must be 0 with trainer.engine "none": nothing is trained that could be evaluated',
+    ),
+    (
         ("eval.every", "eval.problems"),
         lambda s: not s.eval.every or s.eval.problems > 0,
         "needs eval.problems above 0",

@@ -93,7 +93,7 @@ class Evaluating:
             newest is not None
             and p.evaluations.due(newest.version, p.settings.eval_every)
             and p.evaluations.problems != []
-            and not (p.finished or p.stopping or p.paused)
+            and not (p.finished or p.stopping or p.paused or p.settings.service)
             and p.training.finish_id is None
             and not p.retention.over_budget
         )
@@ -184,9 +184,13 @@ class Evaluating:
 
     def take(self, event: Event) -> bool:
         """Apply what concerns evaluations alone. Returns whether it did."""
+        if isinstance(event, HeldOutPromptsArrived):
+            self._problems(event)
+            return True
+        return self._p.evaluations.current is not None and self._take_of_try(event)
+
+    def _take_of_try(self, event: Event) -> bool:
         match event:
-            case HeldOutPromptsArrived():
-                self._problems(event)
             case RolloutFinished() if tried := self._try(parse_row_id(event.row_id)[0]):
                 self._finished(tried, event)
             case RolloutFailed() if tried := self._try(event.group_id):

@@ -248,6 +248,8 @@ def test_out_of_range(argument: str, message: str):
         (["data.source=jsonl"], 'data.path = "" must name the data'),
         (["data.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
         (["eval.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
+        (["eval.every=2", "eval.problems=0"], "eval.every = 2 needs eval.problems above 0"),
+        (["eval.every=2", "trainer.engine=none"], "eval.every = 2 must be 0 with trainer.engine"),
         (["eval.seed=0"], "eval.seed = 0 must differ from run.seed"),
         (["broker.tls_ca=ca.pem", "broker.url=redis://h"], "needs a broker.url that starts with rediss://"),
         (["liveness.lease_s=1"], "must be at least twice liveness.heartbeat_s"),

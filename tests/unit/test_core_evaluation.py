@@ -14,11 +14,13 @@ from transport.messages import (
     DispatchGroups,
     DropRows,
     LoadWeights,
+    RequestHeldOutPrompts,
     RolloutFailed,
     RolloutFinished,
     ScoringFailed,
     StopRequested,
     Tick,
+    WeightsPublished,
     WorkerLost,
     WorkerReported,
 )
@@ -94,6 +96,14 @@ def test_no_evaluation_unless_it_is_asked_for():
     assert world.state.evaluation() is None
 
 
+def test_nothing_is_evaluated_in_a_run_that_trains_nothing():
+    state = PipelineState(core(service=True))
+    state.handle(WeightsPublished(weights=WeightIdentity(epoch=1, version=0)), 0.0)
+    assert state.view().newest is not None
+    assert state.evaluation() is None
+    assert not [one for one in state.handle(Tick(), 1.0) if isinstance(one, RequestHeldOutPrompts)]
+
+
 def test_data_without_held_out_problems_is_never_evaluated():
     world = PipelineWorld(core())
     world.num_held_out = 0
@@ -144,6 +154,21 @@ def test_newer_weights_wait_for_the_evaluation_and_come_right_after_it(update):
         while group_id in world.workers[GENERATOR].plans:
             world.finish_sample(GENERATOR, group_id)
     assert world.workers[GENERATOR].to_load == newest
+
+
+def test_people_see_what_is_asked_and_that_newer_weights_wait_for_it():
+    world = world_evaluating(max_staleness=0)
+    world.finish_sample(GENERATOR, tries(world)[0])
+    shown = world.state.view().evaluation
+    assert shown is not None
+    assert (shown.number, shown.weights.version, shown.problems, shown.held) == (0, 0, HELD_OUT, False)
+    assert (shown.waiting, shown.running, shown.scoring, shown.answered) == (2, 2, 1, 0)
+    publish_next(world)
+    wait = world.state.wait()
+    assert wait is not None
+    assert "the evaluation of e1v0, before newer weights are loaded" in str(wait)
+    assert GENERATOR in wait.owner
+    assert world.state.view().evaluation.held  # type: ignore[union-attr]
 
 
 def test_newer_weights_give_the_evaluation_the_slots_that_training_leaves_free():

@@ -1,0 +1,71 @@
+"""The prompt desk: prompts to train and held-out problems, each found again by the name it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from orchestrator.errors import DataError
+from orchestrator.runtime.desk import Desk
+from orchestrator.runtime.intake import Arrival, Inbox, new_inbox
+from orchestrator.runtime.problems import Problem
+from orchestrator.runtime.prompts import PromptEncoder, ShuffledSource
+from ranker.protocol import ConstantPredictor
+from transport.messages import HeldOutPromptsArrived, PromptsArrived
+from transport.settings import DataSettings
+from transport.types import PromptId
+from workers.random_model import character_tokenizer
+
+
+def source(*questions: str) -> ShuffledSource:
+    """Both kinds of problems have the same names, as those of two files of one name."""
+    problems = [
+        Problem(prompt_id=PromptId(f"rows.jsonl/{place}"), question=question, entry_json="{}")
+        for place, question in enumerate(questions)
+    ]
+    encoder = PromptEncoder(character_tokenizer(), DataSettings(chat_template=False))
+    return ShuffledSource(problems, encoder, seed=0, shuffle=False, passes=1)
+
+
+@asynccontextmanager
+async def running(held_out: ShuffledSource | None) -> AsyncIterator[tuple[Desk, Inbox]]:
+    desk, inbox = Desk(source("train a", "train b"), ConstantPredictor(tokens=9.0), held_out=held_out), new_inbox()
+    task = asyncio.create_task(desk.run(inbox))
+    yield desk, inbox
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def next_arrival(inbox: Inbox) -> Arrival:
+    async with asyncio.timeout(4.0):
+        return await inbox.get()
+
+
+async def test_held_out_problems_are_told_from_the_first_on_each_time():
+    async with running(source("held a", "held b", "held c")) as (desk, inbox):
+        for _ in range(2):
+            desk.request_held_out(2)
+            event = (await next_arrival(inbox)).event
+            assert isinstance(event, HeldOutPromptsArrived)
+            assert [prompt.prompt_id for prompt in event.prompts] == ["rows.jsonl/0", "rows.jsonl/1"]
+            assert [prompt.predicted_tokens for prompt in event.prompts] == [9.0, 9.0]
+        desk.request(1)
+        event = (await next_arrival(inbox)).event
+        assert isinstance(event, PromptsArrived)
+        assert desk.prompt(PromptId("rows.jsonl/0")).text == "train a"
+        assert desk.held_out_prompt(PromptId("rows.jsonl/0")).text == "held a"
+
+
+async def test_a_run_without_held_out_problems_says_so():
+    async with running(None) as (desk, inbox):
+        desk.request_held_out(2)
+        assert (await next_arrival(inbox)).event == HeldOutPromptsArrived(prompts=())
+
+
+def test_a_held_out_problem_that_is_none_any_more_is_named():
+    desk = Desk(source("train"), ConstantPredictor(tokens=9.0), held_out=source("held"))
+    with pytest.raises(DataError, match=r"rows\.jsonl/7 is not among the held-out problems"):
+        desk.held_out_prompt(PromptId("rows.jsonl/7"))
