@@ -7,12 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from orchestrator.api import timeline as command
 from orchestrator.errors import ConfigError
 from orchestrator.report.drawing import escaped, to_svg, write_png
-from orchestrator.report.spans import SCORING, TRAINER, SpanKind, Timeline, build_timeline
+from orchestrator.report.spans import NO_BATCH, SCORING, TRAINER, SpanKind, Timeline, build_timeline
 from orchestrator.report.timeline_drawing import draw_timeline, nice_step
 from orchestrator.report.trace import trace_events, waits
 from orchestrator.runtime.journal import Journal, JournalError
@@ -30,7 +31,16 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
+from transport.types import (
+    FinishReason,
+    GroupId,
+    RowId,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+    evaluation_id,
+    row_id,
+)
 
 W0, W1 = (WeightIdentity(epoch=1, version=version) for version in (0, 1))
 WORKER = WorkerId("generate-0.1")
@@ -85,6 +95,17 @@ def test_spans_begin_where_the_events_say():
     assert times(timeline, SpanKind.LOAD) == [(WORKER, 9.5, 10.0)]
     assert [(trained.batch, trained.at_s) for trained in timeline.trained] == [(0, 9.0)]
     assert timeline.end_s == 11.0
+
+
+def test_an_answer_of_an_evaluation_is_work_of_no_batch():
+    group = evaluation_id(0, 3)
+    answer = msgspec.structs.replace(finished(0, 2.0), row_id=row_id(group, 0))
+    scored = GroupScored(group_id=group, rewards=(1.0,), response_tokens=(7,), signal=False)
+    timeline = build_timeline([*RUN[:3], *records((4.0, answer), (4.5, scored))])
+    assert times(timeline, SpanKind.SAMPLE) == [(WORKER, 2.0, 4.0)]
+    assert times(timeline, SpanKind.SCORING) == [(SCORING, 4.0, 4.5)]
+    assert {span.batch for span in timeline.spans} == {NO_BATCH}
+    assert any("eval0/3/0" in event["name"] for event in trace_events(timeline))
 
 
 def test_samples_that_run_together_get_lanes_of_their_own():
