@@ -162,6 +162,8 @@ def _by_admission(sent: Mapping[BatchPass, Sequence[RowId]], version: int, passe
     for (batch, pass_index), rows in sent.items():
         if batch < version and pass_index < passes:
             for row in rows:
+                if is_evaluation(row):
+                    continue  # named already
                 expected[int(row.partition("/")[0]), pass_index].add(row)
     return expected
 

@@ -83,6 +83,7 @@ RANGES: dict[str, Range] = {
     "pipeline.max_staleness": _AT_LEAST_0,
     "pipeline.mini_batch_groups": _AT_LEAST_1,
     "pipeline.rollout_batches": _AT_LEAST_1,
+    "pipeline.oversampled_groups": _AT_LEAST_0,
     "pipeline.max_refills": _AT_LEAST_0,
     "pipeline.max_attempts": _AT_LEAST_1,
     "pipeline.rollout_timeout_s": _ABOVE_0,

@@ -447,6 +447,8 @@ class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
     finishes_batch: this was the last mini-batch of the last pass: publish version ``batch + 1``.
     source_position: prompt-source state after the last prompt of the batch, for the checkpoint.
     checkpoint: save one after this batch.
+    num_moved: groups that gave their place to one that was ready (rolling membership), response tokens gained so in
+    moved_tokens: below 0 where the batch is shorter than it was admitted.
     """
 
     batch: int
@@ -458,6 +460,8 @@ class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
     source_position: str = ""
     checkpoint: bool = False
     short_by: int = 0
+    num_moved: int = 0
+    moved_tokens: int = 0
 
 
 class FinishTraining(Struct, frozen=True, kw_only=True, tag=True):

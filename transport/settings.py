@@ -137,6 +137,8 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
     mini_batch_groups: int = 4  # release = "mini_batch": scored groups that are handed over together
     rollout_batches: int = 1  # batches generated with one version of the weights before the next is waited for
+    membership: Literal["fixed", "rolling"] = "fixed"  # rolling: first finished, first trained, see docs/modes.md
+    oversampled_groups: int = 0  # groups beyond what a batch needs; the slowest are dropped: shorter answers
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
     max_refills: int = 8  # replacements a batch may ask for before it closes short
     max_attempts: int = 4  # dispatches of one group before its slot is dead

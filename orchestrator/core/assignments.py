@@ -14,6 +14,7 @@ from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.pipeline import Deadline, Pipeline
 from orchestrator.core.planned import PlannedDispatch
+from orchestrator.core.rolling import Rolling
 from orchestrator.core.staleness import may_dispatch
 from transport.messages import AbortRollouts, DispatchGroups, GroupPlan
 from transport.types import GroupId, WorkerId
@@ -37,6 +38,7 @@ class Assignments:
         self._order = order
         self._place = place
         self._planned = PlannedDispatch(pipeline, self)
+        self._rolling = Rolling(pipeline)
 
     def enqueue(self, group: Group) -> None:
         """The group waits for any worker: earlier batch first, then the policy's order, then who came first."""
@@ -152,6 +154,8 @@ class Assignments:
             self._forget_abort(worker, group.group_id)
         worker.take(group)
         group.stage, group.worker_id = Stage.RUNNING, worker.worker_id
+        group.note_start(worker.loaded.version if worker.loaded else 0)
+        self._rolling.started(group)
         group.dispatched = self._emit_plan(group)
         deadline = Deadline(p.now_s + p.settings.rollout_timeout_s, group.group_id, group.attempt)
         heapq.heappush(p.deadlines, deadline)

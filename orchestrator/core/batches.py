@@ -39,6 +39,13 @@ class Stage(StrEnum):
     ENDED = "ended"
 
 
+class Movable(NamedTuple):
+    """A running group in the heap of those that may be moved to a later batch (``rolling.py``)."""
+
+    order_key: float
+    group_id: GroupId
+
+
 class Group(msgspec.Struct, kw_only=True):
     """One slot of a batch and the prompt group in it.
 
@@ -46,6 +53,7 @@ class Group(msgspec.Struct, kw_only=True):
     num_missing: samples without a row.  sent: it is in a round, so it can only end trained.
     attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
     newest_version: of the newest weights in any of its rows, -1 without rows.
+    oldest_version: of the oldest weights that any of its samples was started under.
     sampling: how its request wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where nobody says.
     num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
@@ -69,6 +77,7 @@ class Group(msgspec.Struct, kw_only=True):
     dispatched: CommandId = CommandId(0, 0)
     admit_key: str = ""
     newest_version: int = -1
+    oldest_version: int = -1
     num_tokens: int = 0
     loss_tokens: int = 0
     rewards: tuple[float, ...] = ()
@@ -78,6 +87,11 @@ class Group(msgspec.Struct, kw_only=True):
     def missing_samples(self) -> tuple[int, ...]:
         """Sample indices without a row."""
         return tuple(sample for sample, tokens in enumerate(self.tokens) if tokens == MISSING)
+
+    def note_start(self, version: int) -> None:
+        """What is missing of it starts under ``version``; the other rows keep theirs."""
+        fresh = self.num_missing == len(self.tokens)
+        self.oldest_version = version if fresh else min(self.oldest_version, version)
 
     def score(self, rewards: tuple[float, ...]) -> None:
         """All rows are there and scored."""
@@ -104,6 +118,9 @@ class Batch(msgspec.Struct, kw_only=True):
     phase: index into the run's phases.  queue: groups to put into rounds of this phase.  released: how many of those,
     from the first on, the trainer may have now.
     source_ordinal, source_position: of the last prompt that it took.
+    num_wanted: members after which the others end unused; 0: all are wanted (no over-sampling).
+    movable: running groups that may be moved to a later batch.  num_moved: groups that were, for others that were
+    ready.  moved_tokens: response tokens that it gained so, below 0 where it lost.
     """
 
     index: int
@@ -119,6 +136,10 @@ class Batch(msgspec.Struct, kw_only=True):
     source_ordinal: int = -1
     source_position: str = ""
     outcomes_told: bool = False
+    num_wanted: int = 0
+    movable: list[Movable] = msgspec.field(default_factory=list[Movable])
+    num_moved: int = 0
+    moved_tokens: float = 0.0
 
     @property
     def started(self) -> bool:

@@ -14,6 +14,7 @@ from orchestrator.core.batching import Phase
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import parse_entry_id
 from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.rolling import Rolling
 from orchestrator.core.slots import Slots
 from orchestrator.core.staleness import is_too_old
 from transport.messages import (
@@ -35,6 +36,7 @@ class Rollouts:
         self._assignments = assignments
         self._slots = slots
         self._phases = phases
+        self._rolling = Rolling(pipeline)
 
     # -- rows
 
@@ -152,9 +154,12 @@ class Rollouts:
         group.score(event.rewards)
         if group.sent:
             return  # its rows were generated again for a round that is already on the log
+        filtered = self._p.settings.drop_no_signal and not event.signal
+        if not filtered:
+            self._rolling.pull_forward(group)
         batch = self._p.batches[group.batch]
         batch.add_member(group, self._phases[batch.phase])
-        if self._p.settings.drop_no_signal and not event.signal:
+        if filtered:
             self._slots.end(group, "filtered", "all rewards are equal")
 
     def _adopt(self, group: Group, event: GroupScored) -> None:

@@ -139,6 +139,8 @@ class Rounds:
             source_position=p.training.source_position if finishes else "",
             checkpoint=finishes and p.retention.checkpoint_due(batch.index, every, is_last),
             short_by=p.settings.groups_per_batch - len(batch.members) if finishes else 0,
+            num_moved=batch.num_moved if finishes else 0,
+            moved_tokens=round(batch.moved_tokens) if finishes else 0,
         )
 
     def _members(self, batch: Batch, part: int | None) -> Iterable[Group]:

@@ -7,6 +7,7 @@ Owns: the view and what is derived from it. Never: defaults and checks, which li
 from __future__ import annotations
 
 import math
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -20,12 +21,17 @@ LEAST_LOADED = "least_loaded"
 UNBOUNDED = 2**31
 """Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
 
+Membership: TypeAlias = Literal["fixed", "rolling"]
+"""Whether a group is trained in the batch that it was admitted to, or in the first one that waits when it is ready."""
+
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
 
     mini_batch_groups: groups handed over together where ``release`` is "mini_batch".
     rollout_batches: batches that are generated before newer weights are waited for, at most max_staleness + 1.
+    membership: "rolling" lets a finished group take the place of one that still runs, see ``rolling.py``.
+    oversampled_groups: groups of each batch beyond groups_per_batch; when enough are ready the others end unused.
     micro_batch_tokens: packed tokens a rank takes in one round.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
@@ -46,6 +52,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     release: Release = "stream"
     mini_batch_groups: int = 4
     rollout_batches: int = 1
+    membership: Membership = "fixed"
+    oversampled_groups: int = 0
     drop_no_signal: bool = False
     max_refills: int = 8
     max_attempts: int = 4
@@ -94,6 +102,8 @@ def core_settings(settings: Settings) -> CoreSettings:
         release=pipeline.release,
         mini_batch_groups=pipeline.mini_batch_groups,
         rollout_batches=pipeline.rollout_batches,
+        membership=pipeline.membership,
+        oversampled_groups=pipeline.oversampled_groups,
         drop_no_signal=pipeline.drop_no_signal,
         max_refills=pipeline.max_refills,
         max_attempts=pipeline.max_attempts,

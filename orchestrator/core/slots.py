@@ -17,6 +17,7 @@ from transport.messages import AdmitGroups, DropRows, GroupAdmitted, PromptRef, 
 from transport.types import group_id
 
 REQUEST_KEY = "prompts"
+OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
 
 class Slots:
@@ -38,7 +39,7 @@ class Slots:
         debtors = self._batches_in_debt()
         admitted = self._pay_owed(debtors)
         while self._batch_may_open():
-            admitted += self._open_batch(p.prompts.take(p.settings.groups_per_batch))
+            admitted += self._open_batch(p.prompts.take(self._per_batch))
         self.announce(admitted)
         self._ask_ahead(debtors)
 
@@ -59,10 +60,15 @@ class Slots:
         self._p.outbox.confirm(group.admit_key)
         group.admit_key = ""
 
+    @property
+    def _per_batch(self) -> int:
+        """Groups that a batch is admitted with."""
+        return self._p.settings.groups_per_batch + self._p.settings.oversampled_groups
+
     def _batch_may_open(self) -> bool:
         p = self._p
         settings, prompts = p.settings, p.prompts
-        enough = len(prompts.waiting) >= settings.groups_per_batch or (prompts.exhausted and bool(prompts.waiting))
+        enough = len(prompts.waiting) >= self._per_batch or (prompts.exhausted and bool(prompts.waiting))
         return (
             enough
             and p.next_batch < settings.num_batches
@@ -81,6 +87,8 @@ class Slots:
         parts = [part_of_slot(slot, len(prompts), p.settings.mini_batches) for slot in range(len(prompts))]
         unsettled = [parts.count(part) for part in range(p.settings.mini_batches)]
         batch = Batch(index=p.next_batch, refills_left=p.settings.max_refills, unsettled=unsettled)
+        if p.settings.oversampled_groups:
+            batch.num_wanted = min(p.settings.groups_per_batch, len(prompts))
         p.batches[batch.index] = batch
         p.next_batch += 1
         return [self._fill_new(batch, part, waiting) for part, waiting in zip(parts, prompts, strict=True)]
@@ -139,7 +147,7 @@ class Slots:
         p = self._p
         if p.prompts.requested or p.prompts.exhausted or p.stopping or p.finished:
             return
-        per_batch = p.settings.groups_per_batch
+        per_batch = self._per_batch
         reachable = min(p.training.trained_version + p.settings.max_staleness + 2, p.settings.num_batches)
         owed = sum(len(batch.owed) for batch in debtors)
         count = max(0, reachable - p.next_batch) * per_batch + owed - len(p.prompts.waiting)
@@ -162,6 +170,25 @@ class Slots:
         p.outbox.emit(self.outcome_of(group, reason))
         p.outbox.emit(DropRows(group_ids=(group.group_id,)))
         self._replace(batch, group, free)
+
+    def close_full(self, batch: Batch) -> None:
+        """Enough groups of an over-sampled batch are ready: the others end, and nobody takes their places.
+
+        Those are the ones that take longest, so the batch holds shorter responses than its prompts would give.
+        """
+        for group in [self._p.groups[name] for name in batch.group_ids]:
+            if group.stage in (Stage.PENDING, Stage.RUNNING, Stage.SCORING) and not group.sent:
+                self._end_unused(batch, group)
+        self._forgive(batch)
+
+    def _end_unused(self, batch: Batch, group: Group) -> None:
+        if group.stage is Stage.RUNNING:
+            self._assignments.take_back(group, OVERSAMPLED)
+        self.confirm_admission(group)
+        group.stage, group.outcome = Stage.ENDED, "filtered"
+        self._p.outbox.emit(self.outcome_of(group, OVERSAMPLED))
+        self._p.outbox.emit(DropRows(group_ids=(group.group_id,)))
+        batch.unsettled[group.part] -= 1
 
     def abandon(self, group: Group) -> None:
         """Rows of ``group`` are not wanted any more: a checkpoint contains it."""

@@ -75,17 +75,21 @@ class RecordedLengths:
     """Lengths that are known in advance, as in StreamRL's evaluation (sec. 7): prompts take them in a circle.
 
     lengths: [prompts][samples] response tokens; a group takes its samples in a circle.  questions: [prompts] prompt
-    tokens.  predicted, sigma: [prompts] what a ranker says: tokens, and the spread of their logarithm.
+    tokens.  predicted: [prompts] what a ranker says, tokens.  sigma: the spread of their logarithm, by the ranker.
     """
 
     lengths: Sequence[Sequence[int]]
     questions: Sequence[int]
     predicted: Sequence[float]
+    sigma: float = 0.0
 
     def prompt(self, index: int) -> PromptRef:
         place = index % len(self.lengths)
         return PromptRef(
-            prompt_id=prompt_id(index), prompt_tokens=self.questions[place], predicted_tokens=self.predicted[place]
+            prompt_id=prompt_id(index),
+            prompt_tokens=self.questions[place],
+            predicted_tokens=self.predicted[place],
+            predicted_sigma=self.sigma,
         )
 
     def prompt_tokens(self, prompt: PromptId) -> int:
@@ -115,16 +119,27 @@ def long_tailed(
     responses are a few thousand tokens, a few reach the limit. The paper prints no numbers; its three data sets are one
     another scaled by two and four (sec. 7), and so are ours. Source: median and sigma are ours, from that figure.
 
-    recall: share of the longest 20% that the ranker puts into its longest 20%; None: it knows the lengths.
+    recall: share of the longest 20% that the ranker puts into its longest 20%; None: it knows the lengths. What it says
+    is the posterior after it saw the length with an error: the expected length, and the spread that is left.
     """
     chance = random.Random(f"lengths/{seed}")
     lengths = [
         min(max_tokens, max(1, round(median_tokens * math.exp(chance.gauss(0.0, sigma))))) for _ in range(num_prompts)
     ]
     error = 0.0 if recall is None else error_of_recall(recall, sigma=sigma)
-    predicted = [length * math.exp(chance.gauss(0.0, error)) for length in lengths]
+    trust = sigma * sigma / (sigma * sigma + error * error)
+    left = error * math.sqrt(trust)
+    middle = math.log(median_tokens)
+
+    def expected(length: int) -> float:
+        seen = math.log(length) + chance.gauss(0.0, error)
+        return math.exp(middle + trust * (seen - middle) + left * left / 2)
+
     return RecordedLengths(
-        lengths=[(length,) for length in lengths], questions=[question_tokens] * num_prompts, predicted=predicted
+        lengths=[(length,) for length in lengths],
+        questions=[question_tokens] * num_prompts,
+        predicted=[expected(length) for length in lengths],
+        sigma=left,
     )
 
 

@@ -48,10 +48,14 @@ class SimulationLog:
     def commands_of(self, kind: type[Command]) -> list[Command]:
         return [command for _, commands in self.history for command in commands if isinstance(command, kind)]
 
-    def iteration_s(self, warm_up: int = 0) -> float:
-        """Mean seconds from one version to the next, after the first ``warm_up`` versions."""
+    def iteration_s(self, warm_up: int = 0, cool_down: int = 0) -> float:
+        """Mean seconds from one version to the next, without the first ``warm_up`` and the last ``cool_down``.
+
+        The first ones fill the pipeline; beside the last ones nothing else is generated any more.
+        """
         begin_s = self.published_s[warm_up - 1] if warm_up else 0.0
-        return (self.published_s[-1] - begin_s) / (len(self.published_s) - warm_up)
+        last = len(self.published_s) - cool_down
+        return (self.published_s[last - 1] - begin_s) / (last - warm_up)
 
     @property
     def oldest_age(self) -> int:

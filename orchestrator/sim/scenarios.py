@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from orchestrator.core.analytic import GPUS_PER_NODE, Algorithm, decode_cost, switch_s, train_cost, transfer_cost
-from orchestrator.core.dispatch import Order, Placement, least_loaded
 from orchestrator.core.hardware import ASSUMED, H800, Assumptions, Gpu
 from orchestrator.core.llms import QWEN_72B, Llm
-from orchestrator.core.lpt import longest_first
 from orchestrator.core.settings import CoreSettings
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
@@ -80,6 +78,11 @@ PIPELINES: dict[str, CoreSettings] = {
     "enlarged": msgspec.structs.replace(_BASE, max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
     "sub_step": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.STAGGERED),
     "in_flight": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.IN_FLIGHT),
+    "rolling": msgspec.structs.replace(_BASE, max_staleness=1, update=UpdateMode.IN_FLIGHT, membership="rolling"),
+    "rolling_staggered": msgspec.structs.replace(
+        _BASE, max_staleness=1, update=UpdateMode.STAGGERED, membership="rolling"
+    ),
+    "rolling_2": msgspec.structs.replace(_BASE, max_staleness=2, update=UpdateMode.IN_FLIGHT, membership="rolling"),
     "in_flight_2": msgspec.structs.replace(_BASE, max_staleness=2, release="stream", update=UpdateMode.IN_FLIGHT),
 }
 """Name -> settings of the core. AsyncFlow's delayed parameter update is "fully_async" (``docs/modes.md``); StreamRL's
@@ -93,32 +96,37 @@ def scenario(
     *,
     iterations: int,
     assumed: Assumptions = ASSUMED,
-    order: Order = longest_first,
-    place: Placement = least_loaded,
+    dispatch: str = "scored",
+    record: bool = False,
+    trace: bool = False,
 ) -> Scenario:
-    """One run of ``pipeline``. Raises DoesNotFitError when the LLM does not fit into the layout."""
+    """One run of ``pipeline``. dispatch: as the setting. Raises DoesNotFitError when the LLM does not fit."""
+    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
+    costs = _costs(workload, layout, assumed)
     core = msgspec.structs.replace(
         pipeline,
         num_batches=iterations,
         groups_per_batch=workload.batch,
         group_size=workload.group_size,
         micro_batch_tokens=layout.micro_batch_tokens,
+        dispatch=dispatch,
+        decode_cost=decode,
+        train_token_s=costs.train.token_s / layout.ranks,
+        max_response_tokens=max(max(samples) for samples in workload.lengths.lengths),
         checkpoint_every=1,
         max_retained_bytes=1 << 62,
     )
-    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
     return Scenario(
         core=core,
         workers=layout.instances,
         capacity=layout.slots,
         dp_size=layout.ranks,
         lengths=workload.lengths,
-        costs=_costs(workload, layout, assumed),
+        costs=costs,
         decode=(decode,) * layout.instances,
-        order=order,
-        place=place,
         max_s=1e9,
-        record=False,
+        record=record,
+        trace=trace,
     )
 
 

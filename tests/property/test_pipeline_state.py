@@ -43,6 +43,8 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         release=st.sampled_from(["stream", "mini_batch", "batch"]),
         mini_batch_groups=st.integers(1, 2),
         rollout_batches=st.integers(1, 3),
+        membership=st.sampled_from(["fixed", "rolling"]),
+        oversampled_groups=st.sampled_from([0, 0, 1]),
         drop_no_signal=st.booleans(),
         max_refills=st.integers(0, 3),
         max_attempts=st.just(3),
