@@ -3,9 +3,11 @@
 StreamError (transport.errors)
 ├── FatalError                  1 from ``run``; a child exits with 4, so that it is not started again
 │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
-│   └── DataError               2: the prompts cannot be read, or are not what the settings say
+│   ├── DataError               2: the prompts cannot be read, or are not what the settings say
+│   └── DirectoryError          5: a directory cannot be written (transport.errors)
+├── RefusedError                never ends a command: the answer to one request over HTTP
 └── RunFailedError              1: the run cannot go on
-    ├── ChildFailedError        the child's own 2 or 3, else 1
+    ├── ChildFailedError        the child's own 2, 3 or 5, else 1
     ├── StalledError            3: no progress for ``liveness.stall_s``
     ├── ForeignEntryError       1: somebody else wrote to a stream that only the orchestrator may write
     └── Interrupted             130: a signal asked for the end
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from transport.errors import FatalError, StreamError
+from transport.errors import DirectoryError, FatalError, StreamError
 
 
 class ExitCode(IntEnum):
@@ -26,6 +28,7 @@ class ExitCode(IntEnum):
     BAD_CONFIG = 2
     STALLED = 3
     FATAL = 4
+    UNWRITABLE = 5
     INTERRUPTED = 130  # as a shell reports SIGINT
 
 
@@ -81,11 +84,13 @@ def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
     match error:
         case ConfigError() | DataError():
             return ExitCode.BAD_CONFIG
+        case DirectoryError():
+            return ExitCode.UNWRITABLE
         case StalledError():
             return ExitCode.STALLED
         case Interrupted():
             return ExitCode.INTERRUPTED
-        case ChildFailedError(code=ExitCode.BAD_CONFIG | ExitCode.STALLED as code):
+        case ChildFailedError(code=ExitCode.BAD_CONFIG | ExitCode.STALLED | ExitCode.UNWRITABLE as code):
             return ExitCode(code)
         case ChildFailedError():
             return ExitCode.FAILED

@@ -125,10 +125,14 @@ class Journal:
 
     def close(self) -> None:
         """Flush the segment to the disk and close it; ``append`` begins another."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with writing(self._directory):
+            try:
+                os.fsync(file.fileno())
+            finally:
+                file.close()
 
     def _segment(self) -> _File:
         if self._file is None:

@@ -23,7 +23,7 @@ from orchestrator.errors import ChildFailedError, ExitCode
 
 log = structlog.get_logger(__name__)
 
-NO_USE = (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL)
+NO_USE = (ExitCode.BAD_CONFIG, ExitCode.STALLED, ExitCode.FATAL, ExitCode.UNWRITABLE)
 """A child that exits so says that starting it again is no use; its last line says why."""
 ERROR_LINES = ("streamrl-orchestrator: ", "error: ")
 """How the line begins with which our programs end by an error of their own."""

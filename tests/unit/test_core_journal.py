@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.runtime.journal import Journal, JournalError, Recovered, read_records
+from transport.errors import DirectoryError
 from transport.messages import BrokerUsage, JournalRecord
 
 
@@ -162,3 +163,17 @@ def test_history_is_kept_unless_told_otherwise(shelf, tmp_path):
     _, recovered = Shelf(tmp_path / "some").open()
     assert (recovered.snapshot, recovered.tail) == (b"3", (record(4),)), "what the older snapshot needs is kept"
     assert recovered.cursor == "4-7"
+
+
+def test_a_full_disk_is_named_and_loses_nothing_that_was_written(shelf, tmp_path):
+    journal = shelf.write(1, 2)
+    journal.snapshot(b"state", 2)
+    following = tmp_path / "segment-000000000003.log"
+    following.symlink_to("/dev/full")
+    with pytest.raises(DirectoryError, match="No space left on device; free some space"):
+        journal.append([record(3)])
+    with pytest.raises(DirectoryError):
+        journal.close()
+    following.unlink()
+    _, recovered = shelf.open()
+    assert (recovered.snapshot, recovered.seq) == (b"state", 2)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import ChildFailedError
+from orchestrator.errors import ChildFailedError, ExitCode, exit_code
 from orchestrator.runtime.provision import Children, ChildSpec
+from transport.errors import DirectoryError
 
 SAYS = "import sys; print({text!r}, file=sys.stderr); sys.exit({code})"
 
@@ -23,6 +24,14 @@ async def test_an_error_of_ours_reaches_the_terminal_as_one_line(tmp_path: Path)
     with pytest.raises(ChildFailedError) as caught:
         await Children(tmp_path, max_restarts=0).keep(program("a warning\nerror: no room\n{}\n", 4))
     assert str(caught.value) == "train-0 exited with 4: no room"
+
+
+async def test_a_full_disk_ends_the_run_with_an_exit_code_of_its_own(tmp_path: Path):
+    code = exit_code(DirectoryError("cannot write journal: No space left on device"), is_child=True)
+    assert code == ExitCode.UNWRITABLE
+    with pytest.raises(ChildFailedError) as caught:
+        await Children(tmp_path, max_restarts=9).keep(program("error: cannot write journal", code))
+    assert exit_code(caught.value) == ExitCode.UNWRITABLE
 
 
 async def test_what_a_former_life_said_is_not_said_again(tmp_path: Path):
