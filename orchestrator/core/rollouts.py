@@ -161,6 +161,8 @@ class Rollouts:
         batch.add_member(group, self._phases[batch.phase])
         if filtered:
             self._slots.end(group, "filtered", "all rewards are equal")
+        elif batch.num_wanted and len(batch.members) >= batch.num_wanted:
+            self._slots.close_full(batch)
 
     def _adopt(self, group: Group, event: GroupScored) -> None:
         if group.stage is Stage.RUNNING:
