@@ -67,6 +67,7 @@ RANGES: dict[str, Range] = {
     "algorithm.clip_high": _ABOVE_0,
     "algorithm.kl_coef": _AT_LEAST_0,
     "algorithm.importance_cap": _AT_LEAST_0,
+    "algorithm.mismatch_limit": _AT_LEAST_0,
     "trainer.lr": _ABOVE_0,
     "trainer.warmup_batches": _AT_LEAST_0,
     "trainer.weight_decay": _AT_LEAST_0,

@@ -104,6 +104,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     kl_coef: float = 0.0  # KL to the reference model in the loss; 0: no reference model is loaded
     importance_cap: float = 2.0  # truncated importance weight of trainer against rollout logprobs; 0: off
+    mismatch_limit: float = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: never
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
 
 

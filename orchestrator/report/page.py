@@ -41,7 +41,7 @@ CHARTS: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("staleness, versions", (("mean", "staleness"), ("max", "staleness_max"))),
     (
         "|logprob of trainer - of generation|",
-        (("mean", "logprob_mismatch"), ("max", "logprob_mismatch_max")),
+        (("mean", "logprob_mismatch"), ("max", "logprob_mismatch_max"), ("total variation", "mismatch_tv")),
     ),
     ("clipped share", (("low", "clip_fraction_low"), ("high", "clip_fraction_high"))),
     ("seconds a batch", (("seconds", "seconds"),)),

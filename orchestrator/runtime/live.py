@@ -62,6 +62,21 @@ def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
     return "  ".join(parts)
 
 
+def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
+    """A warning where trainer and engine disagree on the sampled tokens by more than ``limit``; "" where they do not.
+
+    Weights that are ``staleness`` versions apart disagree, too: only at 0 is it the two implementations alone.
+    """
+    found = line.get("logprob_mismatch", 0.0)
+    if not limit or found <= limit:
+        return ""
+    return (
+        f"warning: batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
+        f"(largest {line.get('logprob_mismatch_max', 0.0):.2f}, staleness {line.get('staleness', 0.0):.2f}), "
+        f"more than algorithm.mismatch_limit {limit:g}"
+    )
+
+
 def evaluation_line(line: Mapping[str, Any]) -> str:
     """One evaluation as a line of text."""
     parts = [f"evaluation of version {line['version']}"]

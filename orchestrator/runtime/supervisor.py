@@ -30,7 +30,7 @@ from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, re
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.report.finish import REPORT, finish_run
 from orchestrator.runtime.control import append_event
-from orchestrator.runtime.live import View, evaluation_line, open_view
+from orchestrator.runtime.live import View, evaluation_line, mismatch_line, open_view
 from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.metrics import read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, prepare_model, python_module
@@ -294,6 +294,8 @@ class Supervisor:
                 self._view.note(evaluation_line(line))
             else:
                 self._view.batch(line)
+                if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
+                    self._view.note(warning)
         self._shown = len(lines)
 
     def _show_address(self) -> None:

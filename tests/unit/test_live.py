@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.runtime.live import PlainView, batch_line, printable
+from orchestrator.runtime.live import PlainView, batch_line, mismatch_line, printable
 
 
 def test_a_batch_is_one_line_of_what_is_known():
     line = {"batch": 2, "reward": 0.25, "right": 0.5, "seconds": 4.0}
     assert batch_line(line, 40) == "batch 3/40  reward 0.250  right 50%  4.0 s"
+
+
+def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
+    line = {"batch": 2, "logprob_mismatch": 0.25, "logprob_mismatch_max": 3.0, "staleness": 1.0}
+    assert mismatch_line(line, 0.25) == mismatch_line(line, 0.0) == mismatch_line({"batch": 0}, 0.1) == ""
+    assert "batch 3" in mismatch_line(line, 0.2)
+    assert "differ by 0.250 on average (largest 3.00, staleness 1.00)" in mismatch_line(line, 0.2)
 
 
 def test_terminal_escapes_of_a_model_are_stripped():

@@ -157,14 +157,20 @@ def loss_sum(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective, terms
     return (per_token_N * tokens.weights_N).sum()
 
 
+def total_variation_N(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """|p_other / p_sampled - 1| / 2 at tokens drawn from p_sampled: its mean is the distributions' total variation."""
+    return (torch.exp(other_logprobs_N - sampled_logprobs_N) - 1).abs() / 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMetrics:
     """Sums over tokens (and one maximum), so that pieces and ranks add up to what the whole batch would have said.
 
     loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
     reference.  entropy: -rollout_logprob, an unbiased estimate of the sampling policy's entropy that costs no extra
-    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.  rows, loss_tokens: all that were
-    handed over, also those that have no gradient and were not computed: the normalisers.
+    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3, mismatch_tv: KL and
+    total variation between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all that were handed
+    over, also those that have no gradient and were not computed: the normalisers.
     """
 
     loss: float = 0.0
@@ -175,6 +181,8 @@ class LossMetrics:
     entropy: float = 0.0
     mismatch: float = 0.0
     mismatch_max: float = 0.0
+    mismatch_k3: float = 0.0
+    mismatch_tv: float = 0.0
     rows: float = 0.0
     loss_tokens: float = 0.0
 
@@ -203,6 +211,8 @@ class LossMetrics:
             "entropy": self.entropy / tokens,
             "logprob_mismatch": self.mismatch / tokens,
             "logprob_mismatch_max": self.mismatch_max,
+            "mismatch_k3": self.mismatch_k3 / tokens,
+            "mismatch_tv": self.mismatch_tv / tokens,
         }
 
 
@@ -222,4 +232,6 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
         entropy=-tokens.rollout_logprobs_N.sum().item(),
         mismatch=mismatch_N.sum().item(),
         mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
+        mismatch_k3=k3_kl_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),
+        mismatch_tv=total_variation_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),
     )
