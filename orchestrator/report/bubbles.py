@@ -135,11 +135,12 @@ def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, floa
     """
     edges = [0.0, *(trained.at_s for trained in timeline.trained)]
     usage = usage_by_window(timeline, edges)
+    by_stage = stages(timeline)
     lines: dict[tuple[int, int], dict[str, float]] = {}
     for window, trained in enumerate(timeline.trained):
         line: dict[str, float] = {}
-        for stage, tracks in stages(timeline).items():
-            of_stage = total([usage[track][window] for track in tracks])
+        for stage, tracks in by_stage.items():
+            of_stage = total([used for track in tracks if (used := usage[track][window]) is not NOTHING])
             line |= {f"bubble_{stage}_{cause}_s": round(of_stage.idle_s.get(cause, 0.0), 4) for cause in Cause}
             line[f"{stage}_present_s"] = round(of_stage.present_s, 4)
         lines[trained.epoch, trained.batch] = line
