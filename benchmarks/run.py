@@ -117,7 +117,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 def read_batches(path: Path) -> list[dict[str, Any]]:
     """The batches of the surviving lineage in order: of one that was trained again, the last line counts."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    by_batch = {line["batch"]: line for line in lines}
+    by_batch = {line["batch"]: line for line in lines if "batch" in line}  # without those of evaluations
     return [by_batch[batch] for batch in sorted(by_batch)]
 
 

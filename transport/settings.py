@@ -235,7 +235,7 @@ class EvalSettings(Section, frozen=True, kw_only=True):
 
     every: int = 0  # batches between two evaluations, the first of the untrained model; 0: none while the run trains
     temperature: float = 0.0  # of the answers; 0: greedy, so that two evaluations differ by their weights alone
-    budget: float = 0.25  # of each generation worker's slots, while training has work for them
+    budget: float = 0.5  # of each generation worker's slots, while training has work for them
     hold_s: float = 60.0  # how long an evaluation may keep workers from newer weights; then it ends short
     timeout_s: float = 300.0  # for one evaluation, from its first answer on; then it ends short
 

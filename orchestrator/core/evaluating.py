@@ -107,9 +107,10 @@ class Evaluating:
                 lane.requested = True
                 p.outbox.emit_until(REQUEST_KEY, RequestHeldOutPrompts(count=p.settings.eval_problems))
             return
-        problems = range(min(len(lane.problems), p.settings.eval_problems))
+        problems = lane.problems[: p.settings.eval_problems]
+        longest_first = sorted(range(len(problems)), key=lambda place: -problems[place].predicted_tokens)
         lane.current = Evaluation(
-            number=lane.num_opened, weights=p.fleet.newest, num_problems=len(problems), waiting=list(problems)
+            number=lane.num_opened, weights=p.fleet.newest, num_problems=len(problems), waiting=longest_first
         )
         lane.num_opened += 1
         p.fleet.pin = p.fleet.newest

@@ -70,7 +70,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     service_keep_s: float = 3600.0
     eval_every: int = 0
     eval_problems: int = 0
-    eval_budget: float = 0.25
+    eval_budget: float = 0.5
     eval_hold_s: float = 60.0
     eval_timeout_s: float = 300.0
     dispatch: str = LEAST_LOADED

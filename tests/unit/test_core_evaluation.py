@@ -13,7 +13,9 @@ from transport.messages import (
     AbortRollouts,
     DispatchGroups,
     DropRows,
+    HeldOutPromptsArrived,
     LoadWeights,
+    PromptRef,
     RequestHeldOutPrompts,
     RolloutFailed,
     RolloutFinished,
@@ -24,12 +26,21 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.types import FinishReason, GroupId, UpdateMode, WeightIdentity, WorkerId, is_evaluation, row_id
+from transport.types import (
+    FinishReason,
+    GroupId,
+    PromptId,
+    UpdateMode,
+    WeightIdentity,
+    WorkerId,
+    is_evaluation,
+    row_id,
+)
 
 
 def core(**changes: object) -> CoreSettings:
-    base = {"num_batches": 6, "groups_per_batch": 2, "group_size": 2, "eval_every": 2, "eval_problems": HELD_OUT}
-    return CoreSettings(**{**base, **changes})
+    batches = {"num_batches": 6, "groups_per_batch": 2, "group_size": 2}
+    return CoreSettings(**{**batches, "eval_every": 2, "eval_problems": HELD_OUT, "eval_budget": 0.25, **changes})
 
 
 def world_evaluating(capacity: int = 8, workers: int = 1, **changes: object) -> PipelineWorld:
@@ -124,6 +135,17 @@ def test_the_outcome_is_the_mean_over_all_problems():
 def test_an_evaluation_takes_its_share_of_the_slots_and_no_more(budget, expected):
     world = world_evaluating(eval_budget=budget)
     assert len(tries(world)) == expected
+
+
+def test_what_is_predicted_to_be_longest_is_asked_first():
+    world = PipelineWorld(core(eval_budget=0.25))
+    world.start_trainer()
+    world.load(world.join(8))
+    lengths = {"a": 3.0, "b": 9.0, "c": 5.0}
+    prompts = [PromptRef(prompt_id=PromptId(n), prompt_tokens=2, predicted_tokens=t) for n, t in lengths.items()]
+    world.tell(HeldOutPromptsArrived(prompts=tuple(prompts)))
+    asked = [world.workers[GENERATOR].plans[group_id][0].prompt_id for group_id in tries(world)]
+    assert asked == ["b", "c"]
 
 
 def test_problems_are_spread_over_the_workers_that_serve_the_pin():
