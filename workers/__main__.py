@@ -36,9 +36,9 @@ EXIT_SIGNALLED = 143
 """As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
 
 OUTAGE_S = BrokerSettings().outage_s
-
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed: a container's health check looks at its age."""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -219,6 +219,8 @@ def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: s
     from transport.clock import MonotonicClock
     from workers.lifecycle import serve_worker
 
+    heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
+
     async def serve() -> bool:
         broker = await connect(settings, RunName(run))
         try:
@@ -253,5 +255,3 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     main()
-    heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
-
