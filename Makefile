@@ -10,10 +10,10 @@ TESTS ?= tests
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test test-chaos check fmt bench setup clean
+.PHONY: help run test test-chaos test-sglang compose-test check fmt bench setup clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  PRESET=tiny ARGS="--set trainer.lr=2e-5"   for run        TESTS=tests/unit   for test'
 	@echo '  NAME=engine ARGS="..."                     for bench      TORCH_INDEX=URL    package index to take torch from'
@@ -22,10 +22,16 @@ run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch i
 	@$(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
 
 test: .venv/.ready-dev ## all tests that kill nothing
-	@$(BIN)/python -m pytest -m "not chaos" $(TESTS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not chaos and not sglang" $(TESTS) $(ARGS)
 
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
 	@$(BIN)/python -m pytest -m chaos $(TESTS) $(ARGS)
+
+test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR
+	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)
+
+compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
+	@STREAMRL_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose $(ARGS)
 
 check: .venv/.ready-dev ## ruff, formatting, pyright
 	@$(BIN)/ruff check

@@ -259,9 +259,6 @@ def serve(
     there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
     if resume or there:
         resolved = resolve_resumed(preset, config_file or [], overrides)
-    else:
-        chosen = preset or (None if config_file else DEFAULT_PRESET)
-        resolved = config.resolve(chosen, config_file or [], overrides, os.environ)
     from orchestrator.runtime import process
 
     raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))

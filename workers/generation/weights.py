@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 2
 """How often each source is asked before giving up: once more after all have failed."""
+UNREACHABLE = "none can be reached from this host: let the trainer listen off loopback (tensors.host, or --listen)"
 SHOWN_NAMES = 4
 
 
@@ -113,7 +114,7 @@ def _summary(manifest: WeightManifest, failures: list[StreamError]) -> StreamErr
         for failure in failures:
             if isinstance(failure, kind):
                 return failure
-    reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or "none can be reached from this host"
+    reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or UNREACHABLE
     return PeerUnavailableError(", ".join(manifest.sources) or "(no source)", f"{manifest.weights}: {reasons}")
 
 
