@@ -45,12 +45,14 @@ class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     """What a generation worker holds, sent in order with its other events, so that what was lost can be found out.
 
     held: groups it has claimed and not finished.  plans_cursor: id of the last plan entry it claimed, "0-0" if none.
+    capacity: samples that fit there now, where that changes; 0: as it joined with.
     """
 
     worker_id: WorkerId
     held: tuple[GroupId, ...] = ()
     plans_cursor: str = "0-0"
     weights: WeightIdentity | None = None
+    capacity: int = 0
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
@@ -650,6 +652,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     doing: one word of its state ("decoding", "waiting", "loading", "training", ...).  since_s: seconds in that state.
     capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s, elapsed_s: cumulative.  counters: cumulative numbers by name (tokens, samples, ...).
+    kv_use: part of its KV memory in use, 0 to 1, where its engine says so (generate).
     """
 
     worker_id: WorkerId
@@ -666,6 +669,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     elapsed_s: float = 0.0
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    kv_use: float = 0.0
 
 
 class JournalRecord(Struct, frozen=True, kw_only=True):

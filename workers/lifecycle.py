@@ -44,6 +44,7 @@ class Activity:
 
     capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
+    kv_use: part of the KV memory in use, 0 to 1 (generate).
     """
 
     doing: str
@@ -53,6 +54,7 @@ class Activity:
     waiting: int = 0
     weights: WeightIdentity | None = None
     counters: dict[str, float] = field(default_factory=dict[str, float])
+    kv_use: float = 0.0
 
 
 class Worker(Protocol):
@@ -221,4 +223,5 @@ class _Lease:
             busy_s=activity.busy_s,
             elapsed_s=now_s - self._started_s,
             counters=activity.counters,
+            kv_use=activity.kv_use,
         )

@@ -361,6 +361,8 @@ class PipelineState:
             return
         if event.weights is not None:
             self._weights.serve(worker, event.weights)
+        if event.capacity:
+            worker.capacity = event.capacity
         self._rollouts.reconcile(worker, event)
         self._evaluating.reconcile(worker, event)
 

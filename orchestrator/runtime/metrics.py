@@ -278,6 +278,7 @@ class UsageWindow:
             "waiting": last.waiting,
             "weights": str(last.weights) if last.weights else "",
             "counters": last.counters,
+            "kv_use": last.kv_use,
         }
         if elapsed_s > 0:
             row["idle"] = round(1.0 - min(1.0, (last.busy_s - first.busy_s) / elapsed_s), 3)

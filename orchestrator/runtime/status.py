@@ -17,7 +17,7 @@ longest              groups that have been generated for the longest: [{group_id
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
-                     "epoch.version.digest", counters {name: total}, idle 0..1, tokens_per_s}]; the last two are
+                     "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last two are
                      missing in the first seconds
 last                 the last line of metrics.jsonl, {} before the first batch
 """

@@ -127,12 +127,17 @@ class GenerationWorker:
         at_work = "decoding" if load.running else "waiting"
         return Activity(
             doing="loading" if self._updates.loading else at_work,
-            capacity=self._info.capacity,
+            capacity=load.capacity or self._info.capacity,
             busy_s=load.busy_s,
             running=load.running,
             waiting=load.waiting,
             weights=self._updates.served,
-            counters={"samples": float(self._samples), "tokens": float(load.tokens)},
+            counters={
+                "samples": float(self._samples),
+                "tokens": float(load.tokens),
+                "cached_tokens": float(load.cached_tokens),
+            },
+            kv_use=load.kv_use,
         )
 
     # --- claim --------------------------------------------------------------------------------------------------------
@@ -148,8 +153,9 @@ class GenerationWorker:
             await self._accept(await self._broker.claim(self._queue, self._worker_id, count=count, wait_s=WAIT_S))
 
     def _capacity(self) -> int:
+        """Samples that fit now."""
         assert self._info is not None  # the loops start after the engine
-        return self._info.capacity
+        return self._engine.load().capacity or self._info.capacity
 
     async def _accept(self, deliveries: Sequence[Delivery]) -> None:
         """Take over claimed plans: nothing is awaited before all are held, or a report could miss one."""
@@ -267,6 +273,7 @@ class GenerationWorker:
                 held=self._plans.group_ids,
                 plans_cursor=self._plans.cursor,
                 weights=self._updates.served,
+                capacity=self._engine.load().capacity,
             )
             await self._tell(report, held=len(report.held), cursor=report.plans_cursor, weights=str(report.weights))
             await asyncio.sleep(REPORT_S)
