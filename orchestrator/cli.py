@@ -111,7 +111,6 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
     return resolved
 
 
-@app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
 @app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
 def settings() -> None:
     from orchestrator.settings_table import settings_table
@@ -119,6 +118,7 @@ def settings() -> None:
     typer.echo(settings_table())
 
 
+@app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
 def inspect(
     run_dir: RunDirectory,
     audit: Annotated[
