@@ -26,8 +26,6 @@ from workers.generation.weights import WeightPuller, check_tensors
 
 log = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "STREAMRL_SECRET"
-
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out the order that is the name of the only tensor. model: SGLang's, on its device."""
@@ -51,7 +49,7 @@ def _carry_out(model: Any, order: LoadOrder) -> Outcome:
 
 def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[str, torch.Tensor], Outcome | None]:
     """The tensors, valid until ``stack`` closes, and why they cannot be loaded, if they cannot."""
-    puller = WeightPuller(secret=os.environ.get(SECRET_VARIABLE, "").encode())
+    puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode())
     try:
         _check_vocabulary(model, order)
         if order.manifest is None:

@@ -30,7 +30,9 @@ STOP_S = 10.0
 LAST_LINES = 5
 LAST_BYTES = 4096
 PACKAGES = Path(__file__).parents[2]
-"""Where the server finds the loader."""
+"""Where ours are."""
+OUR_PACKAGES = ("transport", "workers")
+"""What the loader needs of them."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork must not load libraries
 
@@ -42,6 +44,19 @@ class LaunchSettings:
     command: Sequence[str]
     arguments: Sequence[str]
     log: Path
+
+
+def link_packages(directory: Path) -> Path:
+    """Make ``directory`` one that holds what the loader imports of ours, and nothing else. Returns it, absolute.
+
+    Installed, our packages lie beside our torch and transformers, and a server with its own must not find those.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in OUR_PACKAGES:
+        fresh = directory / f".{name}-{os.getpid()}"
+        fresh.symlink_to(PACKAGES / name)
+        fresh.replace(directory / name)
+    return directory.absolute()
 
 
 class ServerProcess:
@@ -68,7 +83,8 @@ class ServerProcess:
         settings = self._settings
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         argv = [*settings.command, *settings.arguments, "--host", "127.0.0.1", "--port", str(self.port)]
-        path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH", ""))))
+        packages = link_packages(settings.log.parent / "server-packages")
+        path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH", ""))))
         with settings.log.open("ab") as output:
             self._log_start = output.tell()
             try:
