@@ -148,6 +148,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
         "least_loaded"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
     )
     plan_wait_s: float = 1.0  # a batch waits so long for its plan, then its groups go one after another
+    move_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 
 
 class DecodeCostSettings(Section, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from orchestrator.core.batches import MISSING, Batch, Group, Stage
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.pipeline import Pipeline
-from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare
-from transport.types import GroupId
+from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare, RolloutFinished
+from transport.types import GroupId, parse_row_id
 
 HALFWAY = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
@@ -34,22 +34,37 @@ class Planning:
         self._assignments = assignments
 
     def request(self) -> None:
-        """Have batches planned that were admitted since, as soon as there is a worker for them."""
+        """Have batches planned that were admitted since, as soon as there is a worker for them.
+
+        Once more where workers came or went before the plan did, as at the start of a run.
+        """
         p = self._p
-        if not p.settings.plans or p.plans.next_batch >= p.next_batch:
+        if not p.settings.plans or (p.plans.next_batch >= p.next_batch and not p.plans.awaited):
             return
         workers = [worker for worker in p.fleet.workers.values() if worker.fit and worker.loaded is not None]
         if not workers:
             return
+        for index in p.plans.awaited:
+            asked = self._asked(index)
+            if asked is not None and [one.worker_id for one in asked.workers] != [one.worker_id for one in workers]:
+                self._request(index, workers)
         for index in range(max(p.plans.next_batch, p.training.batch), p.next_batch):
-            groups = [p.groups[group_id] for group_id in p.batches[index].group_ids]
-            waiting = [group for group in groups if group.stage is Stage.PENDING]
-            if waiting:
-                self._request(index, waiting, workers)
+            p.plans.awaited[index] = p.now_s + p.settings.plan_wait_s
+            self._request(index, workers)
         p.plans.next_batch = p.next_batch
 
-    def _request(self, batch: int, groups: list[Group], workers: list[Worker]) -> None:
+    def _asked(self, batch: int) -> ComputePlan | None:
+        """The open request for a plan of ``batch``."""
+        found = self._p.outbox.open.get(request_key(batch))
+        command = found.issued.command if found is not None else None
+        return command if isinstance(command, ComputePlan) else None
+
+    def _request(self, batch: int, workers: list[Worker]) -> None:
         p = self._p
+        groups = [p.groups[group_id] for group_id in p.batches[batch].group_ids]
+        groups = [group for group in groups if group.stage is Stage.PENDING]
+        if not groups:
+            return
         policy = p.settings.dispatch
         command = ComputePlan(
             plan_id=CommandId(p.outbox.seq, len(p.outbox.emitted)).entry,
@@ -60,7 +75,6 @@ class Planning:
             prompt_tokens=sum(group.prompt_tokens for group in groups) / len(groups),
         )
         p.outbox.emit_until(request_key(batch), command)
-        p.plans.awaited[batch] = p.now_s + p.settings.plan_wait_s
 
     def _planned_group(self, group: Group) -> PlannedGroup:
         tokens, sigma = self._p.plans.calibration.corrected(group.predicted_tokens, group.predicted_sigma)
@@ -89,10 +103,8 @@ class Planning:
     def take(self, event: PlanComputed) -> None:
         """Use a plan that was asked for and is not too late; groups and workers it no longer fits go without."""
         p = self._p
-        asked = p.outbox.open.get(request_key(event.batch))
-        if asked is None or not isinstance(asked.issued.command, ComputePlan):
-            return
-        if asked.issued.command.plan_id != event.plan_id:
+        asked = self._asked(event.batch)
+        if asked is None or asked.plan_id != event.plan_id:
             return
         in_time = p.plans.awaits(event.batch, p.now_s)
         self._settle(event.batch)
@@ -126,6 +138,26 @@ class Planning:
     def _settle(self, batch: int) -> None:
         self._p.plans.awaited.pop(batch, None)
         self._p.outbox.confirm(request_key(batch))
+
+    def observe(self, event: RolloutFinished) -> None:
+        """How slow a worker is: the seconds of a sample, over those of its steps at the batch that ran meanwhile.
+
+        The batch is taken as the mean of what its share began with and what is left now.
+        """
+        p = self._p
+        group, worker = p.groups.get(parse_row_id(event.row_id)[0]), p.fleet.workers.get(event.worker_id)
+        if (
+            not (p.settings.plans or p.settings.move_running)
+            or group is None
+            or worker is None
+            or group.worker_id != event.worker_id
+        ):
+            return
+        in_flight = min(worker.capacity, worker.in_flight)
+        batch = (p.plans.limits.get(worker.worker_id, in_flight) + in_flight) / 2
+        context = batch * (group.prompt_tokens + event.response_tokens / 2)
+        expected_s = event.response_tokens * p.settings.decode_cost.step_s(batch, context)
+        p.plans.observe_pace(worker.worker_id, event.engine_s, expected_s)
 
     def learn(self, batch: Batch) -> None:
         """Compare what was predicted for a whole batch with what came. A part of it would be its short samples."""

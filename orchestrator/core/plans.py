@@ -15,6 +15,8 @@ from orchestrator.core.batches import Group, PendingEntry
 from orchestrator.core.dispatch.calibration import Calibration
 from transport.types import GroupId, WorkerId
 
+ALIKE = 1.3
+"""Factor by which paces may differ without meaning anything: expectations leave out as much."""
 PACE_FADING = 0.95
 """Of a worker's pace with every sample: about the last 20 count."""
 
@@ -26,7 +28,7 @@ class Plans(msgspec.Struct, kw_only=True):
     queues: heap of each worker's planned groups.
     planned: group -> worker in whose queue it is.  backlog: worker -> predicted tokens of those.
     limits: worker -> samples that its share meant it to run at once; beyond it takes nothing of others.
-    paces: worker -> seconds a token of its samples.  calibration: what predictions were worth.
+    paces: worker -> seconds of its samples, over those that were expected.  calibration: what predictions were worth.
     """
 
     next_batch: int = 0
@@ -79,15 +81,16 @@ class Plans(msgspec.Struct, kw_only=True):
             del self.planned[group_id]
         return left
 
-    def observe_pace(self, worker_id: WorkerId, seconds: float, tokens: int) -> None:
-        """A sample of ``tokens`` took the worker's slot for ``seconds``; 0 where it was not measured."""
-        if seconds <= 0 or tokens < 1:
+    def observe_pace(self, worker_id: WorkerId, seconds: float, expected_s: float) -> None:
+        """A sample held a slot of the worker for ``seconds``; 0 where it was not measured."""
+        if seconds <= 0 or expected_s <= 0:
             return
-        pace = seconds / tokens
+        pace = seconds / expected_s
         self.paces[worker_id] = PACE_FADING * self.paces.get(worker_id, pace) + (1 - PACE_FADING) * pace
 
     def pace(self, worker_id: WorkerId) -> float:
-        """The worker's seconds a token, relative to the median of all; 1 where it was not measured."""
+        """How slow the worker is, relative to the median of all; 1 where it was not measured, or is like the others."""
         if worker_id not in self.paces:
             return 1.0
-        return self.paces[worker_id] / median(self.paces.values())
+        ratio = self.paces[worker_id] / median(self.paces.values())
+        return ratio if max(ratio, 1 / ratio) > ALIKE else 1.0

@@ -38,6 +38,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see ``evaluating.py``.
     dispatch: policy, see ``dispatch/policies.py``.  plan_wait_s: a batch waits so long for its plan.
+    move_running: running groups of slow workers start over on idle ones, see ``moving.py``.
     decode_cost: of a worker of pace 1.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
@@ -75,6 +76,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_timeout_s: float = 300.0
     dispatch: str = LEAST_LOADED
     plan_wait_s: float = 1.0
+    move_running: bool = False
     decode_cost: DecodeCost = DecodeCost(fixed_s=0.02, sample_s=0.0005)
     train_token_s: float = 0.0
     max_response_tokens: int = 0
@@ -125,6 +127,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         eval_timeout_s=settings.eval.timeout_s,
         dispatch=pipeline.dispatch,
         plan_wait_s=pipeline.plan_wait_s,
+        move_running=pipeline.move_running,
         decode_cost=_decode_cost(settings.decode_cost),
         train_token_s=settings.decode_cost.train_token_s,
         max_response_tokens=settings.sampling.max_new_tokens,

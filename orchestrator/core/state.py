@@ -21,6 +21,7 @@ from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.fleet import Worker
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
+from orchestrator.core.moving import Moving
 from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.pipeline import Pipeline, Wait
 from orchestrator.core.planning import Planning
@@ -96,6 +97,7 @@ class PipelineState:
         self._weights = Weights(pipeline)
         self._evaluating = Evaluating(pipeline)
         self._planning = Planning(pipeline, self._assignments)
+        self._moving = Moving(pipeline, self._assignments)
 
     # -- what drivers use
 
@@ -325,7 +327,7 @@ class PipelineState:
 
     def _on_rollout(self, event: RolloutFinished) -> None:
         awaited = self._p.settings.service and self._requests.is_new(event.row_id)
-        self._p.plans.observe_pace(event.worker_id, event.engine_s, event.response_tokens)
+        self._planning.observe(event)
         self._rollouts.finished(event)
         if awaited and not self._requests.is_new(event.row_id):
             self._requests.arrived(event.row_id)
@@ -369,6 +371,7 @@ class PipelineState:
     def _on_tick(self) -> None:
         self._rollouts.expire()
         self._planning.expire()
+        self._moving.consider()
         self._requests.expire()
         self._rounds.expire_pacing()
         self._weights.expire()

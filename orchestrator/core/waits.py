@@ -151,6 +151,8 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         names = _names(worker.worker_id for worker in workers)
         return _wait(p, "weights", f"weights {fleet.newest} to be loaded, which failed everywhere", names)
     batch = pending[0].batch
+    if p.plans.awaits(batch, p.now_s):
+        return _wait(p, "deciding", f"the plan of batch {batch}", "orchestrator")
     fresh = [w for w in fit if may_dispatch(batch, w.loaded, p.lineage.epoch, p.settings.max_staleness)]
     if fresh:
         return _wait(p, "generation", f"room for {_count(pending)}", _names(worker.worker_id for worker in fresh))

@@ -33,7 +33,7 @@ class SampleTooLongError(ValueError):
 class Sample:
     """One sample on an instance. length: of its response, tokens.  spans: (weights, tokens) of what was generated.
 
-    start_step: of the instance, at its last admission.  generated: tokens it had then.
+    start_step: of the instance, at its last admission.  generated: tokens it had then.  admitted_s: at its first one.
     """
 
     plan: GroupPlan
@@ -42,6 +42,7 @@ class Sample:
     length: int
     generated: int = 0
     start_step: int = 0
+    admitted_s: float | None = None
     spans: list[tuple[WeightIdentity, int]] = field(default_factory=list)
 
     @property
@@ -166,6 +167,8 @@ class Decoding:
         sharing = self.prefilled.get(group_id, 0)
         self.prefilled[group_id] = sharing + 1
         sample.start_step = self.steps
+        if sample.admitted_s is None:
+            sample.admitted_s = self.at_s
         heapq.heappush(self.running, (self.steps + sample.length - sample.generated, order, sample))
         self.context += sample.context
         return sample.generated if sharing else sample.context

@@ -167,6 +167,7 @@ class SimulatedWorker:
             finish_reason=FinishReason.STOP,
             oldest=ended.spans[0][0],
             newest=ended.spans[-1][0],
+            engine_s=self._simulation.now_s - (ended.admitted_s or 0.0),
         )
         self._rows.insert(event, ended)
 

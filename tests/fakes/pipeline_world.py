@@ -310,6 +310,7 @@ class PipelineWorld:
                 finish_reason=FinishReason.STOP,
                 oldest=oldest,
                 newest=newest,
+                engine_s=1.0 if worker_id.startswith("generate-0") else 40.0,
             )
         )
 

@@ -34,8 +34,8 @@ def held(world: PipelineWorld) -> dict[str, list[str]]:
 
 
 def plan(world: PipelineWorld, **shares: list[int]) -> None:
-    """Answer the open request with the plan of the test's choice: worker -> groups of batch 0."""
-    asked = world.plan_requests.pop(0)
+    """Answer the newest request with the plan of the test's choice: worker -> groups of batch 0."""
+    asked = world.plan_requests.pop()
     computed = tuple(
         PlanShare(worker_id=WorkerId(f"{name}.1"), group_ids=tuple(GroupId(f"0/{slot}") for slot in slots))
         for name, slots in ((name.replace("_", "-"), slots) for name, slots in shares.items())
@@ -46,6 +46,7 @@ def plan(world: PipelineWorld, **shares: list[int]) -> None:
 def test_a_batch_waits_for_its_plan_and_then_follows_it_in_order():
     world = world_with(8, 8)
     assert held(world) == {"generate-0": [], "generate-1": []}
+    assert "deciding waits for the plan of batch 0" in world.state.describe_wait()
     plan(world, generate_0=[3], generate_1=[2, 0, 1])
     assert held(world) == {"generate-0": ["3"], "generate-1": ["2", "0", "1"]}
 
@@ -79,10 +80,14 @@ def test_groups_of_a_worker_that_is_lost_go_to_the_others():
     assert sorted(held(world)["generate-1"]) == ["0", "1", "2", "3"]
 
 
-def test_a_plan_for_a_worker_that_left_meanwhile_is_used_for_the_others():
+def test_a_plan_is_asked_for_again_when_workers_change_before_it_comes():
     world = world_with(8, 8)
     del world.workers[FIRST]
     world.tell(WorkerLost(worker_id=FIRST, reason="killed"))
+    obsolete, asked = world.plan_requests
+    assert [worker.worker_id for worker in asked.workers] == [SECOND]
+    world.tell(compute_plan(obsolete, CORE))
+    assert held(world) == {"generate-1": []}
     plan(world, generate_0=[0, 1], generate_1=[3, 2])
     assert sorted(held(world)["generate-1"]) == ["0", "1", "2", "3"]
 
@@ -110,6 +115,36 @@ def test_an_unfit_workers_share_goes_to_whoever_can():
     world.state._p.fleet.workers[FIRST].load_failures = 3
     world.tell(Tick())
     assert sorted(held(world)["generate-0"] + held(world)["generate-1"]) == ["0", "1", "2", "3"]
+
+
+def running_on_a_slow_worker(**changes: object) -> PipelineWorld:
+    """Two groups run where they take ten times as long as on the other worker, which is idle."""
+    world = world_with(4, 4, groups_per_batch=2, rollout_timeout_s=1000.0, **changes)
+    plan(world, generate_0=[0, 1], generate_1=[])
+    world.state._p.plans.paces.update({FIRST: 100.0, SECOND: 10.0})
+    world.now_s += 1.0
+    return world
+
+
+def test_running_work_moves_to_an_idle_worker_that_ends_it_much_sooner():
+    world = running_on_a_slow_worker(move_running=True)
+    world.tell(Tick())
+    moved = held(world)
+    assert sorted(moved["generate-0"] + moved["generate-1"]) == ["0", "1"]
+    assert len(moved["generate-1"]) == 1
+    world.now_s += 1.0
+    world.tell(Tick())
+    assert held(world) == moved, "the other worker is not idle any more"
+
+
+def test_running_work_stays_by_default_and_where_starting_over_gains_little():
+    world = running_on_a_slow_worker()
+    world.tell(Tick())
+    assert held(world)["generate-1"] == []
+    world = running_on_a_slow_worker(move_running=True)
+    world.state._p.plans.paces.update({FIRST: 15.0, SECOND: 10.0})
+    world.tell(Tick())
+    assert held(world)["generate-1"] == []
 
 
 @pytest.mark.parametrize("policy", ["even", "two_class_max", "slicing", "scored"])

@@ -29,7 +29,7 @@ DRAWN = 50_000
 the same, so what counts is their difference, whose noise is small, the more so in a large batch."""
 MIN_GAIN = 0.01
 """Less is within what the closed forms leave out."""
-INFLATIONS = (1.3, 2.0, 3.0)
+INFLATIONS = (2.0, 2.5, 3.0)
 """What is right grows with the samples in a slice: the longest of a hundred is some 2.5 deviations out."""
 LEADS = (0.3, 0.6)
 """For a trainer that takes samples as they come: the short slices are done so much earlier."""

@@ -1,0 +1,87 @@
+"""Plans of dispatch in whole simulated runs: the live planning code, called where the core asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from orchestrator.core.cost_model import DecodeCost, TrainCost
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.state import PipelineState
+from orchestrator.sim.engine import Scenario
+from orchestrator.sim.lengths import LengthModel
+from orchestrator.sim.log import SimulationLog
+from orchestrator.sim.models import CostModel, FaultModel
+from orchestrator.sim.simulate import simulate
+from transport.messages import ComputePlan, PlanComputed
+from transport.types import UpdateMode, WorkerId
+
+DECODE = DecodeCost(fixed_s=0.01, sample_s=0.0002)
+CORE = CoreSettings(
+    num_batches=5,
+    groups_per_batch=64,
+    group_size=2,
+    max_staleness=0,
+    update=UpdateMode.BARRIER,
+    micro_batch_tokens=1_000_000,
+    decode_cost=DECODE,
+    max_response_tokens=8000,
+)
+SCENARIO = Scenario(
+    core=CORE,
+    workers=4,
+    capacity=256,
+    lengths=LengthModel(median_tokens=1500, prompt_sigma=0.9, sample_sigma=0.15, max_tokens=8000),
+    costs=CostModel(decode=DECODE, train=TrainCost(token_s=0.0, round_s=0.0)),
+)
+
+
+def run(dispatch: str, scenario: Scenario = SCENARIO) -> SimulationLog:
+    return simulate(replace(scenario, core=msgspec.structs.replace(scenario.core, dispatch=dispatch)))
+
+
+def test_plans_shorten_a_run_whose_batches_are_waited_for():
+    ends = {
+        dispatch: run(dispatch).end_s for dispatch in ("even", "least_loaded", "two_class_max", "slicing", "scored")
+    }
+    assert ends["slicing"] < 0.95 * ends["even"]
+    assert ends["scored"] < 0.96 * ends["even"], "from the second batch on"
+    assert ends["slicing"] < ends["least_loaded"]
+    assert ends["two_class_max"] < ends["even"]
+
+
+def test_every_batch_is_planned_once_and_its_plan_is_an_event():
+    log = run("slicing")
+    asked = [command.batch for command in log.commands_of(ComputePlan) if isinstance(command, ComputePlan)]
+    assert sorted(set(asked)) == list(range(CORE.num_batches))
+    assert asked.count(0) == SCENARIO.workers, "once more with every worker that joined meanwhile"
+    assert len(log.events_of(PlanComputed)) == len(asked)
+
+
+def test_a_recorded_run_with_plans_decides_the_same_again():
+    log = run("scored", replace(SCENARIO, faults=FaultModel(worker_loss_s=40.0, rollout_failure=0.02, until_s=150.0)))
+    state = PipelineState.restore(log.initial)
+    assert [state.handle(record.event, record.now_s) for record, _ in log.history] == [
+        commands for _, commands in log.history
+    ]
+
+
+@pytest.mark.parametrize("dispatch", ["even", "slicing", "scored"])
+def test_workers_die_and_others_take_their_share(dispatch):
+    faults = FaultModel(worker_loss_s=30.0, rollout_failure=0.02, repeat=0.05, until_s=200.0)
+    core = msgspec.structs.replace(CORE, max_staleness=1, rollout_timeout_s=200.0, max_attempts=50)
+    log = run(dispatch, replace(SCENARIO, core=core, faults=faults, capacity=16))
+    assert log.finish_reason
+    assert {batch: len(set(rows)) for batch, rows in log.trained.items()} == dict.fromkeys(range(5), 128)
+
+
+def test_a_slow_worker_gets_less_once_its_pace_is_known():
+    slow = DecodeCost(fixed_s=3 * DECODE.fixed_s, sample_s=3 * DECODE.sample_s)
+    log = run("even", replace(SCENARIO, decode=(slow, DECODE, DECODE, DECODE)))
+    plans = [record.event for record in log.events_of(PlanComputed) if isinstance(record.event, PlanComputed)]
+    first, last = [plan for plan in plans if plan.batch == 0][-1], plans[-1]
+    shares = {share.worker_id: len(share.group_ids) for share in last.shares}
+    assert [len(share.group_ids) for share in first.shares] == [16] * 4
+    assert shares.pop(WorkerId("generate-0.1")) < 10 < min(shares.values())
