@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from transport.secret import SHARED_SECRET, read_secret
 from workers.errors import WeightsMismatchError
 from workers.generation.sglang_order import OUTCOME, LoadOrder, Outcome, from_name, outcome_numbers
 from workers.generation.weights import WeightPuller, check_tensors
@@ -49,8 +50,8 @@ def _carry_out(model: Any, order: LoadOrder) -> Outcome:
 
 def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[str, torch.Tensor], Outcome | None]:
     """The tensors, valid until ``stack`` closes, and why they cannot be loaded, if they cannot."""
-    puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode())
     try:
+        puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode())
         _check_vocabulary(model, order)
         if order.manifest is None:
             return {}, None
