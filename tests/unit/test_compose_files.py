@@ -43,7 +43,7 @@ def series(expression: str) -> list[str]:
     return re.findall(r"streamrl_\w+", expression)
 
 
-@pytest.mark.parametrize("name", ["run.toml", "run-cpu.toml"])
+@pytest.mark.parametrize("name", ["run.toml", "run-cpu.toml", "run-sglang-cpu.toml"])
 def test_the_runs_configuration_is_valid_over_every_preset_and_opens_the_port_that_is_published(name: str):
     for preset in ("tiny", "smollm2"):
         api = resolve(preset, [COMPOSE / name], [], {"STREAMRL_SECRET": "hush"}).settings.api
