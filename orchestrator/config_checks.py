@@ -223,6 +223,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         'needs generation.engine "sglang"',
     ),
     (
+        ("generation.workers", "generation.engine_url"),
+        lambda s: not s.generation.engine_url or s.generation.workers == 1,
+        "must be 1 with generation.engine_url: a server takes new weights from one worker",
+    ),
+    (
         ("generation.server_command", "generation.engine"),
         lambda s: s.generation.engine == "sglang" or not (s.generation.server_command or s.generation.server_args),
         'and generation.server_args need generation.engine "sglang"',

@@ -230,6 +230,8 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("scoring.reward=my_reward", "must be module:function"),
         ("scoring.reward=os; import x:y", "must be module:function"),
         ("generation.device=gpu", "must be auto, cpu, cuda or cuda:<n>"),
+        ("generation.engine_url=h:1", "must be http://host:port"),
+        ("generation.server_silence_s=1", "must be >= 2 (seconds)"),
         ("model.path=", "must be a directory, a hub name"),
     ],
 )
@@ -245,6 +247,16 @@ def test_out_of_range(argument: str, message: str):
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
+        (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang"'),
+        (['generation.server_command=["x"]'], 'generation.server_args need generation.engine "sglang"'),
+        (
+            ["generation.engine=sglang", "generation.engine_url=http://h:1", 'generation.server_command=["x"]'],
+            "leave them out, or generation.engine_url",
+        ),
+        (
+            ["generation.engine=sglang", "generation.engine_url=http://h:1", "generation.workers=2"],
+            "a server takes new weights from one worker",
+        ),
         (["data.source=jsonl"], 'data.path = "" must name the data'),
         (["data.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),
         (["eval.path=x.jsonl"], 'is not read by data.source "reasoning_gym"'),

@@ -109,11 +109,14 @@ class SglangEngine:
         self._fits = self._capacity
         self._serving = asyncio.create_task(self._serve(), name="sglang")
         await self._until(self._gate.wait())
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        """Once it was started."""
+        model = self.server.model
         return EngineInfo(
-            name="sglang",
-            capacity=self._capacity,
-            max_context=self.server.max_context,
-            vocab_size=self.server.model.vocab_size,
+            name="sglang", capacity=self._capacity, max_context=self.server.max_context, vocab_size=model.vocab_size
         )
 
     def submit(self, request: GenerationRequest) -> None:

@@ -91,10 +91,12 @@ def _expected(model: Any) -> Mapping[str, torch.Tensor]:
     """
     known: Mapping[str, torch.Tensor] | None = getattr(model, "_streamrl_expected", None)
     if known is None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        # From its files: SGLang changes the sizes in ``model.config`` where its kernels want them padded.
+        config = AutoConfig.from_pretrained(model.config.name_or_path) if model.config.name_or_path else model.config
         with torch.device("meta"):
-            reference = AutoModelForCausalLM.from_config(model.config)
+            reference = AutoModelForCausalLM.from_config(config)
         reference.tie_weights()
         known = dict(reference.named_parameters(remove_duplicate=False))
         model._streamrl_expected = known
