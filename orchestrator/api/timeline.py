@@ -12,10 +12,10 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.report.drawing import to_svg, write_png
+from orchestrator.report.newest import newest_records
 from orchestrator.report.spans import Timeline, build_timeline
 from orchestrator.report.timeline_drawing import draw_timeline
 from orchestrator.report.trace import trace_events
-from orchestrator.runtime.journal import read_whole_records
 from orchestrator.runtime.rundir import RunDir
 
 TRACE = "trace.json"
@@ -46,7 +46,7 @@ def read_timeline(run_dir: Path) -> Timeline:
     rundir = RunDir(run_dir)
     if not rundir.journal.is_dir():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
-    return build_timeline(read_whole_records(rundir.journal))
+    return build_timeline(newest_records(rundir.journal))
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:

@@ -217,6 +217,10 @@ class PipelineState:
         """Every worker that the core counts on, of all kinds."""
         return [*self._p.fleet.workers, *self._p.fleet.others]
 
+    def other_workers(self) -> dict[WorkerId, WorkerKind]:
+        """Those of ``worker_ids`` that do not generate."""
+        return dict(self._p.fleet.others)
+
     def rows_told(self) -> list[RowId]:
         """Rows that must exist in the broker: told of, and neither dropped nor in a durable checkpoint."""
         return rows_told(self._p) + self._evaluating.rows_told()

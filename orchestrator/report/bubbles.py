@@ -131,7 +131,7 @@ def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, floa
     """What ``metrics.jsonl`` says of each (trainer epoch, batch), over the time since the batch trained before it.
 
     ``bubble_<stage>_<cause>_s``: idle seconds, of generation summed over its workers (two idle workers for one second
-    are two).  ``<stage>_present_s``: what they are part of.
+    are two).  ``<stage>_present_s``: what they are part of.  A batch that began before the reported part has none.
     """
     edges = [0.0, *(trained.at_s for trained in timeline.trained)]
     usage = usage_by_window(timeline, edges)
@@ -143,7 +143,8 @@ def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, floa
             of_stage = total([used for track in tracks if (used := usage[track][window]) is not NOTHING])
             line |= {f"bubble_{stage}_{cause}_s": round(of_stage.idle_s.get(cause, 0.0), 4) for cause in Cause}
             line[f"{stage}_present_s"] = round(of_stage.present_s, 4)
-        lines[trained.epoch, trained.batch] = line
+        if window or not timeline.start_s:
+            lines[trained.epoch, trained.batch] = line
     return lines
 
 

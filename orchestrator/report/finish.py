@@ -34,6 +34,8 @@ def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> 
     Raises: ConfigError: it has no journal yet; JournalError; OSError.
     """
     run = read_run(rundir.path)
+    if run.timeline.start_s:
+        note(f"a long run: {REPORT} and {TRACE} show what came after its first {run.timeline.start_s:.0f} s")
     tell = note if len(run.timeline.spans) > LONG_RUN else lambda _: None
     if run.all_lines:
         write_metrics(rundir.metrics, run.all_lines)

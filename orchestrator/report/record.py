@@ -14,9 +14,9 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, usage_by_window
+from orchestrator.report.newest import newest_records
 from orchestrator.report.samples import SAMPLES, read_samples
 from orchestrator.report.spans import Timeline, build_timeline
-from orchestrator.runtime.journal import read_whole_records
 from orchestrator.runtime.metrics import batch_of, read_lines
 from orchestrator.runtime.rundir import RunDir
 from transport.messages import GroupScored, JournalRecord
@@ -64,7 +64,7 @@ def read_run(run_dir: Path) -> RunRecord:
     if not rundir.journal.is_dir():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     scored: dict[GroupId, GroupScored] = {}
-    timeline = build_timeline(_noting_scores(read_whole_records(rundir.journal), scored))
+    timeline = build_timeline(_noting_scores(newest_records(rundir.journal), scored))
     lines = joined(read_lines(rundir.metrics), timeline, scored.values())
     return RunRecord(
         name=run_dir.resolve().name,
@@ -88,13 +88,16 @@ def _noting_scores(records: Iterable[JournalRecord], scored: dict[GroupId, Group
 
 
 def joined(
-    lines: Iterable[Mapping[str, Any]], timeline: Timeline, scored: Iterable[GroupScored]
+    lines: Sequence[Mapping[str, Any]], timeline: Timeline, scored: Iterable[GroupScored]
 ) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl with what only the journal knows: quantiles of the lengths, bubbles by cause."""
     tokens: dict[int, list[int]] = {}
     for event in scored:
         tokens.setdefault(batch_of(event.group_id), []).extend(event.response_tokens)
     bubbles = bubbles_by_batch(timeline)
+    if timeline.start_s:  # of a long run's newest part: only batches that lie in it whole
+        counts = {line["batch"]: line.get("samples") for line in lines if "batch" in line}
+        tokens = {batch: of_batch for batch, of_batch in tokens.items() if len(of_batch) == counts.get(batch)}
     return [
         {**line, **quantiles(tokens.get(line["batch"], ())), **bubbles.get((line["epoch"], line["batch"]), {})}
         if "batch" in line

@@ -108,13 +108,17 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One run. presences: of generation workers, in order of joining, and of the trainer.  end_s: its last event."""
+    """One run. presences: of generation workers, in order of joining, and of the trainer.  end_s: its last event.
+
+    start_s: 0, or where the reported part of a long run begins.
+    """
 
     spans: Sequence[Span]
     marks: Sequence[Mark]
     presences: Sequence[Presence]
     trained: Sequence[Trained]
     end_s: float
+    start_s: float = 0.0
 
     @property
     def workers(self) -> list[str]:
@@ -135,6 +139,7 @@ class _Builder:
     """Follows the events of a run."""
 
     now_s: float = 0.0
+    start_s: float | None = None
     spans: list[Span] = field(default_factory=list[Span])
     marks: list[Mark] = field(default_factory=list[Mark])
     presences: list[Presence] = field(default_factory=list[Presence])
@@ -154,10 +159,13 @@ class _Builder:
             presences=sorted(self.presences, key=lambda presence: presence.start_s),
             trained=self.trained,
             end_s=self.now_s,
+            start_s=self.start_s or 0.0,
         )
 
     def apply(self, record: JournalRecord) -> None:
         self.now_s = record.now_s
+        if self.start_s is None:
+            self.start_s = record.now_s if record.seq > 1 else 0.0
         match record.event:
             case RolloutFinished() as event:
                 self._sample(event)

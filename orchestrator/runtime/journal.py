@@ -188,14 +188,25 @@ def read_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecor
                 yield record
 
 
-def read_whole_records(directory: Path) -> Iterator[JournalRecord]:
-    """All records, for a reader that is not the writer: of a live run, or after a crash that nobody recovered from yet.
+def newest_snapshot_before(directory: Path, num_records: int) -> tuple[int, bytes] | None:
+    """(seq, state) of the newest snapshot with ``num_records`` or more behind it, None where the journal is shorter.
+
+    Counted up to the last snapshot: what follows is some thousand records. Raises JournalError.
+    """
+    snapshots = _snapshots(directory)
+    last = _number(snapshots[-1]) if snapshots else 0
+    before = [path for path in snapshots if 0 < _number(path) <= last - num_records]
+    return _read_snapshot(before[-1]) if before else None
+
+
+def read_whole_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecord]:
+    """All records from ``from_seq`` on, for a reader that is not the writer: of a live run, or after a crash.
 
     What cannot be read of the last segment ends it: as a rule a write in progress. Changes nothing. Raises JournalError
     for damage in an earlier segment.
     """
     try:
-        yield from read_records(directory)
+        yield from read_records(directory, from_seq=from_seq)
     except JournalError as error:
         if error.path != max(_segments(directory), default=None):
             raise
