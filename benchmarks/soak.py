@@ -31,7 +31,9 @@ import psutil
 from benchmarks.run import ROOT, read_batches
 
 STALL_S = 3.0
-STOP_S = 60.0
+STOP_S = 300.0
+"""For the processes to leave and for the report, which takes half a minute after a long run."""
+SAY_S = 60.0
 SAMPLE_S = 5.0
 KINDS = ("valkey-server", "orchestrator serve", "workers generate", "workers score", "workers train")
 SETTINGS: dict[str, object] = {
@@ -86,6 +88,16 @@ class Soak:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
+
+    def say(self, at_s: float) -> None:
+        """Where it stands, for whoever waits for it."""
+        last = self.readings[-1]
+        batches = len(read_batches(self._directory / "soak" / "metrics.jsonl"))
+        print(
+            f"{at_s / 60:.0f} min: {batches} batches, {sum(self.faults.values())} faults, {last.rss_mb:.0f} MB, "
+            f"{last.descriptors} descriptors, broker {last.broker_mb:.0f} MB",
+            flush=True,
+        )
 
     @property
     def alive(self) -> bool:
@@ -164,12 +176,15 @@ def main() -> None:
         directory = Path(name)
         soak = Soak(directory, arguments.seed)
         started_s = time.monotonic()
-        next_fault_s = 30.0
+        next_fault_s, next_say_s = 30.0, SAY_S
         while soak.alive and (at_s := time.monotonic() - started_s) < 60 * arguments.minutes:
             soak.read(at_s)
             if at_s >= next_fault_s:
                 soak.disturb()
                 next_fault_s = at_s + arguments.every
+            if at_s >= next_say_s:
+                soak.say(at_s)
+                next_say_s = at_s + SAY_S
             time.sleep(min(SAMPLE_S, arguments.every / 2))
         survived = soak.alive
         code = soak.stop()
