@@ -6,8 +6,8 @@ RL comes back to a prompt every epoch and samples it G times, and then its own l
 - A prompt's level is a normal posterior: the text is the prior, its samples are observations with their own noise.
 - Every visit multiplies what earlier visits count for by ``VISIT_KEEP``, so old lengths fade as the policy moves on.
 - ``bias`` is how far log lengths are from what the texts say, a Kalman filter over groups: a prompt that was seen
-  before says more about it than a new one. Once it has settled, its moves are the policy's: ``drift`` adds them up.
-  Levels are kept relative to the drift, so that a prompt seen an epoch ago is moved along with the others.
+  before says more about it than a new one. Once it has settled, what moves it on prompts seen before is the policy:
+  ``drift`` adds that up. Levels are kept relative to the drift, so that a prompt of an epoch ago moves with the others.
 - ``prior_scale`` is how much worse than it claims the text turned out to be; a useless text is soon not listened to.
 
 Owns: these sums, bounded by MAX_PROMPTS. Never: texts. Source: ours (StreamRL sec. 5.2 retrains its LLM instead).
@@ -27,8 +27,8 @@ MAX_PROMPTS = 200_000
 """About 60 MB; the prompt that was not seen for longest goes first."""
 VISIT_KEEP = 0.6
 """With equal groups of G, history never counts for more than 2.5 G samples."""
-NOISE_WEIGHT = 2.0
-"""Degrees of freedom that the common noise counts for beside a prompt's own: best of 2, 4, 10 on CASTILLO."""
+NOISE_WEIGHT = 1.0
+"""Degrees of freedom that the common noise counts for beside a prompt's own: 1 and 2 beat 4 and 10 on CASTILLO."""
 NOISE_RATE = 0.02
 SCALE_RATE = 0.02
 SCALES = (0.25, 16.0)
@@ -119,7 +119,7 @@ class LengthHistory:
         limit = MAX_SURPRISE * math.sqrt(variance + error)
         move = gain * min(max(mean - expected.log_median, -limit), limit)
         self.bias += move
-        if self._bias_variance <= SETTLED_VARIANCE:
+        if self._bias_variance <= SETTLED_VARIANCE and expected.observations > 0:
             self.drift += move
         self._bias_variance = (1 - gain) * variance
 

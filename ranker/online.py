@@ -26,7 +26,7 @@ from ranker.history import LengthHistory
 from ranker.lengths import PromptLengths, checked
 from ranker.model import TextModel
 from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
-from ranker.quality import WORTH_IT_ABOVE, RunningQuality
+from ranker.quality import WORTH_IT_RECALL, RunningQuality
 from ranker.refit import refit_in_process
 
 MAX_KNOWN = 20_000
@@ -83,7 +83,7 @@ class OnlineRanker:
         )
         self._lock = threading.Lock()
         self._history = LengthHistory()
-        self._quality = RunningQuality(worth_it=model is not None and model.stored.recall_20 >= WORTH_IT_ABOVE)
+        self._quality = RunningQuality(worth_it=model is not None and model.stored.recall_20 >= WORTH_IT_RECALL)
         self._known: dict[str, KnownPrompt] = {}
         self._base: dict[str, tuple[int, ...]] = {}
         self._serial = 0

@@ -45,6 +45,8 @@ def decode(content: bytes, where: str) -> StoredRanker:
         raise RankerFileError(
             f"{where} is a {ranker.format!r} of version {ranker.version}, not {FORMAT!r} {VERSION}: train it again"
         )
+    if ranker.model is None and ranker.history is None:
+        raise RankerFileError(f"{where} is not a stored ranker: it holds neither a model nor a history")
     return ranker
 
 

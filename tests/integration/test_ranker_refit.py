@@ -1,0 +1,59 @@
+"""Training beside a run: a real process, its deadline, its failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranker.errors import RefitError
+from ranker.lengths import PromptLengths, split
+from ranker.model import TextModel
+from ranker.online import OnlineRanker
+from ranker.refit import refit_in_process
+from tests.fakes.length_logs import synthetic_lengths
+
+pytestmark = pytest.mark.timeout(180)  # the child is nice: on a machine that is busy it waits for the others
+
+SAMPLES = synthetic_lengths(640)
+
+
+def visit(ranker: OnlineRanker, samples: list[PromptLengths]) -> None:
+    """One batch: predictions first, then what came."""
+    ranker.predict([sample.prompt_id for sample in samples], [sample.text for sample in samples])
+    for sample in samples:
+        ranker.observe(sample.prompt_id, sample.tokens)
+
+
+def unseen_texts() -> tuple[list[str], list[str]]:
+    fresh = synthetic_lengths(40, seed=99)
+    return [f"new{index}" for index in range(len(fresh))], [sample.text for sample in fresh]
+
+
+def test_training_beside_the_run_teaches_the_text_of_prompts_never_seen():
+    ranker = OnlineRanker()
+    visit(ranker, SAMPLES)
+    assert ranker.refit_due
+    ids, texts = unseen_texts()
+    before = {estimate.mean_tokens for estimate in ranker.predict(ids, texts)}
+    ranker.refit(deadline_s=50.0)
+    after = ranker.predict(ids, texts)
+    assert len(before) == 1
+    assert len({estimate.mean_tokens for estimate in after}) > 20
+    assert ranker.quality().refits == 1
+    assert not ranker.refit_due
+
+
+def test_training_past_its_deadline_is_ended_and_the_old_model_stays():
+    parts = split(SAMPLES[:300], 0)
+    ranker = OnlineRanker(TextModel.fit(parts.train, parts.validation))
+    visit(ranker, SAMPLES)
+    ids, texts = unseen_texts()
+    before = ranker.predict(ids, texts)
+    with pytest.raises(RefitError, match="longer than"):
+        ranker.refit(deadline_s=0.01)
+    assert ranker.predict(ids, texts) == before
+    assert not ranker.refit_due
+
+
+def test_training_that_fails_says_why():
+    with pytest.raises(RefitError, match="too few to learn from"):
+        refit_in_process(None, SAMPLES[:2], 0, 50.0)
