@@ -22,6 +22,8 @@ from transport.types import UpdateMode
 HEARTBEAT_S = 60.0
 """Of simulated workers and ticks at this scale: nothing is lost here, so nobody waits for one."""
 NO_TIMEOUT_S = 1e9
+MINI_BATCHES = 4
+"""Of a batch, where the trainer waits for mini-batches: StreamRL sec. 4.1 leaves the constant to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,7 @@ _BASE = CoreSettings(num_batches=1, groups_per_batch=1, group_size=1, rollout_ti
 
 PIPELINES: dict[str, CoreSettings] = {
     "serial": msgspec.structs.replace(_BASE, max_staleness=0, release="batch", update=UpdateMode.BARRIER),
-    "mini_batch": msgspec.structs.replace(
-        _BASE, max_staleness=0, release="mini_batch", mini_batch_groups=256, update=UpdateMode.BARRIER
-    ),
+    "mini_batch": msgspec.structs.replace(_BASE, max_staleness=0, release="mini_batch", update=UpdateMode.BARRIER),
     "stream": msgspec.structs.replace(_BASE, max_staleness=0, release="stream", update=UpdateMode.BARRIER),
     "one_step_batch": msgspec.structs.replace(_BASE, max_staleness=1, release="batch", update=UpdateMode.BARRIER),
     "fully_async": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.BARRIER),
@@ -108,6 +108,7 @@ def scenario(
         num_batches=iterations,
         groups_per_batch=workload.batch,
         group_size=workload.group_size,
+        mini_batch_groups=max(1, workload.batch // MINI_BATCHES),
         micro_batch_tokens=layout.micro_batch_tokens,
         dispatch=dispatch,
         decode_cost=decode,

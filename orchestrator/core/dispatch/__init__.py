@@ -6,6 +6,7 @@ pricing.py      what a group costs an instance, as a sum: the closed form that p
 even.py         every instance the same share, whatever is predicted
 two_class.py    StreamRL's Algorithm 2, as printed and corrected
 slicing.py      deadline slicing
+paced.py        the same for batches that overlap
 scored.py       all of these, the best on sampled lengths
 policies.py     the names that settings have for them
 calibration.py  what predictions were worth so far

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from orchestrator.core.dispatch.even import even, shuffled
+from orchestrator.core.dispatch.paced import paced
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
 from orchestrator.core.dispatch.scored import scored
 from orchestrator.core.dispatch.slicing import slicing
 from orchestrator.core.dispatch.two_class import two_class_max, two_class_sum
 
-Planned: TypeAlias = Literal["even", "random", "two_class_sum", "two_class_max", "slicing", "scored"]
+Planned: TypeAlias = Literal["even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"]
 """Policies that plan a batch. The other, "least_loaded", places one group after another."""
 
 PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
@@ -26,6 +27,7 @@ PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
         "two_class_sum": two_class_sum,
         "two_class_max": two_class_max,
         "slicing": slicing,
+        "paced": paced,
         "scored": scored,
     }
 )

@@ -60,6 +60,7 @@ class Problem:
     groups: as admitted.  instances: in order of joining.  prompt_tokens: of an average prompt.
     max_tokens: no response is longer.  train_token_s: trainer's seconds a token where it trains each sample as it
     comes and the next batch waits for it (synchronous), else 0.
+    max_staleness: versions that a sample may be behind; batches overlap where it is above 0.
     seed: of the draws of lengths.
     """
 
@@ -68,6 +69,7 @@ class Problem:
     prompt_tokens: float = 0.0
     max_tokens: float = math.inf
     train_token_s: float = 0.0
+    max_staleness: int = 0
     seed: int = 0
 
     @property

@@ -1,0 +1,128 @@
+"""Paced slicing: deadline slicing for pipelines that overlap, where batches follow one another without a gap.
+
+Owns: slices for a steady state, and the shortest time from batch to batch that they allow. Never: the ends of one batch
+alone (``slicing.py``). Invariant: sorted by prediction, every instance gets a contiguous slice, whose longest sample is
+done within its bound of versions while the instance is as busy as it will be with the slices of every batch.
+
+    an instance gets the work ``a`` of its slice every T seconds (a: what the slice adds to the steps it is in)
+    it decodes n = tokens * step / T samples at once (Little), so    step = base + a / T * step = base / (1 - a / T)
+    the slice's longest sample is in time if                         longest * step <= REACH * (max_staleness + 1) * T
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
+
+INFLATION = 1.3
+"""Standard deviations added to a prediction, as in ``slicing.py``."""
+REACH = 0.85
+"""Of the time that the staleness bound leaves a sample: the rest is its place in the queue, scoring, and training."""
+FILL = 0.9
+"""Of slots and KV cache that the average may take: the number of running samples varies."""
+HALVINGS = 12
+
+
+def paced(problem: Problem, inflation: float = INFLATION) -> Plan:
+    """Slices for the shortest time from batch to batch in which every sample stays within ``max_staleness``.
+
+    Source: ours. Two-class dispatch (StreamRL sec. 5.3) and deadline slicing end one batch soonest, which is what
+    counts where versions are waited for; where batches overlap, no instance is ever empty, and what counts is its pace.
+    """
+    if not problem.groups:
+        return Plan(shares=((),) * len(problem.instances), policy="paced")
+    pacer = _Pacer.of(problem, inflation)
+    low_s, high_s = 0.0, 1.0
+    while (cuts := pacer.cuts(high_s)) is None:
+        low_s, high_s = high_s, 2 * high_s
+    for _ in range(HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        found = pacer.cuts(middle_s)
+        if found is None:
+            low_s = middle_s
+        else:
+            cuts, high_s = found, middle_s
+    return pacer.plan(cuts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pacer:
+    """A problem, sorted, with sums over its prefixes.
+
+    groups: longest first.  longest: the longest sample from each on, inflated.  tokens, context: sums over prefixes, of
+    response tokens and of the context that is read for them.  order: instances, the fastest first.
+    """
+
+    problem: Problem
+    groups: list[GroupLength]
+    longest: list[float]
+    tokens: list[float]
+    context: list[float]
+    order: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, inflation: float) -> _Pacer:
+        groups = longest_first(problem.groups)
+        inflated = [min(problem.max_tokens, group.inflated(inflation)) for group in groups]
+        costs = [instance.cost for instance in problem.instances]
+        return cls(
+            problem=problem,
+            groups=groups,
+            longest=list(accumulate(reversed(inflated), max))[::-1],
+            tokens=list(accumulate((group.num_samples * group.mean_tokens for group in groups), initial=0.0)),
+            context=list(accumulate((_context(group, problem.prompt_tokens) for group in groups), initial=0.0)),
+            order=sorted(range(len(costs)), key=lambda index: (costs[index].fixed_s + costs[index].weights_s, index)),
+        )
+
+    def cuts(self, period_s: float) -> list[int] | None:
+        """Where each instance's slice ends, greedily filled, or None when batches cannot follow so closely."""
+        start, total, cuts = 0, len(self.groups), list[int]()
+        for index in self.order:
+            sizes = range(start + 1, total + 1)
+            instance = self.problem.instances[index]
+            start += bisect_left(sizes, True, key=lambda stop: not self._in_time(instance, start, stop, period_s))
+            cuts.append(start)
+        return cuts if start == total else None
+
+    def _in_time(self, instance: Instance, start: int, stop: int, period_s: float) -> bool:
+        """Whether the instance keeps its pace with the slice [start, stop) of every batch."""
+        tokens, context = self.tokens[stop] - self.tokens[start], self.context[stop] - self.context[start]
+        step_s = _steady_step_s(instance.cost, tokens / period_s, context / period_s)
+        bound_s = REACH * (self.problem.max_staleness + 1) * period_s
+        return (
+            self.longest[start] * step_s <= bound_s
+            and tokens * step_s <= FILL * instance.max_running * period_s
+            and context * step_s <= FILL * instance.cost.kv_capacity_tokens * period_s
+        )
+
+    def plan(self, cuts: Sequence[int]) -> Plan:
+        shares: list[tuple[GroupLength, ...]] = [()] * len(self.order)
+        start = 0
+        for index, stop in zip(self.order, cuts, strict=True):
+            shares[index] = tuple(self.groups[start:stop])
+            start = stop
+        return Plan(shares=tuple(shares), policy="paced")
+
+
+def _steady_step_s(cost: DecodeCost, tokens_per_s: float, context_per_s: float) -> float:
+    """A step of an instance that gets so many response tokens, and context to read for them, every second.
+
+    The larger fixed point of the two sides of the roof; infinite where it cannot keep up.
+    """
+    read = tokens_per_s * cost.sample_s + context_per_s * cost.kv_token_s
+    computed = read + tokens_per_s * cost.gemm_sample_s
+    if computed >= 1:
+        return inf
+    return max((cost.fixed_s + cost.weights_s) / (1 - read), cost.fixed_s / (1 - computed))
+
+
+def _context(group: GroupLength, prompt_tokens: float) -> float:
+    """Context tokens that are read for all responses of the group, in expectation."""
+    square = group.mean_tokens**2 * (1.0 + min(group.sigma, 1.0) ** 2)
+    return group.num_samples * (square / 2 + prompt_tokens * group.mean_tokens)
