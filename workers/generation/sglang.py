@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -141,9 +141,10 @@ class SglangEngine:
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         keys = frozenset(groups)
         self._deliver(*self._queue.take_out(keys))
-        for sent in [sent for sent in self._queue.sent.values() if sent.group.request.key in keys]:
+        meant = [sent for sent in self._queue.sent.values() if sent.group.request.key in keys]
+        for sent in meant:
             sent.aborted = True
-            await self._call_off(sent)
+        await self._call_off(meant)
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, PeerUnavailableError (the server cannot get them): it serves what it served."""
@@ -240,7 +241,7 @@ class SglangEngine:
         self._moved.set()
         self._send()
         if sent.aborted:  # the server may not have known it yet when it was told
-            await self._call_off(sent)
+            await self._call_off([sent])
 
     def _ended(self, sent: SentSample, chunk: Chunk) -> None:
         """The server is done with it, one way or another."""
@@ -288,9 +289,14 @@ class SglangEngine:
             self._queue.give_up(sent)
             self._deliver(sent.failure(reason))
 
-    async def _call_off(self, sent: SentSample) -> None:
-        with contextlib.suppress(ServerUnavailableError, ServerAnswerError):  # then the watch finds it lost
-            await self.server.client.abort(sent.rid)
+    async def _call_off(self, meant: Sequence[SentSample]) -> None:
+        """All at once: a server that hangs costs one deadline, and then the watch finds it lost."""
+
+        async def abort(sent: SentSample) -> None:
+            with contextlib.suppress(ServerUnavailableError, ServerAnswerError):
+                await self.server.client.abort(sent.rid)
+
+        await asyncio.gather(*(abort(sent) for sent in meant))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -329,9 +335,10 @@ class SglangEngine:
         old weights, under which its prompt may be.
         """
         await self._until_moved(lambda: self._queue.num_started == len(self._queue.sent))
-        for sent in [sent for sent in self._queue.sent.values() if sent.started_at_s is None]:
+        stuck = [sent for sent in self._queue.sent.values() if sent.started_at_s is None]
+        for sent in stuck:
             sent.withdrawn = True
-            await self._call_off(sent)
+        await self._call_off(stuck)
         await self._until_moved(lambda: not any(sent.withdrawn for sent in self._queue.sent.values()))
 
     async def _until_moved(self, holds: Callable[[], bool]) -> None:

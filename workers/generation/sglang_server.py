@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.errors import ModelError, ServerAnswerError, ServerUnavailableError
+from workers.errors import EngineHungError, ModelError, ServerAnswerError, ServerUnavailableError
 from workers.generation.sglang_http import SglangClient
 
 log = structlog.get_logger(__name__)
@@ -110,14 +110,17 @@ class ServerProcess:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End it and everything it started. Its model processes end with it; what hangs is killed with the rest."""
+        """End it and everything it started, also what hangs. Raises EngineHungError when the kernel cannot."""
         process = self._process
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # it has nothing to save, and its own goodbye takes seconds
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            raise EngineHungError(f"server {process.pid} did not end within {STOP_S:.0f} s of SIGKILL") from None
 
     def last_words(self) -> str:
         """The end of what it wrote since it was started, and where the rest is."""
