@@ -83,7 +83,8 @@ def run(
     from orchestrator.runtime.problems import load_problems
 
     check_secret(resolved.settings.api)
-    load_problems(resolved.settings)  # a mistake in the data is answered before anything starts
+    if resolved.settings.trainer.engine != "none":
+        load_problems(resolved.settings)  # a mistake in the data is answered before anything starts
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 

@@ -113,6 +113,10 @@ RANGES: dict[str, Range] = {
     "liveness.warn_s": _ABOVE_0,
     "liveness.stall_s": _ABOVE_0,
     "liveness.max_restarts": _AT_LEAST_0,
+    "service.window": _AT_LEAST_1,
+    "service.max_requests": Range(low=1, high=128),  # each may have a reader, of server.MAX_CONNECTIONS
+    "service.max_prompts": _AT_LEAST_1,
+    "service.keep_s": _ABOVE_0,
     "api.port": Range(low=0, high=65535),
     "eval.every": _AT_LEAST_0,
     "eval.temperature": _AT_LEAST_0,
@@ -199,12 +203,12 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
     ),
     (
         ("trainer.ranks", "trainer.engine"),
-        lambda s: s.trainer.engine == "torch" or s.trainer.ranks == 1,
+        lambda s: s.trainer.engine != "emulated" or s.trainer.ranks == 1,
         'must be 1 with trainer.engine "emulated", which is as fast as it is told',
     ),
     (
         ("generation.engine", "trainer.engine"),
-        lambda s: s.generation.engine == "replay" or s.trainer.engine == "torch",
+        lambda s: s.generation.engine == "replay" or s.trainer.engine != "emulated",
         'must be "replay" with trainer.engine "emulated", which has no weights to serve',
     ),
     (

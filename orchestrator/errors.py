@@ -45,6 +45,14 @@ class DataError(FatalError):
     """The prompts cannot be used; the message names the file and the row."""
 
 
+class RefusedError(StreamError):
+    """What somebody asked of a service cannot be done. status: of HTTP; the message says what to do instead."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
 class RunFailedError(StreamError):
     """The run cannot go on."""
 

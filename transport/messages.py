@@ -621,6 +621,17 @@ class TaskNotice(Struct, frozen=True, kw_only=True):
     group_id: GroupId
 
 
+class UpdateRequest(Struct, frozen=True, kw_only=True):
+    """Weights that a service run shall serve. update: names it in the answer.
+
+    path: a checkpoint on the publisher's host, or ``manifest``: of weights that somebody serves already.
+    """
+
+    update: str
+    path: str = ""
+    manifest: WeightManifest | None = None
+
+
 class TensorSpec(Struct, frozen=True, kw_only=True):
     """One tensor inside a manifest's byte range. dtype: torch's name without the prefix, e.g. "bfloat16"."""
 
@@ -715,5 +726,6 @@ worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("typ
 group_plan_decoder = MessageDecoder(GroupPlan)
 task_notice_decoder = MessageDecoder(TaskNotice)
 manifest_decoder = MessageDecoder(WeightManifest)
+update_decoder = MessageDecoder(UpdateRequest)
 worker_status_decoder = MessageDecoder(WorkerStatus)
 rollout_info_decoder = MessageDecoder(RolloutInfo)

@@ -228,7 +228,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     max_requests: int = 64  # open ones, each with at most one reader; more are refused with 429
     max_prompts: int = 100_000  # of all open requests together: some 500 bytes each in the orchestrator's memory
     keep_s: float = 3600.0  # a finished request that nobody reads for so long is forgotten
-    weights_dir: str = ""  # where POST /update may take weights from, on the publisher's host; empty: nowhere
+    weights_dir: str = ""  # what `run` gives its publisher as --weights-dir: where POST /update may take weights from
 
 
 class EvalSettings(Section, frozen=True, kw_only=True):

@@ -172,6 +172,40 @@ def train(
 
 
 @app.command()
+def publish(
+    broker: BrokerUrl,
+    run: Run,
+    run_dir: OwnDirectory = None,
+    model_dir: ModelDirectory = None,
+    index: Index = "0",
+    weights_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights-dir", help="where POST /update may take checkpoints from, on this machine  [no paths are taken]"
+        ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
+    ] = "",
+    ports: Annotated[
+        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
+    ] = "",
+    tls_ca: TlsCa = "",
+    outage_s: OutageS = OUTAGE_S,
+) -> None:
+    """Publish weights to the generation workers of a service run: its model first, then what POST /update names."""
+    from workers.build import publishing_worker, with_model
+
+    home, secret = run_dir or own_directory(run), _shared_secret()
+    own = {"host": listen, "advertise": advertise, "ports": _checked_ports(ports)}
+    build = with_model(model_dir, False, lambda model: publishing_worker(home, model, weights_dir, own, secret))
+    _serve(WorkerKind.PUBLISH, _number(index), _reached(broker, tls_ca, outage_s), run, build)
+
+
+@app.command()
 def evaluate(
     run_dir: RunDirectory,
     model: Annotated[str, typer.Option("--model", help='"base", "final" or a Hugging Face directory')] = "final",

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from transport.broker.base import Broker
+from transport.broker import keys
+from transport.broker.base import Broker, Entry
 from transport.clock import MonotonicClock
+from transport.messages import MessageDecoder, WorkerLost, encode
+from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import Settings, TensorSettings
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.types import WeightIdentity, WorkerId
+from workers.errors import ModelError, ModelMismatchError
 from workers.generation.lengths import ForcedLengths, read_lengths
 from workers.lifecycle import Worker, WorkerFactory
 
@@ -34,9 +38,29 @@ def with_model(model_dir: Path | None, trust_remote_code: bool, make: Callable[[
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         directory = model_dir or await asyncio.to_thread(_prepare, settings.model.path, trust_remote_code)
+        await check_model(broker, worker_id, directory)
         return await make(directory)(broker, settings, worker_id)
 
     return build
+
+
+async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> None:
+    """Raises ModelMismatchError, and tells the run so, where this worker's model is not the one of the run."""
+    raw = await broker.get_meta(keys.MODEL)
+    if raw is None:
+        return  # the run has no orchestrator of this version
+    wanted = MessageDecoder(ModelIdentity).decode(raw)
+    own = await asyncio.to_thread(identify_model, directory)
+    differing = own.differs_in(wanted)
+    if differing:
+        problem = (
+            f"{worker_id} is refused: the {differing} of {directory} differs from the model of run {broker.run!r}: "
+            "give --model-dir the same model, or leave it out to prepare the run's model.path"
+        )
+        lost = WorkerLost(worker_id=worker_id, reason=problem)
+        entry = Entry(fields={"event": "WorkerLost", "worker": worker_id}, payload=encode(lost))
+        await broker.append(keys.EVENTS, entry)
+        raise ModelMismatchError(problem)
 
 
 def _prepare(path: str, trust_remote_code: bool) -> Path:
@@ -176,11 +200,38 @@ def trainer_worker(
         from workers.trainer.publish import WeightPublisher
         from workers.trainer.worker import TrainerWorker
 
+        if settings.trainer.engine == "none":
+            raise ModelError(f"run {settings.run.name!r} is a service: nothing is trained in it (trainer.engine)")
         await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
         endpoint = endpoint_of(settings.tensors, own_address or {}, secret)
         publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
         learner = _learner(settings, model_dir, publisher, rank, trust_remote_code)
         return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
+
+    return build
+
+
+def publishing_worker(
+    run_dir: Path, model_dir: Path, weights_dir: Path | None, own_address: Mapping[str, str], secret: bytes
+) -> WorkerFactory:
+    """The publisher of a service run. The others as for the trainer. Raises ModelError in a run that has a trainer."""
+
+    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
+        import torch
+
+        from workers.generation.checkpoint_files import read_tensors
+        from workers.generation.publisher import PublishingWorker
+        from workers.trainer.publish import WeightPublisher
+
+        if settings.trainer.engine != "none":
+            raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
+        await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
+        endpoint = endpoint_of(settings.tensors, own_address, secret)
+        publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
+        dtype = getattr(torch, settings.generation.dtype)  # "bfloat16" or "float32": the settings were checked
+        return PublishingWorker(
+            broker, worker_id, publisher, dtype, read_tensors, model_dir=model_dir, weights_dir=weights_dir
+        )
 
     return build
 

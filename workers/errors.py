@@ -2,6 +2,7 @@
 
 FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
+├── ModelMismatchError    a worker's model is not the one of the run that it would join
 ├── GpuError              a GPU that this worker was told to take is not there, or none is free
 ├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
@@ -21,6 +22,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 └── LeaseLostError        rows that a client held went to another consumer: drop what was made of them
 
 StreamError (transport.errors)
+├── CheckpointRefusedError  weights that a publisher is asked for are not there, not allowed, or no weights
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
@@ -35,16 +37,24 @@ from transport.errors import FatalError, StreamError, TransientError
 from transport.types import RowId
 
 
+class ModelMismatchError(FatalError):
+    """A worker's tokenizer or model is not the run's: its token ids would be other words."""
+
+
+class CheckpointRefusedError(StreamError):
+    """Weights that a publisher was asked for cannot be published; those that are served stay."""
+
+
 class ModelError(FatalError):
     """A model cannot be found, read or converted."""
 
 
-class EngineCrashedError(TransientError):
-    """The generation engine's thread ended with the error that is this one's cause."""
 class GpuError(FatalError):
     """A GPU that this worker was told to take is not there, or all are held by others; the message names them."""
 
 
+class EngineCrashedError(TransientError):
+    """The generation engine's thread ended with the error that is this one's cause."""
 
 
 class EngineHungError(TransientError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hmac
 import ipaddress
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_BODY_BYTES = 1024 * 1024
-"""Larger than anything that a route reads; a body that is longer is refused before it is held."""
+"""Larger than anything that most routes read; a body that is longer is refused before it is held."""
 OPEN_PATHS = ("/health",)
 """Said to anyone: a container's health check has no secret, and learns nothing else."""
 READING = ("GET", "HEAD")
@@ -69,9 +70,10 @@ def presented_secret(authorization: str) -> str:
 class Guard:
     """Passes on what may pass; answers the rest with a status that says why. An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, *, host: str, secret: str) -> None:
-        """host: what the listener is bound to.  secret: never empty."""
+    def __init__(self, app: ASGIApp, *, host: str, secret: str, body_limits: Mapping[str, int] | None = None) -> None:
+        """host: what the listener is bound to.  secret: never empty.  body_limits: bytes, by path."""
         self._app = app
+        self._body_limits = body_limits or {}
         self._host = host
         self._on_loopback = is_loopback(host)
         self._secret = secret
@@ -85,7 +87,7 @@ class Guard:
         if refusal is not None:
             await refusal(scope, receive, send)
         else:
-            await self._app(scope, _bounded(receive), send)
+            await self._app(scope, _bounded(receive, self._body_limit(scope["path"])), send)
 
     def _refusal(self, method: str, path: str, headers: Headers) -> JSONResponse | None:
         """The answer to a request that may not pass; None for one that may."""
@@ -99,9 +101,13 @@ class Guard:
         if not reads and not self._knows_secret(headers.get("authorization", "")):
             return _refuse(401, "the secret is missing or wrong", {"www-authenticate": 'Basic realm="streamrl"'})
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            return _refuse(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+        limit = self._body_limit(path)
+        if length.isdecimal() and int(length) > limit:
+            return _refuse(413, f"a body has at most {limit} bytes")
         return None
+
+    def _body_limit(self, path: str) -> int:
+        return self._body_limits.get(path, MAX_BODY_BYTES)
 
     def _is_ours(self, name: str) -> bool:
         return is_loopback(name) or name == self._host
@@ -123,7 +129,7 @@ def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"error": reason}, status, {"connection": "close", **(headers or {})})
 
 
-def _bounded(receive: Receive) -> Receive:
+def _bounded(receive: Receive, limit: int) -> Receive:
     """``receive`` until the body is over its limit, also where its length was not told."""
     received = 0
 
@@ -131,8 +137,8 @@ def _bounded(receive: Receive) -> Receive:
         nonlocal received
         message = await receive()
         received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes", {"connection": "close"})
+        if received > limit:
+            raise HTTPException(413, f"a body has at most {limit} bytes", {"connection": "close"})
         return message
 
     return bounded

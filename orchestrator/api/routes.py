@@ -10,6 +10,7 @@ costs no broker round trip, so that asking often cannot slow the run.
     GET /metrics          the same numbers for Prometheus
     GET /                 the live page, static files
     POST /control/...     see control.py
+    POST /generate, /update   see generate.py
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ class Api:
         return Response(exposition(self._board.latest), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def build_app(routes: Sequence[BaseRoute], *, host: str, secret: str) -> ASGIApp:
-    """``routes`` and the live page, behind the guard. host: what it listens on.  secret: see guard.py; never empty."""
+def build_app(
+    routes: Sequence[BaseRoute], *, host: str, secret: str, body_limits: Mapping[str, int] | None = None
+) -> ASGIApp:
+    """``routes`` and the live page, behind the guard, whose arguments the others are."""
     page = Mount("/", StaticFiles(directory=str(STATIC), html=True))
     app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
-    return Guard(app, host=host, secret=secret)
+    return Guard(app, host=host, secret=secret, body_limits=body_limits)

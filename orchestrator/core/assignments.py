@@ -86,7 +86,7 @@ class Assignments:
     def _dispatch_to_any(self, group: Group) -> bool:
         """Hand out the head. Returns whether somebody could take it."""
         p = self._p
-        roomy = with_room(p.fleet.workers.values(), group.num_missing, p.settings.group_size)
+        roomy = with_room(p.fleet.workers.values(), group.num_missing, len(group.tokens))
         takers = [worker for worker in roomy if self.may_take(worker, group)]
         if takers:
             heapq.heappop(p.pending)

@@ -31,6 +31,16 @@ class Request(msgspec.Struct, kw_only=True):
     remade: dict[RowId, None] = msgspec.field(default_factory=dict[RowId, None])
     active_s: float = 0.0
 
+    def counts(self) -> dict[str, int]:
+        """Its samples: all, let pass by the window, ended, of those failed, and what the reader has."""
+        return {
+            "samples": self.num_samples,
+            "started": self.started,
+            "ended": len(self.results),
+            "failed": len(self.failed),
+            "taken": self.taken,
+        }
+
     @property
     def whole(self) -> bool:
         """Whether every sample has ended."""

@@ -39,7 +39,7 @@ class Requests(Slots):
     def submit(self, event: PromptsSubmitted) -> None:
         """Take a request. One that came before changes nothing."""
         p = self._p
-        if event.request <= p.last_request or p.stopping:
+        if event.request <= p.last_request or p.stopping or not p.settings.service:
             return
         p.last_request = event.request
         request = Request(num_samples=len(event.prompts) * event.group_size, active_s=p.now_s)
@@ -197,7 +197,7 @@ class Requests(Slots):
         """Newer weights exist: what starts from now on starts with them. Nothing that was sampled is lost by it."""
         p = self._p
         weights = event.weights
-        if p.fleet.newest is not None and age(weights) <= age(p.fleet.newest):
+        if not p.settings.service or (p.fleet.newest is not None and age(weights) <= age(p.fleet.newest)):
             return
         if weights.epoch != p.lineage.epoch:
             p.lineage.survived[p.lineage.epoch] = p.lineage.version

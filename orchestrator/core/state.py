@@ -324,10 +324,18 @@ class PipelineState:
         """All of them, by number. To be read, not changed."""
         return self._p.requests
 
+    def request_counts(self) -> dict[int, dict[str, int]]:
+        """Samples of each of them, for people."""
+        return {number: request.counts() for number, request in self._p.requests.items()}
+
     @property
     def last_request(self) -> int:
         """The highest number of any request so far."""
         return self._p.last_request
+
+    def serving(self) -> dict[WorkerId, WeightIdentity | None]:
+        """What each generation worker serves."""
+        return {worker.worker_id: worker.loaded for worker in self._p.fleet.workers.values()}
 
     def _on_rollout(self, event: RolloutFinished) -> None:
         awaited = self._p.settings.service and self._requests.is_new(event.row_id)

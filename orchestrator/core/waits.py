@@ -67,7 +67,7 @@ def _service(p: Pipeline) -> Wait | None:
     """None while it waits for nothing: every request that there is waits for its reader, or there is none."""
     if p.fleet.newest is None:
         return _wait(p, "weights", "a first version of the weights", WorkerKind.PUBLISH.value) if p.requests else None
-    groups = [group for group in p.groups.values() if group.stage in UNREADY[:2]]
+    groups = [group for group in p.groups.values() if group.stage in (Stage.PENDING, Stage.RUNNING)]
     return _groups(p, groups) if groups else None
 
 

@@ -18,23 +18,26 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from orchestrator.api.control import Control
+from orchestrator.api.generate import BODY_LIMITS, ServiceApi
 from orchestrator.api.routes import Api, build_app
 from orchestrator.api.server import control_secret, open_listener, serve_http
 from orchestrator.core.dataflow import grpo_tasks
 from orchestrator.core.settings import changeable
+from orchestrator.core.state import PipelineState
 from orchestrator.errors import RunFailedError
 from orchestrator.report.samples import SAMPLES, SampleKeeper
 from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
 from orchestrator.runtime.held_out import write_held_out
-from orchestrator.runtime.intake import READ_COUNT, new_inbox, read_events, tick, watch_usage
+from orchestrator.runtime.intake import READ_COUNT, Inbox, new_inbox, read_events, tick, watch_usage
 from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
@@ -44,6 +47,9 @@ from orchestrator.runtime.prompts import held_out, load_detokenizer, open_source
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.samples import RecentSamples
+from orchestrator.runtime.service import Service
+from orchestrator.runtime.service_prompts import ServicePrompts
+from orchestrator.runtime.spool import REQUESTS, NoPrompts, Spool
 from orchestrator.runtime.status import StatusBoard, publish_status
 from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
@@ -52,7 +58,8 @@ from transport.broker.base import Broker, Commit, Fence
 from transport.clock import MonotonicClock
 from transport.errors import FencedError, RunExistsError
 from transport.ledger import checkpoint_dirs
-from transport.messages import FinishRun, RunResumed, encode
+from transport.messages import Event, FinishRun, RunResumed, encode
+from transport.model_identity import ModelIdentity, identify_model
 from transport.rows import BrokerRows
 from transport.settings import Settings, public
 
@@ -78,7 +85,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         await check_new(broker, rundir)
     fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     state, restated = recover_state(settings, journal, recovered)
-    source = await asyncio.to_thread(open_source, settings, model_dir)
+    spool = Spool(run_dir / REQUESTS) if settings.trainer.engine == "none" else None
+    source = await asyncio.to_thread(open_source, settings, model_dir) if spool is None else NoPrompts()
     source.seek(state.source_position)
     evaluates = settings.eval.every > 0 or state.evaluation() is not None
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
@@ -89,20 +97,23 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()
     planner = Planner(lambda: state.settings)
-    executor = Executor(broker, fence, desk, planner, on_finish=ended.finish, last_seq=state.seq)
-    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor)
+    executor = Executor(broker, fence, spool or desk, planner, on_finish=ended.finish, last_seq=state.seq)
+    inbox = new_inbox()
+    service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
+    on_events = service.on_events if service is not None else ignore
+    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, on_events)
 
     async def restore() -> None:
-        await furnish(broker, settings, state.trainer_epoch)
+        await furnish(broker, settings, state.trainer_epoch, model)
         decider.restate()
 
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun)]
-    await furnish(broker, settings, state.trainer_epoch)
+    model = await asyncio.to_thread(identify_model, model_dir)
+    await furnish(broker, settings, state.trainer_epoch, model)
     executor.submit(restated)
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
 
-    inbox = new_inbox()
     board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
     keeper = SampleKeeper(run_dir / SAMPLES)
@@ -134,8 +145,14 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             api = Api(board, rundir.metrics, look_back.latest)
             control = Control(broker, settings, lambda: changeable(state.settings))
             secret = control_secret(settings.api, rundir.api_secret)
-            web = build_app([*api.routes(), *control.routes()], host=settings.api.host, secret=secret)
+            routes = [*api.routes(), *control.routes()]
+            if service is not None:
+                prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
+                routes += ServiceApi(service, prompts, settings).routes()
+            web = build_app(routes, host=settings.api.host, secret=secret, body_limits=BODY_LIMITS)
             loops.append(group.create_task(serve_http(web, listener), name="http"))
+        if service is not None:
+            await service.recover()
         await ended.wait()
         await flush(decider)
         for loop in loops:
@@ -144,6 +161,18 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     if ended.failure:
         raise RunFailedError(ended.failure)
     return ended.finished
+
+
+async def open_service(
+    settings: Settings, state: PipelineState, broker: Broker, inbox: Inbox, spool: Spool, model_dir: Path
+) -> Service:
+    """The service of a run that trains nothing."""
+    detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
+    return Service(settings, state, broker, BrokerRows(broker), inbox, spool, detokenize)
+
+
+def ignore(_: Sequence[Event]) -> None:
+    """Nobody listens."""
 
 
 async def flush(decider: Decider) -> None:
@@ -191,14 +220,16 @@ async def check_new(broker: Broker, rundir: RunDir) -> None:
         )
 
 
-async def furnish(broker: Broker, settings: Settings, trainer_epoch: int) -> None:
+async def furnish(broker: Broker, settings: Settings, trainer_epoch: int, model: ModelIdentity) -> None:
     """What workers need in the broker beside entries and rows; again after it lost its tail, which may reach so far.
 
-    trainer_epoch: the highest that was told, so that no later trainer gets it once more.
+    trainer_epoch: the highest that was told, so that no later trainer gets it once more.  model: what workers have.
     """
-    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0))
+    trains = settings.trainer.engine != "none"
+    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0) if trains else ())
     with suppress(FencedError):  # the broker knows a newer one
         await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))
+    await broker.put_meta(keys.MODEL, encode(model))
     await broker.put_meta(keys.SETTINGS, encode(public(settings)))
     await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
 

@@ -7,7 +7,7 @@ before the event that caused it is in the journal; a recorded journal replayed g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -23,6 +23,7 @@ from transport import faults
 from transport.clock import Clock
 from transport.messages import (
     DropRows,
+    Event,
     JournalRecord,
     RequestHeldOutPrompts,
     RequestPrompts,
@@ -88,7 +89,9 @@ class Decider:
         watchdog: Watchdog,
         clock: Clock,
         cursor: str,
+        on_events: Callable[[Sequence[Event]], None] = lambda _: None,
     ) -> None:
+        """on_events: hears of events once they are applied and written down."""
         self._state = state
         self._journal = journal
         self._executor = executor
@@ -96,6 +99,7 @@ class Decider:
         self._watchdog = watchdog
         self._clock = clock
         self._cursor = cursor
+        self._on_events = on_events
         self._since_snapshot = 0
 
     @property
@@ -135,6 +139,7 @@ class Decider:
         faults.point("orchestrator.journaled")
         self._since_snapshot += len(records)
         self._executor.submit(issued)
+        self._on_events([record.event for record in records])
 
     def _decide(self, record: JournalRecord) -> list[Issued]:
         commands = self._state.handle(record.event, record.now_s)

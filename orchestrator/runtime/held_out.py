@@ -12,7 +12,7 @@ from transport.settings import Settings
 
 def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
     """Write ``eval.problems`` prompts to ``path`` as JSON lines, unless it is there. Raises DataError."""
-    if path.exists() or not settings.eval.problems:
+    if path.exists() or not settings.eval.problems or settings.trainer.engine == "none":
         return
     batch = held_out(settings, model_dir).next(settings.eval.problems)
     lines = [

@@ -56,7 +56,8 @@ def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Pat
     if not settings.broker.url:
         raise ConfigError("serve starts no broker: name one with --broker", key="broker.url")
     check_secret(settings.api)
-    load_problems(settings)  # a mistake in the data is answered before anything is made
+    if settings.trainer.engine != "none":
+        load_problems(settings)  # a mistake in the data is answered before anything is made
     configure_logs(process="orchestrator")
     return _run(_serve_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
 

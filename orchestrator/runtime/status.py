@@ -19,6 +19,7 @@ queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
                      "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last two are
                      missing in the first seconds
+requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
 """
 
@@ -91,6 +92,7 @@ async def publish_status(
             "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
+            "requests": state.request_counts(),
         }
         board.put(status)
         encoded = msgspec.json.encode(status)

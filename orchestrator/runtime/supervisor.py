@@ -201,9 +201,10 @@ class Supervisor:
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 life = self._signs_of_life(broker)
                 others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
-                await asyncio.wait(trainers)
-                # It ends by itself, once it has heard of the last batch and written it down.
-                await asyncio.wait([orchestrator], timeout=LAST_EVENTS_S)
+                if trainers:
+                    await asyncio.wait(trainers)
+                # It ends by itself, once it has heard of the last batch and written it down; a service when drained.
+                await asyncio.wait([orchestrator], timeout=LAST_EVENTS_S if trainers else None)
                 for task in (orchestrator, *others):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -228,6 +229,8 @@ class Supervisor:
 
     def _fleet(self) -> list[tuple[WorkerKind, int]]:
         settings = self._settings
+        if settings.trainer.engine == "none":
+            return [(WorkerKind.PUBLISH, 1), (WorkerKind.GENERATE, settings.generation.workers)]
         return [
             (WorkerKind.TRAIN, settings.trainer.ranks),
             (WorkerKind.GENERATE, settings.generation.workers),
@@ -236,6 +239,9 @@ class Supervisor:
 
     def _local_arguments(self, kind: WorkerKind) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""
+        if kind is WorkerKind.PUBLISH:
+            weights_dir = self._settings.service.weights_dir
+            return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
             return ["--reward", self._settings.scoring.reward] if self._settings.scoring.reward else []
         arguments = ["--trust-remote-code"] if self._settings.model.trust_remote_code else []

@@ -66,7 +66,10 @@ def test_a_file_alone_lies_over_the_defaults_and_nothing_over_the_main_preset(tm
     [
         (["--set", "trainer.learnin_rate=1"], "--set: unknown key trainer.learnin_rate (did you mean trainer.lr?)"),
         (["--config", "absent.toml"], "absent.toml: cannot be read: No such file or directory"),
-        (["--preset", "huge"], "--preset: there is no preset 'huge'; presets: gsm8k, smollm2, smollm2-hard, tiny"),
+        (
+            ["--preset", "huge"],
+            "--preset: there is no preset 'huge'; presets: gsm8k, service, smollm2, smollm2-hard, tiny",
+        ),
         (
             ["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"],
             "absent.jsonl cannot be read: No such file",

@@ -20,6 +20,7 @@ from transport.broker.base import Entry, Fence
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FencedError, RunExistsError
 from transport.messages import CheckpointSaved, RowsMissing, RunResumed, Tick, TrainerReady, TrimRounds, encode
+from transport.model_identity import ModelIdentity
 from transport.settings import Settings
 from transport.types import RowId, RunName, WeightIdentity, WorkerId
 
@@ -44,12 +45,13 @@ async def test_rows_that_were_lost_while_nobody_orchestrated_are_found_at_the_st
 
 
 async def test_a_broker_that_lost_everything_gets_what_workers_need_of_it(broker: MemoryBroker):
-    await furnish(broker, Settings(), trainer_epoch=4)
+    await furnish(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
     assert await broker.get_meta(keys.SETTINGS) is not None
     assert await broker.get_meta(keys.STATE) == keys.STATE_RUNNING
     assert {"tasks:reward", "tasks:advantages"} <= set(await broker.streams())
     assert await broker.acquire_epoch("trainer") == 5
-    await furnish(broker, Settings(), trainer_epoch=4)  # one that knows better keeps what it knows
+    # one that knows better keeps what it knows
+    await furnish(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
     with pytest.raises(FencedError):
         await broker.append("rounds", Entry(), fence=Fence(role="trainer", epoch=4))
 

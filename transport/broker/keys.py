@@ -18,6 +18,8 @@ DEAD = "dead"
 """Dead letters."""
 SETTINGS = "settings"
 """Meta: the run's settings, MessagePack."""
+MODEL = "model"
+"""Meta: which model all processes of the run must have (model_identity.ModelIdentity, MessagePack)."""
 
 # What the broker keeps for itself; the Lua scripts get these names from here (lua.py).
 EPOCHS = "epochs"

@@ -2,5 +2,6 @@
 
 from workers.client.batch import ExperienceBatch
 from workers.client.client import Client
+from workers.client.service import ServiceClient
 
-__all__ = ["Client", "ExperienceBatch"]
+__all__ = ["Client", "ExperienceBatch", "ServiceClient"]

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from transport.broker import keys
-from transport.broker.base import Broker, Entry, Fence
+from transport.broker.base import Append, Broker, Commit, Entry, Fence
 from transport.clock import Clock
-from transport.messages import WeightManifest, encode, manifest_decoder
+from transport.messages import WeightManifest, WeightsPublished, encode, manifest_decoder
 from transport.tensors.endpoint import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
+from workers.generation.publish import event_entry
 from workers.trainer.publish import WeightPublisher
 
 ROLE = "trainer"
@@ -49,7 +50,9 @@ class WeightChannel:
         manifest = await asyncio.to_thread(publisher.publish, self._epoch, version, tensors, dtype)
         fields = {"weights": str(manifest.weights), "bytes": str(manifest.total_bytes), "host": manifest.host}
         entry = Entry(fields=fields, payload=encode(manifest))
-        await self._broker.append(keys.WEIGHTS, entry, fence=Fence(role=ROLE, epoch=self._epoch))
+        told = event_entry(WeightsPublished(weights=manifest.weights), weights=str(manifest.weights))
+        appends = [Append(stream=keys.WEIGHTS, entry=entry), Append(stream=keys.EVENTS, entry=told)]
+        await self._broker.commit(Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends))
         return manifest
 
     async def wait(self, newer_than: int, timeout_s: float) -> WeightManifest | None:

@@ -1,0 +1,200 @@
+"""The publisher: in a run without a trainer, it makes a checkpoint's weights a version that generation workers load.
+
+    start ──► version 0 from the run's model (or the newest one again, when a publisher went away)
+    updates ─► claim ─► read the checkpoint ─► segment ─► one commit: manifest, WeightsPublished, ack
+
+Owns: the trainer's role, in the sense of who may publish. Never: decides who loads (the core does). Invariant: a path
+is read only below the directory that this machine's own command line names; a version is announced after its bytes can
+be read; what cannot be published is answered by UpdateFailed and leaves what is served as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from transport.broker import keys
+from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, Fence
+from transport.errors import FencedError, MessageError, SegmentSpaceError
+from transport.messages import (
+    UpdateFailed,
+    UpdateRequest,
+    WeightManifest,
+    WeightsPublished,
+    encode,
+    manifest_decoder,
+    update_decoder,
+)
+from transport.tensors.manifest import check_manifest
+from transport.types import Struct, WeightIdentity, WorkerId
+from workers.errors import CheckpointRefusedError, ModelError
+from workers.generation.publish import event_entry
+from workers.lifecycle import Activity
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.trainer.publish import WeightPublisher
+
+log = structlog.get_logger(__name__)
+
+ROLE = "trainer"
+"""As a trainer's: whoever publishes last has it, and a trainer's weights never mix with a publisher's unnoticed."""
+WAIT_S = 1.0
+RECLAIM_S = 60.0
+"""An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
+MAX_DELIVERIES = 3
+
+Tensors = Mapping[str, "torch.Tensor"]
+ReadTensors = Callable[[Path], Tensors]
+
+
+class _Newest(Struct, frozen=True, kw_only=True):
+    """The newest version that was announced. path: of its checkpoint, "" where somebody else serves it."""
+
+    weights: WeightIdentity
+    path: str
+
+
+class PublishingWorker:
+    """Publishes until cancelled. read_tensors: all tensors of a checkpoint. weights_dir: None allows no paths."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        worker_id: WorkerId,
+        publisher: WeightPublisher,
+        dtype: torch.dtype,
+        read_tensors: ReadTensors,
+        *,
+        model_dir: Path,
+        weights_dir: Path | None,
+    ) -> None:
+        self._broker = broker
+        self._worker_id = worker_id
+        self._publisher = publisher
+        self._dtype = dtype
+        self._read = read_tensors
+        self._model_dir = model_dir
+        self._weights_dir = weights_dir.resolve() if weights_dir is not None else None
+        self._epoch = 0
+        self._serving: WeightIdentity | None = None
+        self._doing = "waiting"
+
+    def activity(self) -> Activity:
+        return Activity(doing=self._doing, weights=self._serving)
+
+    async def run(self) -> None:
+        """Publish what there is, then what is asked for, forever."""
+        try:
+            await self._begin()
+            while True:
+                for delivery in await self._claim():
+                    await self._answer(delivery)
+        finally:
+            await asyncio.to_thread(self._publisher.close)
+
+    async def _claim(self) -> list[Delivery]:
+        left, dead = await self._broker.reclaim(
+            keys.UPDATES, self._worker_id, idle_s=RECLAIM_S, max_deliveries=MAX_DELIVERIES, count=1
+        )
+        for letter in dead:
+            log.error("update given up", entry=letter.entry_id, reason=letter.reason)
+        return left or await self._broker.claim(keys.UPDATES, self._worker_id, count=1, wait_s=WAIT_S)
+
+    async def _begin(self) -> None:
+        """The bytes of a publisher that went away went with it: serve its newest version again."""
+        newest = await self._newest()
+        if newest is None:
+            await self._publish_path(self._model_dir, version=0)
+        elif newest.path:
+            await self._publish_path(Path(newest.path), version=newest.weights.version)
+
+    async def _newest(self) -> _Newest | None:
+        entries = await self._broker.tail(keys.WEIGHTS, count=1)
+        if not entries:
+            return None
+        manifest = manifest_decoder.decode(entries[0].entry.payload)
+        return _Newest(weights=manifest.weights, path=entries[0].entry.fields.get("path", ""))
+
+    async def _answer(self, delivery: Delivery) -> None:
+        """Publish what one entry asks for, or say why not; acknowledged in the same step."""
+        ack = Ack(queue=delivery.queue, entry_id=delivery.entry_id)
+        try:
+            update = update_decoder.decode(delivery.entry.payload)
+        except MessageError as error:
+            await self._broker.reject(delivery, str(error))
+            return
+        try:
+            newest = await self._newest()
+            version = newest.weights.version + 1 if newest is not None else 0
+            await self._publish(update, version, ack)
+        except (CheckpointRefusedError, MessageError, ModelError, SegmentSpaceError) as error:
+            log.warning("update refused", update=update.update, path=update.path, reason=str(error))
+            failed = UpdateFailed(update=update.update, reason=str(error))
+            told = Append(stream=keys.EVENTS, entry=event_entry(failed, update=update.update, reason=str(error)))
+            await self._broker.commit(Commit(appends=[told], acks=[ack]))
+
+    async def _publish(self, update: UpdateRequest, version: int, ack: Ack) -> None:
+        if update.manifest is not None:
+            check_manifest(update.manifest)
+            await self._announce(update.manifest, version, path="", update=update.update, acks=[ack])
+            return
+        await self._publish_path(self._allowed(update.path), version=version, update=update.update, acks=[ack])
+
+    def _allowed(self, path: str) -> Path:
+        """Raises CheckpointRefusedError: a path that this machine's own command line does not allow."""
+        if self._weights_dir is None:
+            raise CheckpointRefusedError("this publisher takes no paths: start it with --weights-dir DIR")
+        wanted = (self._weights_dir / path).resolve()
+        if not wanted.is_relative_to(self._weights_dir):
+            raise CheckpointRefusedError(f"{path} is not below the directory that the publisher's --weights-dir names")
+        if not wanted.exists():
+            raise CheckpointRefusedError(f"there is no {path} below the publisher's --weights-dir")
+        return wanted
+
+    async def _publish_path(self, path: Path, *, version: int, update: str = "", acks: list[Ack] | None = None) -> None:
+        self._doing = "publishing"
+        try:
+            tensors = await asyncio.to_thread(self._read, path)
+            await self._take_role()
+            manifest = await asyncio.to_thread(self._publisher.publish, self._epoch, version, tensors, self._dtype)
+            await self._announce(manifest, version, path=str(path), update=update, acks=acks or [])
+        finally:
+            self._doing = "waiting"
+
+    async def _take_role(self) -> None:
+        """Each version under an epoch of its own: a name is never used twice, whoever published in between."""
+        newest = await self._newest()
+        self._epoch = await self._broker.acquire_epoch(ROLE, at_least=newest.weights.epoch if newest else 0)
+
+    async def _announce(
+        self, manifest: WeightManifest, version: int, *, path: str, update: str, acks: list[Ack]
+    ) -> None:
+        """One step: the manifest on the weights log, the event, the ack. Raises FencedError: somebody took the role."""
+        if not path:
+            await self._take_role()
+        weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
+        ours = WeightManifest(
+            weights=weights,
+            tensors=manifest.tensors,
+            total_bytes=manifest.total_bytes,
+            sources=manifest.sources,
+            host=manifest.host,
+        )
+        fields = {"weights": str(weights), "bytes": str(ours.total_bytes), "host": ours.host, "path": path}
+        published = WeightsPublished(weights=weights, update=update)
+        appends = [
+            Append(stream=keys.WEIGHTS, entry=Entry(fields=fields, payload=encode(ours))),
+            Append(stream=keys.EVENTS, entry=event_entry(published, weights=str(weights), update=update)),
+        ]
+        try:
+            await self._broker.commit(Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends, acks=acks))
+        except FencedError as error:
+            raise CheckpointRefusedError(f"somebody else published meanwhile ({error}): ask again") from error
+        self._serving = weights
+        log.info("published", weights=str(weights), path=path)
