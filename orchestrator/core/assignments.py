@@ -76,7 +76,7 @@ class Assignments:
         p = self._p
         while not p.paused:
             group = self.head()
-            planned = self._planned.earliest_batch() if p.plans.queues else None
+            planned = p.plans.earliest_batch()
             if group is not None and (planned is None or group.batch <= planned):
                 if p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not self._dispatch_to_any(group):
                     return

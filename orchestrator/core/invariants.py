@@ -86,7 +86,12 @@ def _queue(p: Pipeline) -> Iterator[str]:
     for worker_id, queue in p.plans.queues.items():
         if worker_id not in p.fleet.workers:
             yield f"groups are planned for {worker_id}, which is not there"
+        if not queue or p.plans.planned.get(queue[0].group_id) != worker_id:
+            yield f"the queue of {worker_id} does not begin with a group that is planned for it"
         waiting |= {entry.group_id for entry in queue if p.plans.planned.get(entry.group_id) == worker_id}
+    for group_id in p.plans.planned:
+        if group_id not in p.groups or p.groups[group_id].stage is not Stage.PENDING:
+            yield f"{group_id} is planned and does not wait"
     for group in p.groups.values():
         if group.stage is Stage.PENDING and group.group_id not in waiting:
             yield f"{group.group_id} is pending and not queued: it is lost"

@@ -34,21 +34,16 @@ class PlannedDispatch:
         self._p = pipeline
         self._assignments = assignments
 
-    def earliest_batch(self) -> int | None:
-        """The batch of the planned group that is next, None when nothing is planned."""
-        heads = [self._head(worker_id) for worker_id in list(self._p.plans.queues)]
-        return min((group.batch for group in heads if group is not None), default=None)
-
     def dispatch(self, batch: int) -> bool:
         """Hand out planned groups of ``batch``. Returns whether none of them is left."""
-        workers = self._p.fleet.workers
-        for worker_id in [name for name in self._p.plans.queues if name not in workers or not workers[name].fit]:
+        plans, workers, size = self._p.plans, self._p.fleet.workers, self._p.settings.group_size
+        for worker_id in [name for name in plans.queues if not workers[name].fit]:
             self.release(worker_id)
-        for worker_id in list(self._p.plans.queues):
-            self._start_own(workers[worker_id], batch)
+        for worker in with_room([workers[worker_id] for worker_id in plans.queues], 0, size):
+            self._start_own(worker, batch)
         while self._take_over(batch):
             pass
-        return not any(self._head_of(worker_id, batch) for worker_id in list(self._p.plans.queues))
+        return plans.earliest_batch() != batch
 
     def release(self, worker_id: WorkerId) -> None:
         """The worker takes nothing any more: what was planned for it goes to anyone."""
@@ -57,22 +52,9 @@ class PlannedDispatch:
             if group is not None and group.stage is Stage.PENDING:
                 self._assignments.enqueue(group)
 
-    def _head(self, worker_id: WorkerId) -> Group | None:
-        """What the worker is to start next. Drops groups that came to an end otherwise."""
-        plans = self._p.plans
-        while (entry := plans.head(worker_id)) is not None:
-            group = self._p.groups.get(entry.group_id)
-            if group is not None and group.stage is Stage.PENDING:
-                return group
-            del plans.planned[entry.group_id]
-        return None
-
-    def _head_of(self, worker_id: WorkerId, batch: int) -> Group | None:
-        group = self._head(worker_id)
-        return group if group is not None and group.batch == batch else None
-
     def _start_own(self, worker: Worker, batch: int) -> None:
-        while (group := self._head_of(worker.worker_id, batch)) is not None:
+        while (group_id := self._p.plans.next_for(worker.worker_id, batch)) is not None:
+            group = self._p.groups[group_id]
             roomy = with_room([worker], group.num_missing, len(group.tokens))
             if not roomy or not self._assignments.may_take(worker, group):
                 return
@@ -81,30 +63,34 @@ class PlannedDispatch:
     def _take_over(self, batch: int) -> bool:
         """One group starts elsewhere than planned. Returns whether there was one."""
         plans = self._p.plans
-        waiting = [(worker_id, self._head_of(worker_id, batch)) for worker_id in list(plans.queues)]
-        heads = {worker_id: group for worker_id, group in waiting if group is not None}
-        if not heads:
+        idle = [worker for worker in self._below_limit() if plans.next_for(worker.worker_id, batch) is None]
+        owners = [worker_id for worker_id in plans.queues if plans.next_for(worker_id, batch) is not None]
+        if not idle or not owners:
             return False
-        longest = max(heads, key=lambda worker_id: plans.backlog.get(worker_id, 0.0))
-        group = heads[longest]
-        takers = [worker for worker in self._idle(group) if worker.worker_id not in heads]
-        takers = [worker for worker in takers if self._ends_sooner(group, longest, worker)]
+        owner = max(owners, key=plans.backlog.__getitem__)
+        group = self._p.groups[plans.queues[owner][0].group_id]
+        takers = [
+            worker for worker in idle if self._can_take(worker, group) and self._ends_sooner(group, owner, worker)
+        ]
         if not takers:
             return False
         taker = min(takers, key=lambda worker: plans.pace(worker.worker_id) * (worker.predicted_load + 1.0))
         self._assignments.assign(group, taker)
         return True
 
-    def _idle(self, group: Group) -> list[Worker]:
-        """Who may take ``group`` and has room within what its plan meant it to run at once; an idle one always has."""
+    def _below_limit(self) -> list[Worker]:
+        """Who runs less than its share meant it to, or nothing."""
         limits = self._p.plans.limits
         return [
             worker
-            for worker in with_room(self._p.fleet.workers.values(), group.num_missing, len(group.tokens))
-            if worker.in_flight + group.num_missing
-            <= max(limits.get(worker.worker_id, worker.capacity), group.num_missing)
-            and self._assignments.may_take(worker, group)
+            for worker in self._p.fleet.workers.values()
+            if worker.in_flight < limits.get(worker.worker_id, worker.capacity) or not worker.in_flight
         ]
+
+    def _can_take(self, worker: Worker, group: Group) -> bool:
+        limit = self._p.plans.limits.get(worker.worker_id, worker.capacity)
+        fits = worker.in_flight + group.num_missing <= max(limit, group.num_missing)
+        return fits and self._assignments.may_take(worker, group)
 
     def _ends_sooner(self, group: Group, owner: WorkerId, taker: Worker) -> bool:
         """Whether the taker is done with it before its owner: the group is next there, but no slot is free yet.

@@ -1,7 +1,7 @@
 """Plans of dispatch as far as they are carried out: who is to start which groups, in which order.
 
 Owns: the queue of each worker, and what predictions were worth. Never: the gate, and the choice of a plan. Invariant: a
-planned group is pending and in exactly one worker's queue; entries of groups that are no longer planned are obsolete.
+planned group is pending and in exactly one worker's queue; the first of a queue is planned, others may be obsolete.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ class Plans(msgspec.Struct, kw_only=True):
         worker_id = self.planned.pop(group.group_id, None)
         if worker_id is None:
             return
-        left = self.backlog.get(worker_id, 0.0) - group.num_missing * group.predicted_tokens
-        self.backlog[worker_id] = max(0.0, left)
-
-    def head(self, worker_id: WorkerId) -> PendingEntry | None:
-        """What the worker is to start next. Drops obsolete entries."""
-        queue = self.queues.get(worker_id)
-        while queue:
-            if self.planned.get(queue[0].group_id) == worker_id:
-                return queue[0]
+        self.backlog[worker_id] = max(0.0, self.backlog[worker_id] - group.num_missing * group.predicted_tokens)
+        queue = self.queues[worker_id]
+        while queue and self.planned.get(queue[0].group_id) != worker_id:
             heapq.heappop(queue)
-        if queue is not None:
-            del self.queues[worker_id]
-            self.backlog.pop(worker_id, None)
-        return None
+        if not queue:
+            del self.queues[worker_id], self.backlog[worker_id]
+
+    def next_for(self, worker_id: WorkerId, batch: int) -> GroupId | None:
+        """What the worker is to start next, if it is of ``batch``."""
+        queue = self.queues.get(worker_id)
+        return queue[0].group_id if queue and queue[0].batch == batch else None
+
+    def earliest_batch(self) -> int | None:
+        """The earliest of any planned group, None when nothing is planned."""
+        return min([queue[0].batch for queue in self.queues.values()], default=None)
 
     def forget_worker(self, worker_id: WorkerId) -> list[GroupId]:
         """It takes nothing any more. Returns the groups that were planned for it, in its order."""

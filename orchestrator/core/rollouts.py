@@ -63,6 +63,7 @@ class Rollouts:
         if group.num_missing == 0:
             if group.stage is Stage.RUNNING:
                 self._assignments.take_back(group)
+            self._p.plans.remove(group)
             group.stage = Stage.SCORING
 
     def _why_unusable(self, group: Group, event: RolloutFinished) -> str:
@@ -151,6 +152,7 @@ class Rollouts:
             return
         if group.num_missing:
             self._adopt(group, event)
+        self._p.plans.remove(group)
         group.score(event.rewards)
         if group.sent:
             return  # its rows were generated again for a round that is already on the log

@@ -166,6 +166,7 @@ class Slots:
         if group.stage is Stage.RUNNING:
             self._assignments.take_back(group, reason)
         self.confirm_admission(group)
+        self._p.plans.remove(group)
         group.stage, group.outcome = Stage.ENDED, outcome
         p.outbox.emit(self.outcome_of(group, reason))
         p.outbox.emit(DropRows(group_ids=(group.group_id,)))
@@ -185,6 +186,7 @@ class Slots:
         if group.stage is Stage.RUNNING:
             self._assignments.take_back(group, OVERSAMPLED)
         self.confirm_admission(group)
+        self._p.plans.remove(group)
         group.stage, group.outcome = Stage.ENDED, "filtered"
         self._p.outbox.emit(self.outcome_of(group, OVERSAMPLED))
         self._p.outbox.emit(DropRows(group_ids=(group.group_id,)))

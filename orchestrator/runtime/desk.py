@@ -102,6 +102,7 @@ class Desk:
                 prompt_id=prompt.prompt_id,
                 prompt_tokens=len(prompt.prompt_ids),
                 predicted_tokens=estimate.mean_tokens,
+                predicted_sigma=estimate.log_sigma,
             )
             for prompt, estimate in zip(prompts, estimates, strict=True)
         )

@@ -21,11 +21,16 @@ class SimulatedPlanner:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._asked: dict[int, ComputePlan] = {}
         simulation.attach(self._obey, ComputePlan)
 
     def _obey(self, _: CommandId, command: Command) -> None:
         if isinstance(command, ComputePlan):
+            self._asked[command.batch] = command
             self._simulation.after(PLAN_S, partial(self._answer, command))
 
     def _answer(self, command: ComputePlan) -> None:
-        self._simulation.tell(compute_plan(command, self._simulation.state.settings))
+        """Of several requests for one batch, the last counts."""
+        if self._asked.get(command.batch) is command:
+            del self._asked[command.batch]
+            self._simulation.tell(compute_plan(command, self._simulation.state.settings))

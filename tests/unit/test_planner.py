@@ -43,14 +43,17 @@ def command(batch: int, num_groups: int = 8, *, policy: str = "slicing", pace: f
     return ComputePlan(plan_id=f"{batch}-0", batch=batch, policy=policy, groups=groups, workers=workers)
 
 
-async def test_plans_come_in_the_order_asked_for_and_say_how_long_they_took():
+async def test_plans_come_in_the_order_asked_for_the_last_of_each_batch():
     inbox, planner = new_inbox(), Planner(lambda: SETTINGS)
     task = asyncio.create_task(planner.run(inbox))
+    planner.request(command(0, policy="even"))
     for batch in range(3):
         planner.request(command(batch))
     async with asyncio.timeout(5):
         answers = [(await inbox.get()).event for _ in range(3)]
     task.cancel()
+    assert inbox.empty()
+    assert [answer.policy for answer in answers if isinstance(answer, PlanComputed)] == ["slicing"] * 3
     assert [answer.plan_id for answer in answers if isinstance(answer, PlanComputed)] == ["0-0", "1-0", "2-0"]
     assert all(answer.compute_s > 0 for answer in answers if isinstance(answer, PlanComputed))
 

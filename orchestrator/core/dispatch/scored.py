@@ -135,10 +135,12 @@ class Scorer:
         for index, (share, count) in enumerate(zip(shares, samples, strict=True)):
             if share:
                 end_s = self._share_s(number, index, share, count)
-                arrivals += self._shown(number, index, share, end_s)
+                arrivals += self._shown(number, index, share, count, end_s)
         return arrivals
 
-    def _shown(self, number: int, index: int, share: list[int], end_s: float) -> Iterator[tuple[float, float]]:
+    def _shown(
+        self, number: int, index: int, share: list[int], samples: int, end_s: float
+    ) -> Iterator[tuple[float, float]]:
         """Groups end in the order of their longest samples; those still there share every step until then.
 
         Where slots run out the last end is later than that: all moments are stretched to it.
@@ -147,6 +149,8 @@ class Scorer:
         works = self.works[pricing.rate][number]
         places = sorted(share, key=draw.longest.__getitem__)
         done_s = list(accumulate(map(works.__getitem__, places)))
+        tokens = list(accumulate(map(self.totals[number].__getitem__, places), initial=0.0))
+        prompts = self.problem.prompt_tokens * samples / len(places)
         last_s = pricing.base_s * draw.longest[places[-1]] + done_s[-1]
         stride = max(1, math.ceil(len(places) / SHOWN))
         for first in range(0, len(places), stride):
@@ -156,11 +160,8 @@ class Scorer:
                 sum(works[place] * reached / draw.longest[place] for place in places[last + 1 :: stride]) * stride
             )
             at_s = (pricing.base_s * reached + done_s[last] + partly_s) * end_s / last_s
-            tokens = sum(self._tokens(place, draw) for place in places[first : last + 1])
-            yield min(at_s, end_s), tokens * self.problem.train_token_s
-
-    def _tokens(self, place: int, draw: Draw) -> float:
-        return self.problem.groups[place].num_samples * (draw.mean[place] + self.problem.prompt_tokens)
+            trained = tokens[last + 1] - tokens[first] + prompts * (last + 1 - first)
+            yield min(at_s, end_s), trained * self.problem.train_token_s
 
 
 def draw_lengths(problem: Problem, num_draws: int) -> list[Draw]:
