@@ -111,6 +111,21 @@ async def test_two_ranks_train_what_one_does(run: TrainerRun, start_ranks: Ranks
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
 
 
+async def test_a_rank_stays_until_rank_0_has_saved_everything(
+    run: TrainerRun, start_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Rank 0 dies in its last save: the other rank starts over with the next rank 0, which cannot start without it."""
+    await send_batch(run, 0)
+    await run.finish()
+    run.environment["STREAMRL_FAULTS"] = f"train.checkpoint_written:1:{tmp_path / 'died'}"
+    before = await start_ranks()
+    assert await before[0].wait() == -signal.SIGKILL
+    after = await start_ranks()
+    assert await before[1].wait() == 1
+    assert [await rank.wait() for rank in after] == [0, 0]
+    assert (run.run_dir / "model" / "model.safetensors").exists()
+
+
 async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     run: TrainerRun, start_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ from workers.generation.publish import event_entry
 from workers.lifecycle import Activity
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
+from workers.trainer.ranks import DONE, leave_together, present_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.samples import PromptGroup
 
@@ -106,6 +107,7 @@ class TrainerWorker:
         self._source_position = ""
         self._weights: WeightIdentity | None = None
         self._manifest: WeightManifest | None = None
+        self._met = b""
         self._told: dict[str, tuple[Event, dict[str, str | int]]] = {}
         self._open: tuple[int, int, int] | None = None
         self._checkpoint_due = False
@@ -145,6 +147,7 @@ class TrainerWorker:
     async def _start(self) -> None:
         """Load weights, take over the role, publish what we hold, say from where we read on."""
         await self._learner.join(self._broker, self._in_thread)
+        self._met = await present_rank_0(self._broker)
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
@@ -301,15 +304,20 @@ class TrainerWorker:
     async def _finish(self, entry_id: str) -> None:
         """The last checkpoint contains the last command: whoever reads it knows that nothing is left.
 
-        It is told of only when the final model is there too, because the run ends with it. Raises CheckpointError.
+        It is told of only when the final model is there too, because the run ends with it. The other ranks stay until
+        then. Raises CheckpointError, RanksError.
         """
         if self._rank != 0:
+            self._doing = "waiting for rank 0 to save"
+            limit_s = STALLS * self._settings.liveness.stall_s
+            await leave_together(self._broker, entry_id, self._met, limit_s=limit_s)
             return
         self._ledger.cursor = entry_id
         saved = await self._save()
         self._doing = "saving the model"
         await self._in_thread(lambda: self._learner.save_final(self._run_dir / FINAL_MODEL))
         await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
+        await self._broker.put_meta(DONE, entry_id.encode())
 
     async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
