@@ -72,6 +72,7 @@ class FakeWorker:
     to_load: WeightIdentity | None = None
     plans: dict[GroupId, tuple[GroupPlan, WeightIdentity]] = field(default_factory=dict)
     cursor: str = "0-0"
+    capacity: int = 0
 
 
 @dataclass
@@ -185,6 +186,10 @@ class PipelineWorld:
         assert current is not None
         assert worker.weights == current.weights, "asked of other weights than the pinned ones"
         assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
+        share = max(1, int(worker.capacity * self.state.settings.eval_budget))
+        allowed = share if current.newer_s is None else max(share, worker.capacity)
+        asked = sum(map(is_evaluation, worker.plans)) + 1
+        assert asked <= allowed, f"{worker_id} answers {asked} problems at once, {allowed} of its slots are for them"
 
     def _check_load(self, command: LoadWeights) -> None:
         """The pin is kept in service while an answer under it is being generated."""
@@ -269,7 +274,7 @@ class PipelineWorld:
     def join(self, capacity: int = 4) -> WorkerId:
         worker_id = WorkerId(f"generate-{self.num_joined}.1")
         self.num_joined += 1
-        self.workers[worker_id] = FakeWorker()
+        self.workers[worker_id] = FakeWorker(capacity=capacity)
         self.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=capacity))
         return worker_id
 
