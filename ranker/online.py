@@ -87,7 +87,7 @@ class OnlineRanker:
         self._known: dict[str, KnownPrompt] = {}
         self._base: dict[str, tuple[int, ...]] = {}
         self._serial = 0
-        self._groups_at_refit, self._next_refit = 0, FIRST_REFIT_GROUPS
+        self._next_refit = FIRST_REFIT_GROUPS
 
     def cold_start(self, base_tokens: Mapping[str, Sequence[int]]) -> None:
         """Lengths that the base policy gave prompts before the run: {prompt id: lengths >= 1}.
