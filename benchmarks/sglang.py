@@ -7,7 +7,7 @@ plain HTTP requests with as many at a time. A ratio is the median of the turns. 
 token by token, and new weights are loaded: nothing may be aborted or computed again, and the longest pause between two
 tokens is compared with the load itself and two decode steps.
 
-    SGLANG_VENV=DIR python -m benchmarks.sglang [--turns 3] [--samples 96]
+    SGLANG_VENV=DIR python -m benchmarks.sglang [--turns 3] [--samples 64]
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPT_TOKENS = 32
 LENGTHS = (24, 96, 40, 160, 56, 64, 32, 128)
 """New tokens, in a circle: samples of a group end at different times, as they do."""
 ME = WorkerId("generate-0.1")
-UPDATE_TOKENS = 500
+UPDATE_TOKENS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _figures(sides: Sequence[tuple[Turn, Turn]], updates: Sequence[Update], samp
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--samples", type=int, default=64)
     arguments = parser.parse_args()
     if not VENV:
         sys.exit("SGLANG_VENV has to name an environment with SGLang in it")

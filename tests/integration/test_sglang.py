@@ -204,6 +204,7 @@ async def test_the_longest_prediction_runs_first(
     engine = SglangEngine(settings, MonotonicClock())
     try:
         await engine.start()
+        await engine.load_weights(OLD, weights_of(models[0]))
         for number, priority in enumerate((5.0, 1.0, 9.0)):
             engine.submit(request(f"0/{number}", prompt(number), tokens=3, priority=priority))
         found = list(await collected(engine, 3))
