@@ -88,10 +88,13 @@ CASES = {
         paper="1.48",
     ),
     "async_best_72b": Case(
-        title="in flight, at most one version old", layout=split(40, 11), pipeline="in_flight", dispatch="scored"
+        title="in flight, at most one version old", layout=split(40, 11), pipeline="in_flight", dispatch="paced"
     ),
     "async_mean1_72b": Case(
-        title="rolling, at most two versions old", layout=split(40, 11), pipeline="rolling_2", dispatch="paced"
+        title="rolling, at most two versions old",
+        layout=split(40, 11, micro_batch_tokens=131_072),
+        pipeline="rolling_2",
+        dispatch="paced",
     ),
 }
 
