@@ -77,6 +77,14 @@ class LiveRun:
         return (self._directory / "out.log").read_text(encoding="utf-8", errors="replace")
 
     def metrics(self) -> list[dict[str, Any]]:
+        """Lines of trained batches."""
+        return [line for line in self._lines() if "batch" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Lines of evaluations."""
+        return [line for line in self._lines() if "eval" in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,0 +1,66 @@
+"""Whole runs that evaluate while they train: every evaluation ends whole or by name, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.sim.replay import recorded_commands
+from tests.chaos.test_kills import QUICK, check_whole
+from tests.fakes.live_run import LiveRun
+from transport.messages import RolloutFinished
+from transport.types import is_evaluation
+
+pytestmark = pytest.mark.chaos
+
+PROBLEMS = 16
+"""Of the preset."""
+
+
+def check_evaluations(run: LiveRun) -> list[dict[str, Any]]:
+    """The lines of all evaluations, once they are known to be right by themselves and by the journal."""
+    lines = run.evaluations()
+    assert [line["eval"] for line in lines] == list(range(len(lines)))
+    assert all(line["eval_answered"] == PROBLEMS or line["eval_short"] for line in lines), lines
+    answers = [
+        event
+        for event in (record.event for record, _ in recorded_commands(run.run_dir / "journal"))
+        if isinstance(event, RolloutFinished) and is_evaluation(event.row_id)
+    ]
+    for line in lines:
+        pinned = [
+            event
+            for event in answers
+            if event.row_id.startswith(f"eval{line['eval']}/")
+            and event.oldest.version == event.newest.version == line["version"]
+        ]
+        assert len(pinned) >= line["eval_answered"], "an answer was counted that is not of the pinned weights"
+    return lines
+
+
+def test_a_run_evaluates_while_it_trains_and_trains_none_of_it(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.budget=0.5") as run:
+        check_whole(run)
+        lines = check_evaluations(run)
+        assert [line["version"] for line in lines][:2] == [0, 2]
+        assert [line["eval_short"] for line in lines][:2] == ["", ""]
+        assert {"eval_reward", "eval_seconds", "eval_tokens", "eval_share"} <= lines[0].keys()
+        assert f"evaluation of version 0  reward {lines[0]['eval_reward']:.3f}" in run.output
+        assert "Held-out problems" in (run.run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"generate.row_ready": 3, "score.claimed": 2, "orchestrator.journaled": 30},
+        {"generate.claimed": 4, "train.published": 2, "orchestrator.executed": 40},
+    ],
+    ids=lambda faults: "+".join(faults),
+)
+def test_deaths_in_an_evaluation_leave_it_and_the_run_right(tmp_path: Path, faults: dict[str, int]):
+    with LiveRun(tmp_path, *QUICK, "eval.every=1", faults=faults) as run:
+        check_whole(run)
+        assert run.died_at() == set(faults)
+        assert check_evaluations(run), "nothing was evaluated: the test proved nothing of it"
