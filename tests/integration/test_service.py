@@ -20,6 +20,7 @@ from orchestrator.runtime.journal import read_records
 from tests.fakes.service_run import service_run
 from transport.clock import MonotonicClock
 from transport.messages import RolloutFinished, UpdateFailed, WeightsPublished
+from transport.tensors.endpoint import Endpoint
 from workers.client import ServiceClient
 from workers.client.weights import WeightChannel
 from workers.errors import ClientError
@@ -60,6 +61,7 @@ async def test_an_update_reaches_what_is_asked_after_it(tmp_path: Path, model_di
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, weights / "next.safetensors")
     (weights / "broken.safetensors").write_bytes(b"these are no tensors")
     async with service_run(tmp_path / "run", model_dir, workers=2, weights_dir=weights) as run:
+        await run.until_serving(2)
         _, before = await run.ask("/generate", {"prompts": [[1, 2]], "samples": 4})
         status, (updated,) = await run.ask("/update", {"path": "next.safetensors"})
         _, after = await run.ask("/generate", {"prompts": [[1, 2]] * 8, "samples": 2})
@@ -106,6 +108,7 @@ async def test_weights_that_somebody_serves_already_are_taken_by_their_manifest(
     try:
         manifest = await asyncio.to_thread(elsewhere.publish, 3, 17, tensors, torch.float32)
         async with service_run(tmp_path / "run", model_dir) as run:
+            await run.until_serving(1)
             status, (updated,) = await run.ask("/update", {"manifest": msgspec.to_builtins(manifest)})
             wrong = msgspec.structs.replace(manifest, total_bytes=1)
             _, (refused,) = await run.ask("/update", {"manifest": msgspec.to_builtins(wrong)})
@@ -121,7 +124,8 @@ async def test_weights_that_somebody_serves_already_are_taken_by_their_manifest(
 async def test_weight_sync_notify_of_a_client_reaches_the_workers(tmp_path: Path, model_dir: Path):
     tensors = load_file(model_dir / "model.safetensors")
     async with service_run(tmp_path, model_dir) as run:
-        channel = WeightChannel(run.broker(), MonotonicClock())
+        await run.until_serving(1)
+        channel = WeightChannel(run.broker(), MonotonicClock(), Endpoint())
         try:
             manifest = await channel.publish(tensors, version=5)
             while (lines := (await run.ask("/generate", {"prompts": [[1]]}))[1])[0]["versions"][0]["version"] != 5:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -49,6 +49,7 @@ RECLAIM_S = 60.0
 """An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
 MAX_DELIVERIES = 3
 
+T = TypeVar("T")
 Tensors = Mapping[str, "torch.Tensor"]
 ReadTensors = Callable[[Path], Tensors]
 
@@ -84,6 +85,7 @@ class PublishingWorker:
         self._epoch = 0
         self._serving: WeightIdentity | None = None
         self._doing = "waiting"
+        self._thread: asyncio.Task[Any] | None = None
 
     def activity(self) -> Activity:
         return Activity(doing=self._doing, weights=self._serving)
@@ -96,7 +98,14 @@ class PublishingWorker:
                 for delivery in await self._claim():
                     await self._answer(delivery)
         finally:
+            if self._thread is not None:  # what it makes must be there before it is closed, or it would outlive us
+                await asyncio.wait({self._thread})
             await asyncio.to_thread(self._publisher.close)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """The result of blocking ``work``, which goes on when this is cancelled."""
+        self._thread = asyncio.ensure_future(asyncio.to_thread(work))
+        return await asyncio.shield(self._thread)
 
     async def _claim(self) -> list[Delivery]:
         left, dead = await self._broker.reclaim(
@@ -107,12 +116,21 @@ class PublishingWorker:
         return left or await self._broker.claim(keys.UPDATES, self._worker_id, count=1, wait_s=WAIT_S)
 
     async def _begin(self) -> None:
-        """The bytes of a publisher that went away went with it: serve its newest version again."""
+        """The bytes of a publisher that went away went with it: serve its newest version again.
+
+        Weights that somebody else published, also meanwhile, stay.
+        """
         newest = await self._newest()
-        if newest is None:
-            await self._publish_path(self._model_dir, version=0)
-        elif newest.path:
-            await self._publish_path(Path(newest.path), version=newest.weights.version)
+        if newest is not None and not newest.path:
+            return
+        await self._take_role()
+        if await self._newest() != newest:
+            return
+        path, version = (Path(newest.path), newest.weights.version) if newest is not None else (self._model_dir, 0)
+        try:
+            await self._publish_path(path, version=version)
+        except CheckpointRefusedError as error:
+            log.warning("not published", path=str(path), reason=str(error))
 
     async def _newest(self) -> _Newest | None:
         entries = await self._broker.tail(keys.WEIGHTS, count=1)
@@ -142,9 +160,12 @@ class PublishingWorker:
     async def _publish(self, update: UpdateRequest, version: int, ack: Ack) -> None:
         if update.manifest is not None:
             check_manifest(update.manifest)
+            await self._take_role()
             await self._announce(update.manifest, version, path="", update=update.update, acks=[ack])
             return
-        await self._publish_path(self._allowed(update.path), version=version, update=update.update, acks=[ack])
+        path = self._allowed(update.path)
+        await self._take_role()
+        await self._publish_path(path, version=version, update=update.update, acks=[ack])
 
     def _allowed(self, path: str) -> Path:
         """Raises CheckpointRefusedError: a path that this machine's own command line does not allow."""
@@ -160,9 +181,10 @@ class PublishingWorker:
     async def _publish_path(self, path: Path, *, version: int, update: str = "", acks: list[Ack] | None = None) -> None:
         self._doing = "publishing"
         try:
-            tensors = await asyncio.to_thread(self._read, path)
-            await self._take_role()
-            manifest = await asyncio.to_thread(self._publisher.publish, self._epoch, version, tensors, self._dtype)
+            tensors = await self._in_thread(lambda: self._read(path))
+            manifest = await self._in_thread(
+                lambda: self._publisher.publish(self._epoch, version, tensors, self._dtype)
+            )
             await self._announce(manifest, version, path=str(path), update=update, acks=acks or [])
         finally:
             self._doing = "waiting"
@@ -175,9 +197,10 @@ class PublishingWorker:
     async def _announce(
         self, manifest: WeightManifest, version: int, *, path: str, update: str, acks: list[Ack]
     ) -> None:
-        """One step: the manifest on the weights log, the event, the ack. Raises FencedError: somebody took the role."""
-        if not path:
-            await self._take_role()
+        """One step: the manifest on the weights log, the event, the ack.
+
+        Raises CheckpointRefusedError: somebody else took the role since.
+        """
         weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
         ours = WeightManifest(
             weights=weights,
