@@ -15,22 +15,29 @@ pytestmark = [pytest.mark.sglang, needs_sglang, pytest.mark.timeout(400)]
 EXACT = 1e-3
 
 
-def test_a_run_learns_from_samples_of_sglang_as_from_the_embedded_engine(tmp_path: Path) -> None:
-    """With weights never apart, what is left of the mismatch is the two implementations."""
-    settings = [
+def settings_of(engine: str) -> list[str]:
+    if engine == "embedded":
+        return []
+    return [
         'generation.engine="sglang"',
-        f"generation.server_command={json.dumps(list(command()))}",
-        "pipeline.max_staleness=0",
-        "run.batches=8",
+        f"generation.server_command={json.dumps(list(command('--random-seed', '1')))}",
     ]
-    with LiveRun(tmp_path, *settings) as run:
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_a_run_learns_with_either_engine(tmp_path: Path, engine: str) -> None:
+    """With weights never apart, what is left of the mismatch is the two implementations."""
+    with LiveRun(tmp_path, "pipeline.max_staleness=0", "run.batches=16", *settings_of(engine)) as run:
         assert run.wait_for_end(timeout_s=360) == 0, run.describe()
         lines = run.metrics()
         rewards = [line["reward"] for line in lines]
-        assert len(lines) == 8
-        assert sum(rewards[-2:]) > 2 * sum(rewards[:2]), f"it learns: {rewards}"
+        assert len(lines) == 16
+        assert sum(rewards[-4:]) > 1.25 * sum(rewards[:4]), f"it learns: {rewards}"
         assert max(line["logprob_mismatch_max"] for line in lines) < EXACT
         assert {line["staleness"] for line in lines} == {0.0}
         assert run.audit().returncode == 0
-        assert "Uvicorn running" in (run.run_dir / "logs" / "sglang-generate-0.log").read_text(errors="replace")
+        print("curve", engine, [round(reward, 3) for reward in rewards])
+        if engine == "sglang":
+            log = run.run_dir / "logs" / "sglang-generate-0.log"
+            assert "fired up" in log.read_text(errors="replace")
         assert not run.survivors(), "no server outlives the run"
