@@ -12,7 +12,7 @@ from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.dispatch.calibration import Calibration
 from orchestrator.core.dispatch.policies import plan_dispatch
 from orchestrator.core.dispatch.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
-from orchestrator.core.dispatch.scored import draw_lengths
+from orchestrator.core.dispatch.scored import Scorer, draw_lengths
 from orchestrator.core.dispatch.slicing import slicing
 from orchestrator.core.dispatch.two_class import instance_latency_s, split
 from orchestrator.core.forecast import finish_times, training_end_s
@@ -198,3 +198,17 @@ def test_predictions_are_taken_as_they_are_until_enough_is_known():
     assert calibration.known
     calibration.fade()
     assert not calibration.known
+
+
+@pytest.mark.parametrize("policy", ["even", "two_class_max", "slicing"])
+def test_the_end_of_training_is_foreseen_closely_for_known_lengths(policy):
+    """Trainer and generation about equally busy, where the order of arrivals matters most."""
+    lengths = long_tail(512, seed=2)
+    problem = replace(problem_of(lengths, 8), train_token_s=250.0 / sum(lengths))
+    plan = plan_dispatch(policy, problem)
+    arrivals = [
+        (at_s, length * problem.train_token_s)
+        for share in lengths_of(plan)
+        for at_s, length in zip(finish_times(COST, share, max_running=10_000), share, strict=True)
+    ]
+    assert Scorer.of(problem).end_s(plan) == pytest.approx(training_end_s(arrivals), rel=0.08)

@@ -36,7 +36,8 @@ LEADS = (0.3, 0.6)
 SHARED = math.sqrt(0.5)
 """Half of a prediction's variance is taken as the prompt's, common to its samples. Ours; the core cannot know."""
 SHOWN = 8
-"""Moments at which an instance's progress is shown to the trainer."""
+"""Moments, or a few more, at which an instance's progress is shown to the trainer. Towards the end they are closer,
+down to single groups: what arrives last is trained last, and the longest groups are a large part of the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +154,7 @@ class Scorer:
         prompts = self.problem.prompt_tokens * samples / len(places)
         last_s = pricing.base_s * draw.longest[places[-1]] + done_s[-1]
         stride = max(1, math.ceil(len(places) / SHOWN))
-        for first in range(0, len(places), stride):
-            last = min(first + stride, len(places)) - 1
+        for first, last in _moments(len(places), stride):
             reached = draw.longest[places[last]]
             partly_s = (
                 sum(works[place] * reached / draw.longest[place] for place in places[last + 1 :: stride]) * stride
@@ -162,6 +162,17 @@ class Scorer:
             at_s = (pricing.base_s * reached + done_s[last] + partly_s) * end_s / last_s
             trained = tokens[last + 1] - tokens[first] + prompts * (last + 1 - first)
             yield min(at_s, end_s), trained * self.problem.train_token_s
+
+
+def _moments(count: int, stride: int) -> list[tuple[int, int]]:
+    """(first, last) of each run of groups that are shown together, the latest runs first: 1, 1, 2, 4, ... stride."""
+    runs: list[tuple[int, int]] = []
+    last, size = count - 1, 1
+    while last >= 0:
+        first = max(0, last - size + 1)
+        runs.append((first, last))
+        last, size = first - 1, min(stride, max(1, count - first))
+    return runs
 
 
 def draw_lengths(problem: Problem, num_draws: int) -> list[Draw]:
