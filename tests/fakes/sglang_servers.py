@@ -77,13 +77,16 @@ class FakeServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Token 7 as often as was asked for, in one chunk."""
         body = await request.json()
-        count = body["sampling_params"]["max_new_tokens"]
+        return await events(request, self.sample(body["sampling_params"]["max_new_tokens"]))
+
+    def sample(self, count: int) -> dict[str, object]:
+        """The last chunk of a sample of ``count`` tokens."""
         meta = {
             "finish_reason": {"type": "length"},
             "weight_versions": [{"version": self.label, "start": 0, "end": count}],
             "output_token_logprobs": [[-0.5, 7, None]] * count,
         }
-        return await events(request, {"output_ids": [7] * count, "meta_info": meta})
+        return {"output_ids": [7] * count, "meta_info": meta}
 
 
 async def events(request: web.Request, *chunks: object) -> web.StreamResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from transport.clock import MonotonicClock
 from transport.errors import PeerUnavailableError
 from transport.types import GroupId, SamplingParams, WeightIdentity
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
+from workers.generation import sglang
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_order import Outcome, outcome_numbers
@@ -222,6 +223,39 @@ async def test_a_server_that_keeps_answering_nonsense_is_lost_and_what_it_had_is
         assert any(isinstance(one, Completion) for one in found)
 
 
+async def test_what_waits_for_memory_lowers_what_fits_and_what_runs_raises_it_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "STUCK_S", 0.1)
+    monkeypatch.setattr(sglang, "POLL_S", 0.05)
+    async with fake_server() as server, started(model_dir, server) as engine:
+        release = asyncio.Event()
+
+        async def one_at_a_time(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            if server.asked.count("/generate") == 1:
+                await response.write(b'data: {"output_ids": [7], "meta_info": {}}\n\n')
+            await release.wait()
+            await response.write(b"data: " + json.dumps(server.sample(5)).encode() + b"\n\n")
+            return response
+
+        server.answers["/generate"] = one_at_a_time
+        for number in range(4):
+            engine.submit(request(f"0/{number}", samples=1))
+        await until(lambda: engine.load().capacity == 1)
+        assert (engine.load().running, engine.load().waiting, engine.load().kv_use) == (1, 3, 0.25)
+        release.set()
+        assert all(isinstance(one, Completion) for one in await results(engine, 4))
+        await until(lambda: engine.load().capacity == 4)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 the watch looks now and then
+            await asyncio.sleep(0.01)
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -301,8 +335,6 @@ async def test_a_server_that_was_started_anew_gets_its_weights_again(model_dir: 
         engine.submit(request())
         found = await results(engine, 2)
         assert {span.weights for one in found if isinstance(one, Completion) for span in one.spans} <= {WEIGHTS}
-        async with asyncio.timeout(10):
-            while server.label != str(WEIGHTS):  # noqa: ASYNC110 the watch looks at it every second
-                await asyncio.sleep(0.05)
+        await until(lambda: server.label == str(WEIGHTS))
         engine.submit(request("0/1"))
         assert all(isinstance(one, Completion) for one in await results(engine, 2))
