@@ -75,6 +75,7 @@ class Simulation:
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
+        self._repeat = scenario.faults.repeat
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
         self._obeys: dict[type[Command], Obey] = {}
@@ -94,7 +95,8 @@ class Simulation:
 
     def after(self, seconds: float, action: Action) -> None:
         """Do ``action`` in ``seconds`` of virtual time; what is due together happens in the order it was asked for."""
-        self.at(self.now_s + seconds, action)
+        heapq.heappush(self._heap, (self.now_s + seconds, self._num_scheduled, action))
+        self._num_scheduled += 1
 
     def at(self, at_s: float, action: Action) -> None:
         """Do ``action`` at this virtual time, now if it has passed."""
@@ -104,7 +106,7 @@ class Simulation:
     def tell(self, event: Event) -> None:
         """The state hears of ``event`` now, and sometimes twice."""
         self._apply(event)
-        if self.strikes(self.scenario.faults.repeat):
+        if self._repeat and self.strikes(self._repeat):
             self._apply(event)
 
     def strikes(self, probability: float) -> bool:
