@@ -31,7 +31,7 @@ test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLA
 	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)
 
 compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
-	@STREAMRL_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose $(ARGS)
+	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/compose $(ARGS)
 
 check: .venv/.ready-dev ## ruff, formatting, pyright
 	@$(BIN)/ruff check

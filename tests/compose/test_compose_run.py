@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.compose_stack import CPU, KINDS, Stack, inspected, provide_torch_wheel, why_not
+from tests.fakes.compose_stack import CPU, KINDS, ROOT, Stack, free_port, inspected, provide_torch_wheel, why_not
 
 ENABLED = "STREAMRL_COMPOSE_TEST"
+"""``build``, or ``built`` to take the images that are there."""
 IMAGE = "streamrl:0.1.0"
 BROKER_IMAGE = "streamrl-broker:0.1.0"
 MAX_OURS_BYTES = 1_500_000_000
@@ -44,6 +48,8 @@ def images() -> None:
         pytest.skip(f"{ENABLED} is not set: `make compose-test` runs this, it takes minutes")
     if reason := why_not():
         pytest.skip(f"no container engine: {reason}; set DOCKER_HOST, or install docker with compose")
+    if os.environ[ENABLED] == "built":
+        return
     provide_torch_wheel()
     done = subprocess.run(
         ["docker", "compose", *(part for file in CPU for part in ("-f", file)), "build"],
@@ -96,6 +102,51 @@ def test_a_run_outlives_every_container_and_each_row_is_trained_once(stack: Stac
     stack.up()  # the same name goes on where it was
     stack.wait_until(lambda: stack.trained() >= 1, "the run that goes on")
     stack.wait_for_batches(2)
+
+
+PROMETHEUS_OF_DEBIAN = """
+FROM python:3.11-slim-bookworm
+RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus \\
+ && install -d -o prometheus -g prometheus /prometheus
+USER prometheus
+ENTRYPOINT ["prometheus"]
+"""
+
+
+def prometheus_image() -> str:
+    """The pinned image where it can be had, else Debian's Prometheus, for machines that reach no container registry."""
+    pinned = "prom/prometheus:v3.5.0"
+    if subprocess.run(["docker", "pull", "-q", pinned], capture_output=True, timeout=300).returncode == 0:
+        return pinned
+    network = os.environ.get("STREAMRL_BUILD_NETWORK", "default")
+    build = ["docker", "build", "-q", "--network", network, "-t", "streamrl-test-prometheus", "-"]
+    done = subprocess.run(build, input=PROMETHEUS_OF_DEBIAN, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return "streamrl-test-prometheus"
+
+
+def test_prometheus_has_what_the_dashboard_asks_for(images: None, tmp_path: Path):
+    port = free_port()
+    stack = Stack(tmp_path, config(batches=100_000), PROMETHEUS_IMAGE=prometheus_image(), PROMETHEUS_PORT=str(port))
+
+    def ask(expression: str) -> list[object]:
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=5) as answer:
+                return json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+
+    try:
+        stack.up()
+        stack.compose("--profile", "monitoring", "up", "-d", "--no-build", "--no-deps", "prometheus")
+        stack.wait_until(lambda: bool(ask("streamrl_trained_batches_total > 0")), "a scrape with the secret")
+        dashboard = json.loads((ROOT / "compose" / "grafana" / "dashboards" / "streamrl.json").read_text())
+        asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+        asked -= {"streamrl_blocked_seconds"}  # nothing is blocked
+        stack.wait_until(lambda: all(ask(expression) for expression in asked), "data for every panel", timeout_s=60)
+    finally:
+        stack.down()
 
 
 def exits(stack: Stack) -> list[str]:
@@ -207,3 +258,23 @@ def test_a_run_on_a_bad_volume_says_what_to_do(images: None, options: str, says:
     done = run_image(IMAGE, "python", "-c", WRITE_A_RUN, options=volume)
     assert done.returncode == 1
     assert says in done.stderr
+
+
+def test_a_real_sglang_generates_and_takes_new_weights_over_the_network(images: None, tmp_path: Path):
+    venv = os.environ.get("SGLANG_VENV")
+    if not venv:
+        pytest.skip("SGLANG_VENV does not name an environment in which SGLang runs on a CPU")
+    (site,) = Path(venv).glob("lib/python3.*/site-packages")
+    stack = Stack(
+        tmp_path,
+        config(batches=4) + '[generation]\nengine = "sglang"\ndtype = "float32"\n',
+        files=(*CPU, "compose/sglang-cpu.yml"),
+        SGLANG_SITE_PACKAGES=str(site),
+    )
+    try:
+        stack.up()
+        stack.wait_until(lambda: set(exits(stack)) == {"0"} and len(exits(stack)) == 4, "four batches", timeout_s=420)
+        audited = stack.orchestrate("inspect", "runs/first", "--audit")
+        assert audited.returncode == 0, audited.stdout + audited.stderr
+    finally:
+        stack.down()

@@ -82,7 +82,9 @@ class Stack:
 
     def down(self) -> None:
         """Containers, network and volumes are gone afterwards."""
-        self.compose("down", "--volumes", "--timeout", "5", "--remove-orphans", timeout_s=180.0, check=False)
+        self.compose(
+            "--profile", "*", "down", "--volumes", "--timeout", "5", "--remove-orphans", timeout_s=180.0, check=False
+        )
 
     def containers(self, service: str, *, all_states: bool = False) -> list[dict[str, Any]]:
         """As ``docker compose ps`` tells of them."""
