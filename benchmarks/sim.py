@@ -20,7 +20,7 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.dispatch import over_bounds
-from orchestrator.core.analytic import decode_cost
+from orchestrator.core.analytic import DoesNotFitError, decode_cost
 from orchestrator.core.hardware import ASSUMED, H800, Assumptions
 from orchestrator.core.llms import QWEN_72B
 from orchestrator.sim.bounds import best_bound, bound
@@ -158,8 +158,12 @@ def sensitivity(batches: int, seed: int) -> None:
             moved = msgspec.structs.replace(ASSUMED, **{field.name: value})
             base_s = iteration_s(BASELINE.run(seed, batches, moved))
             for name, case in CASES.items():
-                ratio = base_s / iteration_s(case.run(seed, batches, moved))
-                found[name].append((ratio, f"{field.name} x {factor:.1f}"))
+                try:
+                    ratio = base_s / iteration_s(case.run(seed, batches, moved))
+                except DoesNotFitError as error:
+                    print(f"{name} with {field.name} x {factor:.1f}: {error}")
+                else:
+                    found[name].append((ratio, f"{field.name} x {factor:.1f}"))
     for name, ratios in found.items():
         (worst, low), (best, high) = min(ratios), max(ratios)
         print(f"{name} when one constant moves by {MOVE:.0%}: {worst:.3f} ({low}) to {best:.3f} ({high})")
