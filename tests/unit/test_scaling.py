@@ -1,0 +1,153 @@
+"""When generation workers come and go: gain, hysteresis, confirmation, rest, limits; and the printed rule's flaws."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.scaling import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
+
+SETTINGS = ScalingSettings(min_workers=1, max_workers=8)
+COST = DecodeCost(fixed_s=0.01, weights_s=0.01, sample_s=0.0005)
+
+
+def shrinking(longest_s: float, work_s: float) -> Estimate:
+    return lambda workers: longest_s + work_s / workers
+
+
+def measured(batch: int, workers: int, generation_s: float, training_s: float, exposed_s: float = 0.0) -> Iteration:
+    return Iteration(
+        batch=batch, workers=workers, generation_s=generation_s, training_s=training_s, exposed_s=exposed_s
+    )
+
+
+def live(
+    settings: ScalingSettings, estimate: Estimate, training_s: float, workers: int, iterations: int = 30
+) -> list[Change]:
+    """A run that does what is asked at once, measured without noise."""
+    scaling, changes = Scaling(), []
+    for batch in range(iterations):
+        change = scaling.observe(settings, measured(batch, workers, estimate(workers), training_s), estimate)
+        if change is not None:
+            changes.append(change)
+            workers = change.to_workers
+    return changes
+
+
+def test_slow_generation_gets_the_workers_that_pay_and_then_there_is_peace():
+    (change,) = live(SETTINGS, shrinking(5.0, 20.0), 9.0, workers=2)
+    assert (change.batch, change.from_workers, change.to_workers) == (1, 2, 5)
+    assert change.after_s == 9.0
+    assert change.reason == (
+        "generation is slower by 6 s; 5 instead of 2 workers make an iteration 9 s instead of 15 s"
+    )
+
+
+def test_slow_training_lets_workers_go_one_unit_at_a_time_until_generation_would_be_slower():
+    changes = live(SETTINGS, shrinking(0.0, 20.0), 10.0, workers=6)
+    assert [change.to_workers for change in changes] == [5, 4, 3, 2]
+
+
+def test_a_gap_that_workers_do_not_close_is_left_alone_by_ours_and_fed_by_the_printed_rule():
+    """The longest sample is the end of generation: the printed delta' is 0, and delta >= 0 fires for ever."""
+    stuck = shrinking(10.0, 1e-9)
+    assert live(SETTINGS, stuck, 10.0, workers=4)[0].to_workers == 3, "what saves nothing goes"
+    printed = msgspec.structs.replace(SETTINGS, rule="printed", rest=0)
+    assert [change.to_workers for change in live(printed, stuck, 5.0, workers=4)] == [5, 6, 7, 8]
+
+
+def test_one_odd_iteration_changes_nothing():
+    scaling = Scaling()
+    for batch in range(20):
+        slow = 30.0 if batch % 2 else 9.0
+        assert scaling.observe(SETTINGS, measured(batch, 2, slow, 9.0), lambda workers: 18.0 / workers) is None
+
+
+def test_after_a_change_nothing_is_judged_until_the_worker_has_served():
+    settings = msgspec.structs.replace(SETTINGS, rest=4)
+    scaling, estimate = Scaling(), shrinking(0.0, 20.0)
+    found = [scaling.observe(settings, measured(batch, 1, 20.0, 10.0), estimate) for batch in range(8)]
+    assert [change.batch for change in found if change is not None] == [1, 7]
+
+
+def test_a_lost_worker_does_not_end_scaling():
+    scaling, estimate = Scaling(), shrinking(0.0, 20.0)
+    assert scaling.observe(SETTINGS, measured(0, 2, 10.0, 10.0), estimate) is None
+    lost = [scaling.observe(SETTINGS, measured(batch, 1, 20.0, 10.0), estimate) for batch in (1, 2)]
+    assert lost[0] is None
+    assert lost[1] is not None
+    assert lost[1].to_workers == 2
+
+
+def test_limits_hold_also_for_a_run_that_starts_outside_of_them():
+    settings = ScalingSettings(min_workers=2, max_workers=3)
+    assert live(settings, shrinking(0.0, 99.0), 1.0, workers=1)[0].to_workers == 2
+    assert live(settings, shrinking(0.0, 99.0), 1.0, workers=5)[0].to_workers == 3
+
+
+def test_a_synchronous_run_counts_the_training_that_generation_waits_for():
+    """Training is slower in sum, but generation is exposed: a worker more shortens the iteration all the same."""
+    estimate, scaling = shrinking(0.0, 16.0), Scaling()
+    found = [scaling.observe(SETTINGS, measured(batch, 2, 8.0, 9.0, exposed_s=5.0), estimate) for batch in range(2)]
+    assert found[1] is not None
+    assert (found[1].to_workers, found[1].after_s) == (4, 9.0)
+
+
+def test_units_come_and_go_whole():
+    settings = ScalingSettings(min_workers=2, max_workers=9, unit=2)
+    assert {change.to_workers % 2 for change in live(settings, shrinking(0.0, 60.0), 10.0, workers=2)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"min_workers": 3, "max_workers": 2}, "min_workers <= max_workers"),
+        ({"min_workers": 0}, "1 <= min_workers"),
+        ({"max_loss": 0.05}, "added and drained in turn"),
+        ({"unit": 0}, "unit and confirm"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        ScalingSettings(**changes)
+
+
+def test_the_state_survives_a_snapshot():
+    scaling = Scaling()
+    scaling.observe(SETTINGS, measured(0, 2, 20.0, 10.0), shrinking(0.0, 40.0))
+    restored = msgspec.msgpack.decode(msgspec.msgpack.encode(scaling), type=Scaling)
+    assert restored == scaling
+
+
+@given(
+    longest_s=st.floats(0.0, 50.0),
+    work_s=st.floats(0.1, 500.0),
+    training_s=st.floats(0.1, 100.0),
+    workers=st.integers(1, 8),
+    unit=st.integers(1, 3),
+)
+def test_unchanged_measurements_end_in_a_fixed_number_of_workers(longest_s, work_s, training_s, workers, unit):
+    """Hysteresis: whatever the run is like, nothing is added and drained in turn."""
+    settings = ScalingSettings(min_workers=1, max_workers=8, unit=unit)
+    changes = live(settings, shrinking(longest_s, work_s), training_s, workers, iterations=80)
+    directions = {change.to_workers > change.from_workers for change in changes}
+    assert len(directions) <= 1
+    assert all(1 <= change.to_workers <= 8 for change in changes)
+    assert not changes or changes[-1].batch < 60
+
+
+def test_the_estimate_flattens_where_the_longest_sample_is_the_end():
+    estimate = estimate_of(COST, [400.0] * 127 + [2000.0], max_running=16)
+    seconds = [estimate(workers) for workers in (1, 2, 4, 8, 16)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] / seconds[1] > 1.2
+    assert seconds[3] / seconds[4] < 1.1
+
+
+def test_an_estimate_that_says_nothing_leaves_what_was_measured():
+    empty = estimate_of(COST, [], max_running=16)
+    assert empty(3) == 0.0
+    assert measured(0, 2, 8.0, 4.0).generation_with(3, empty) == 8.0
