@@ -89,6 +89,7 @@ RANGES: dict[str, Range] = {
     "pipeline.max_attempts": _AT_LEAST_1,
     "pipeline.rollout_timeout_s": _ABOVE_0,
     "pipeline.plan_wait_s": _AT_LEAST_0,
+    "ranker.refit_s": _ABOVE_0,
     "decode_cost.fixed_s": _ABOVE_0,
     "decode_cost.weights_s": _AT_LEAST_0,
     "decode_cost.gemm_sample_s": _AT_LEAST_0,
@@ -197,6 +198,16 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         "must be at most max_staleness + 1, or the last of them is too old when it is trained",
     ),
     (
+        ("algorithm.importance_cap", "algorithm.clip_high", "algorithm.old_logprobs"),
+        lambda s: (
+            s.algorithm.old_logprobs != "rollout"
+            or s.algorithm.importance_cap == 0
+            or s.algorithm.importance_cap > 1 + s.algorithm.clip_high
+        ),
+        'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what the '
+        "clip is there to stop",
+    ),
+    (
         ("trainer.micro_batch_tokens", "sampling.max_new_tokens"),
         lambda s: s.trainer.micro_batch_tokens >= s.sampling.max_new_tokens,
         "must be at least sampling.max_new_tokens, or one response does not fit into a micro-batch",
@@ -210,16 +221,6 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("generation.engine", "trainer.engine"),
         lambda s: s.generation.engine == "replay" or s.trainer.engine != "emulated",
         'must be "replay" with trainer.engine "emulated", which has no weights to serve',
-    ),
-    (
-        ("algorithm.importance_cap", "algorithm.clip_high", "algorithm.old_logprobs"),
-        lambda s: (
-            s.algorithm.old_logprobs != "rollout"
-            or s.algorithm.importance_cap == 0
-            or s.algorithm.importance_cap > 1 + s.algorithm.clip_high
-        ),
-        'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what the '
-        "clip is there to stop",
     ),
     (
         ("generation.engine_url", "generation.engine"),
@@ -260,6 +261,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("eval.path", "data.source"),
         lambda s: s.data.source != "reasoning_gym" or not s.eval.path,
         'is not read by data.source "reasoning_gym", which makes its own held-out problems',
+    ),
+    (
+        ("ranker.model", "ranker.kind"),
+        lambda s: not s.ranker.model or s.ranker.kind == "text",
+        'needs ranker.kind "text"',
     ),
     (
         ("eval.every", "trainer.engine"),

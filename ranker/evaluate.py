@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from numpy.typing import NDArray
 
 from ranker.lengths import PromptLengths, mean_tokens
@@ -55,6 +54,8 @@ def _membership(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
 
 def kendall_tau(actual: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
     """Tau-b; 0 where either is constant, because it then orders nothing."""
+    import scipy.stats  # takes half a second, which scoring alone saves
+
     result: Any = scipy.stats.kendalltau(actual, predicted)
     return 0.0 if np.isnan(result.statistic) else float(result.statistic)
 

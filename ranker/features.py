@@ -14,10 +14,13 @@ import statistics
 import string
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.sparse
-from sklearn.feature_extraction.text import TfidfVectorizer
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
 MAX_CHARS = 8_000
 """Of a prompt that are looked at, half from its beginning and half from its end: documents repeat between them."""
@@ -73,6 +76,8 @@ class PromptFeatures:
 
 
 def _vectorizer(**options: object) -> TfidfVectorizer:
+    from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second to import, see trees.write_booster
+
     words = rf"(?u)\b\w{{2,{MAX_TERM_CHARS}}}\b"
     return TfidfVectorizer(sublinear_tf=True, token_pattern=words, dtype=np.float32, **options)  # pyright: ignore[reportArgumentType]
 

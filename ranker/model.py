@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import lightgbm
 import msgspec
 import numpy as np
 import scipy.sparse
@@ -150,6 +149,8 @@ def _boost(
     """Trees that fit the target on top of ``start``, raw scores; without it their own mean is in the first tree."""
     min_leaf = max(1, min(MAX_MIN_LEAF, len(target) // 20))
     parameters = {**TREES, "objective": objective, "seed": seed, "min_data_in_leaf": min_leaf}
+    import lightgbm  # see trees.write_booster
+
     dataset = lightgbm.Dataset(rows, target, init_score=start, params={"verbosity": -1})
     return list(read_booster(lightgbm.train(parameters, dataset, num_trees)))
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import lightgbm
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ranker.errors import RankerFileError
+
+if TYPE_CHECKING:
+    import lightgbm
 
 MAX_TREES = 600
 """Scoring time grows with them."""
@@ -129,6 +132,8 @@ def write_booster(trees: Sequence[Tree], num_features: int) -> lightgbm.Booster:
     ]
     blocks = ["\n".join(_tree_lines(number, tree)) for number, tree in enumerate(trees)]
     text = "\n".join([*header, *blocks, "end of trees", ""])
+    import lightgbm  # takes half a second, which a run without a text model saves
+
     return lightgbm.Booster(model_str=text)
 
 

@@ -319,6 +319,26 @@ class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
     value: int | float | str
 
 
+class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
+    """How right the predictions of response lengths were, on the newest groups that ended. See ranker/quality.py.
+
+    worth_it: dispatch may rely on their order.  num_groups: judged since the ranker was started.
+    recall_20, _10, _5: of the longest so many percent, how many are among the predicted longest.
+    drift: how far log lengths have moved since the run began.  known_prompts: with lengths of their own.
+    refits: models trained during the run.
+    """
+
+    worth_it: bool
+    num_groups: int = 0
+    recall_20: float = 0.0
+    recall_10: float = 0.0
+    recall_5: float = 0.0
+    kendall_tau: float = 0.0
+    drift: float = 0.0
+    known_prompts: int = 0
+    refits: int = 0
+
+
 class RunResumed(Struct, frozen=True, kw_only=True, tag=True):
     """The run was started again (``--resume``): an earlier StopRequested or PauseRequested no longer holds."""
 
@@ -356,6 +376,7 @@ Event: TypeAlias = (
     | ResumeRequested
     | CheckpointRequested
     | SettingChanged
+    | RankerJudged
     | RunResumed
     | Tick
 )

@@ -151,6 +151,14 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     move_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 
 
+class RankerSettings(Section, frozen=True, kw_only=True):
+    """Who predicts how long responses will be: the longest start first, and plans of dispatch rely on it."""
+
+    kind: Literal["none", "history", "text"] = "text"  # none: all alike; history: by earlier visits; text: also unseen
+    model: str = ""  # file of `rank train` to begin with; empty: text learns from the run's own first 512 groups
+    refit_s: float = 300.0  # text: for one training beside the run, at low priority; beyond it the old model stays
+
+
 class DecodeCostSettings(Section, frozen=True, kw_only=True):
     """How long one step of a generation worker takes, for plans of dispatch: only ratios matter to them.
 
@@ -258,6 +266,7 @@ class Settings(Section, frozen=True, kw_only=True):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    ranker: RankerSettings = RankerSettings()
     decode_cost: DecodeCostSettings = DecodeCostSettings()
     tensors: TensorSettings = TensorSettings()
     replay: ReplaySettings = ReplaySettings()

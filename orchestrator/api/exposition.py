@@ -20,6 +20,8 @@ OF_LAST_BATCH = {
     "response_tokens_max": "Longest response of the last trained batch, tokens.",
     "staleness": "Mean staleness of the last trained batch, versions.",
     "staleness_max": "Largest staleness of the last trained batch, versions.",
+    "ranker_recall_20": "Of the longest 20% of responses, how many were among the predicted longest.",
+    "ranker_worth_it": "1 while dispatch may rely on predicted lengths.",
     "samples_per_s": "Samples a second over the last trained batch.",
     "tokens_per_s": "Response tokens a second over the last trained batch.",
 }

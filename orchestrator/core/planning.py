@@ -18,7 +18,10 @@ from transport.types import GroupId, parse_row_id
 HALFWAY = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
 UNPROVEN = "even"
-"""In place of "scored" until predictions have been compared with lengths: a bad ranker must not lose to none."""
+"""In place of a policy that relies on predictions while the ranker is judged not worth it, and of "scored" until they
+have been compared with lengths: a bad ranker must not lose to none."""
+BLIND = ("even", "random")
+"""Policies that look at no prediction."""
 
 
 def request_key(batch: int) -> str:
@@ -65,16 +68,23 @@ class Planning:
         groups = [group for group in groups if group.stage is Stage.PENDING]
         if not groups:
             return
-        policy = p.settings.dispatch
         command = ComputePlan(
             plan_id=CommandId(p.outbox.seq, len(p.outbox.emitted)).entry,
             batch=batch,
-            policy=UNPROVEN if policy == "scored" and not p.plans.calibration.known else policy,
+            policy=self._policy(),
             groups=tuple(self._planned_group(group) for group in groups),
             workers=tuple(self._planned_worker(worker) for worker in workers),
             prompt_tokens=sum(group.prompt_tokens for group in groups) / len(groups),
         )
         p.outbox.emit_until(request_key(batch), command)
+
+    def _policy(self) -> str:
+        """As configured, unless it would rely on predictions that are not (or no longer) worth it."""
+        plans, wanted = self._p.plans, self._p.settings.dispatch
+        if wanted in BLIND:
+            return wanted
+        judged_useless = plans.ranker is not None and not plans.ranker.worth_it
+        return UNPROVEN if judged_useless or (wanted == "scored" and not plans.calibration.known) else wanted
 
     def _planned_group(self, group: Group) -> PlannedGroup:
         tokens, sigma = self._p.plans.calibration.corrected(group.predicted_tokens, group.predicted_sigma)

@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.core.batches import Group, PendingEntry
 from orchestrator.core.dispatch.calibration import Calibration
+from transport.messages import RankerJudged
 from transport.types import GroupId, WorkerId
 
 ALIKE = 1.3
@@ -29,6 +30,7 @@ class Plans(msgspec.Struct, kw_only=True):
     planned: group -> worker in whose queue it is.  backlog: worker -> predicted tokens of those.
     limits: worker -> samples that its share meant it to run at once; beyond it takes nothing of others.
     paces: worker -> seconds of its samples, over those that were expected.  calibration: what predictions were worth.
+    ranker: what it was judged last, None where nobody judges it.
     """
 
     next_batch: int = 0
@@ -39,6 +41,7 @@ class Plans(msgspec.Struct, kw_only=True):
     limits: dict[WorkerId, int] = msgspec.field(default_factory=dict[WorkerId, int])
     paces: dict[WorkerId, float] = msgspec.field(default_factory=dict[WorkerId, float])
     calibration: Calibration = msgspec.field(default_factory=Calibration)
+    ranker: RankerJudged | None = None
 
     def awaits(self, batch: int, now_s: float) -> bool:
         """Whether groups of ``batch`` wait for a plan that may still come in time."""

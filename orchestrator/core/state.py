@@ -47,6 +47,7 @@ from transport.messages import (
     PlanComputed,
     PromptsArrived,
     PromptsSubmitted,
+    RankerJudged,
     RequestCancelled,
     ResumeRequested,
     RolloutFailed,
@@ -306,6 +307,8 @@ class PipelineState:
                 self._p.retention.requested = True
             case SettingChanged():
                 self._on_setting(event)
+            case RankerJudged():
+                self._p.plans.ranker = event
             case RunResumed():
                 self._p.stop_reason = ""
                 self._p.paused = False

@@ -13,6 +13,7 @@ from orchestrator.core.batches import MISSING, Stage
 from orchestrator.core.pipeline import Pipeline, Wait
 from orchestrator.core.settings import changeable
 from orchestrator.core.waits import current_wait
+from transport.messages import RankerJudged
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 
 
@@ -64,6 +65,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
     settings: those that may change while the run goes on, as they are now.
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
+    ranker: what it was judged last, None where nobody judges it.
     """
 
     seq: int
@@ -92,6 +94,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[BatchView, ...]
     workers: tuple[WorkerView, ...]
     evaluation: EvaluationView | None = None
+    ranker: RankerJudged | None = None
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -126,6 +129,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         batches=batches,
         workers=tuple(_worker_views(p)),
         evaluation=_evaluation_view(p),
+        ranker=p.plans.ranker,
     )
 
 

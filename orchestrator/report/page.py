@@ -43,6 +43,10 @@ CHARTS: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         "|logprob of trainer - of generation|",
         (("mean", "logprob_mismatch"), ("max", "logprob_mismatch_max"), ("total variation", "mismatch_tv")),
     ),
+    (
+        "tail recall of predicted lengths",
+        (("20%", "ranker_recall_20"), ("10%", "ranker_recall_10"), ("5%", "ranker_recall_5")),
+    ),
     ("clipped share", (("low", "clip_fraction_low"), ("high", "clip_fraction_high"))),
     ("seconds a batch", (("seconds", "seconds"),)),
     ("tokens/s", (("tokens/s", "tokens_per_s"),)),

@@ -3,6 +3,7 @@
                        events log ──► read_events ─┐
                             leases ──► membership ─┤            ┌─► journal (first)
      prompt source ──► prompt desk ────────────────┼─► inbox ─► decide ─► PipelineState.handle ─► commands
+                   ranker, its judge ──────────────┤
                              clock ──► tick ───────┤            └─► metrics, watchdog, status ─► HTTP │
                      retained bytes ─► watch_usage ┘                                                  ▼
       rounds, plans:<worker>, control:<worker>, group columns ◄── broker ◄───────────────────── executor
@@ -44,6 +45,7 @@ from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.planner import Planner
 from orchestrator.runtime.prompts import held_out, load_detokenizer, open_source
+from orchestrator.runtime.ranking import Ranking, open_ranker
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.samples import RecentSamples
@@ -55,10 +57,10 @@ from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Fence
-from transport.clock import MonotonicClock
+from transport.clock import Clock, MonotonicClock
 from transport.errors import FencedError, RunExistsError
 from transport.ledger import checkpoint_dirs
-from transport.messages import Event, FinishRun, RunResumed, encode
+from transport.messages import Event, FinishRun, RunResumed, SlotOutcome, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.rows import BrokerRows
 from transport.settings import Settings, public
@@ -90,8 +92,11 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     source.seek(state.source_position)
     evaluates = settings.eval.every > 0 or state.evaluation() is not None
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
-    desk = Desk(source, ConstantPredictor(tokens=float(settings.sampling.max_new_tokens)), held_out=problems)
     clock = MonotonicClock(origin_s=recovered.now_s)
+    ranking = await open_ranking(settings, rundir, clock)
+    blind = ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
+    told = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
+    desk = Desk(source, ranking or blind, held_out=problems, learnt=told)
     metrics = MetricsLog(rundir.metrics)
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
     watchdog = Watchdog(settings.liveness, clock)
@@ -141,6 +146,10 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(watchdog.watch(state), name="watchdog"),
             group.create_task(look_back.watch(), name="look back"),
         ]
+        if ranking is not None:
+            loops.append(group.create_task(ranking.judge(inbox), name="judge ranker"))
+            if settings.ranker.kind == "text":
+                loops.append(group.create_task(ranking.learn(), name="refit ranker"))
         if listener is not None:
             api = Api(board, rundir.metrics, look_back.latest)
             control = Control(broker, settings, lambda: changeable(state.settings))
@@ -157,10 +166,21 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         await flush(decider)
         for loop in loops:
             loop.cancel()
+    if ranking is not None:
+        await asyncio.to_thread(ranking.save)
     journal.close()
     if ended.failure:
         raise RunFailedError(ended.failure)
     return ended.finished
+
+
+async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock) -> Ranking | None:
+    """Who predicts lengths and learns them; None where the settings want nobody. Raises RankerFileError."""
+    if settings.ranker.kind == "none":
+        return None
+    guess = float(settings.sampling.max_new_tokens)
+    ranker = await asyncio.to_thread(open_ranker, settings.ranker, rundir.ranker, first_guess_tokens=guess)
+    return Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
 
 
 async def open_service(

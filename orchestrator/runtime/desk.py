@@ -8,7 +8,7 @@ name can always be found again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -18,12 +18,15 @@ from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.prompts import Prompt, PromptSource
 from ranker.protocol import LengthPredictor
 from transport.messages import HeldOutPromptsArrived, PromptRef, PromptsArrived, SlotOutcome
-from transport.types import PromptId
+from transport.types import GroupId, PromptId
 
 log = structlog.get_logger(__name__)
 
 MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""
+
+HELD_OUT = "held out: "
+"""A held-out problem may have the id of a prompt that is trained on, and is no earlier visit of it."""
 
 
 class _Request(NamedTuple):
@@ -35,12 +38,21 @@ class Desk:
     """``request`` and ``prompt`` never wait; ``run`` reads."""
 
     def __init__(
-        self, source: PromptSource, predictor: LengthPredictor, *, held_out: PromptSource | None = None
+        self,
+        source: PromptSource,
+        predictor: LengthPredictor,
+        *,
+        held_out: PromptSource | None = None,
+        learnt: Collection[GroupId] = (),
     ) -> None:
-        """held_out: the problems of evaluations, None for a run that makes none."""
+        """held_out: the problems of evaluations, None for a run that makes none.
+
+        learnt: groups whose outcomes are told again after a restart; the predictor had them before.
+        """
         self._source = source
         self._held_out = held_out
         self._predictor = predictor
+        self._learnt = frozenset(learnt)
         self._cache: dict[PromptId, Prompt] = {}
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
 
@@ -69,7 +81,8 @@ class Desk:
     def observe(self, outcome: SlotOutcome) -> None:
         """Let source and predictor learn how a slot ended."""
         self._source.observe(outcome)
-        self._predictor.observe(outcome.prompt_id, outcome.response_tokens)
+        if outcome.group_id not in self._learnt:
+            self._predictor.observe(outcome.prompt_id, outcome.response_tokens)
 
     async def run(self, inbox: Inbox) -> None:
         """Answer requests in order, forever."""
@@ -83,7 +96,7 @@ class Desk:
         for prompt in batch.prompts:
             self._remember(prompt)
         return PromptsArrived(
-            prompts=self._refs(batch.prompts), source_positions=tuple(batch.positions), exhausted=batch.exhausted
+            prompts=await self._refs(batch.prompts), source_positions=tuple(batch.positions), exhausted=batch.exhausted
         )
 
     async def _name_held_out(self, count: int) -> HeldOutPromptsArrived:
@@ -92,11 +105,12 @@ class Desk:
             return HeldOutPromptsArrived(prompts=())
         self._held_out.seek("")
         batch = await asyncio.to_thread(self._held_out.next, count)
-        return HeldOutPromptsArrived(prompts=self._refs(batch.prompts))
+        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, HELD_OUT))
 
-    def _refs(self, prompts: Sequence[Prompt]) -> tuple[PromptRef, ...]:
-        ids = [prompt.prompt_id for prompt in prompts]
-        estimates = self._predictor.predict(ids, [prompt.text for prompt in prompts])
+    async def _refs(self, prompts: Sequence[Prompt], kind: str = "") -> tuple[PromptRef, ...]:
+        """With predictions made in a thread. kind: goes before the ids that the predictor hears."""
+        ids = [kind + prompt.prompt_id for prompt in prompts]
+        estimates = await asyncio.to_thread(self._predictor.predict, ids, [prompt.text for prompt in prompts])
         return tuple(
             PromptRef(
                 prompt_id=prompt.prompt_id,

@@ -92,6 +92,15 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
     return "  ".join([*parts, f"{line['eval_answered']} of {line['eval_problems']} problems", short]).rstrip()
 
 
+def ranker_line(ranker: Mapping[str, Any]) -> str:
+    """``status["ranker"]`` as a line: how right predictions were, and whether dispatch relies on them."""
+    if not ranker["num_groups"]:
+        return "ranker: nothing judged yet"
+    recalls = "/".join(f"{ranker[name]:.2f}" for name in ("recall_20", "recall_10", "recall_5"))
+    verdict = "dispatch may rely on it" if ranker["worth_it"] else "not worth it, plans are even"
+    return f"ranker: recall {recalls} at 20/10/5% of {ranker['num_groups']} groups, {verdict}"
+
+
 def blocked_line(blocked: Mapping[str, Any]) -> str:
     """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
     return (
@@ -159,6 +168,7 @@ def _headline(status: Mapping[str, Any]) -> Text:
         f"groups: {groups}",
         "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
         _waiting(status.get("wait"), status.get("elapsed_s", 0.0)),
+        ranker_line(status["ranker"]) if status.get("ranker") else "",
     ]
     text = Text("\n".join(part for part in parts if part), style="bold")
     if blocked := status.get("blocked"):

@@ -23,6 +23,7 @@ from transport.messages import (
     Event,
     GroupScored,
     JournalRecord,
+    RankerJudged,
     RolloutFinished,
     SlotOutcome,
     StepDone,
@@ -94,6 +95,7 @@ class MetricsLog:
         self._evaluated = {line["eval"] for line in evaluations}
         self._engine_s = _EngineSeconds()
         self._last_step_s: float | None = None
+        self._ranker: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
         self.curves = Curves(lines)
         self.evaluations = evaluations
@@ -109,6 +111,8 @@ class MetricsLog:
                     self.observe(record.event, (), record.now_s)
                 case StepDone():
                     self._last_step_s = record.now_s
+                case RankerJudged():
+                    self._ranker = ranker_numbers(record.event)
                 case _:
                     pass
 
@@ -121,6 +125,8 @@ class MetricsLog:
             case GroupScored() if event.group_id not in self._scored and not is_evaluation(event.group_id):
                 self._scored.add(event.group_id)
                 self._score(event)
+            case RankerJudged():
+                self._ranker = ranker_numbers(event)
             case _:
                 pass
         for command in commands:
@@ -183,6 +189,7 @@ class MetricsLog:
             "trained_rows": event.num_rows,
             "trained_tokens": event.num_tokens,
             **event.metrics,
+            **self._ranker,
         }
         if seconds > 0:
             line |= {
@@ -197,6 +204,20 @@ class MetricsLog:
         self._written.add(key)
         self._append(line)
         return line
+
+
+def ranker_numbers(judged: RankerJudged) -> dict[str, float]:
+    """How right predictions were, as part of a batch's line; nothing before the first groups were judged."""
+    if not judged.num_groups:
+        return {}
+    return {
+        "ranker_recall_20": round(judged.recall_20, 3),
+        "ranker_recall_10": round(judged.recall_10, 3),
+        "ranker_recall_5": round(judged.recall_5, 3),
+        "ranker_tau": round(judged.kendall_tau, 3),
+        "ranker_drift": round(judged.drift, 3),
+        "ranker_worth_it": float(judged.worth_it),
+    }
 
 
 def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> dict[str, Any]:

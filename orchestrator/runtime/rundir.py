@@ -5,6 +5,7 @@
   metrics.jsonl     one line a trained batch, and one an evaluation
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
+  ranker.bin        what the run learnt of response lengths
   journal/          every applied event, snapshots (recovery, replay, audit)
   broker/           the embedded broker's append-only file and password
   checkpoints/      step-<version>/ of the trainer
@@ -48,6 +49,10 @@ class RunDir:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def ranker(self) -> Path:
+        return self.path / "ranker.bin"
 
     @property
     def broker(self) -> Path:

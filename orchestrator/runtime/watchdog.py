@@ -21,6 +21,7 @@ from transport.clock import Clock
 from transport.messages import (
     BrokerUsage,
     Event,
+    RankerJudged,
     RolloutFailed,
     RowsMissing,
     Tick,
@@ -36,7 +37,7 @@ from transport.settings import LivenessSettings
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
-NO_PROGRESS = (Tick, BrokerUsage, WorkerReported, RolloutFailed, RowsMissing, WeightsFailed, WorkerLost)
+NO_PROGRESS = (Tick, BrokerUsage, RankerJudged, WorkerReported, RolloutFailed, RowsMissing, WeightsFailed, WorkerLost)
 """Events that may repeat forever while nothing gets done."""
 
 

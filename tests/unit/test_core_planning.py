@@ -8,7 +8,7 @@ import pytest
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import ComputePlan, DispatchGroups, PlanComputed, PlanShare, Tick, WorkerLost
+from transport.messages import ComputePlan, DispatchGroups, PlanComputed, PlanShare, RankerJudged, Tick, WorkerLost
 from transport.types import GroupId, WorkerId
 
 CORE = CoreSettings(
@@ -69,6 +69,23 @@ def test_a_setting_of_no_wait_never_holds_a_group():
 
 def test_the_default_asks_for_no_plan():
     assert not world_with(8, dispatch="least_loaded").plan_requests
+
+
+@pytest.mark.parametrize(
+    ("policy", "worth_it", "asked"),
+    [("slicing", False, "even"), ("slicing", True, "slicing"), ("paced", False, "even"), ("random", False, "random")],
+)
+def test_a_ranker_that_is_judged_not_worth_it_gets_even_dispatch(policy: str, worth_it: bool, asked: str):
+    world = PipelineWorld(msgspec.structs.replace(CORE, dispatch=policy))
+    world.tell(RankerJudged(worth_it=not worth_it, num_groups=300))
+    world.tell(RankerJudged(worth_it=worth_it, num_groups=400, recall_20=0.5))
+    world.start_trainer()
+    world.load(world.join(8))
+    world.answer_prompts(world.requests[0].count)
+    assert [command.policy for command in world.plan_requests] == [asked]
+    view = world.state.view()
+    assert view.ranker is not None
+    assert view.ranker.recall_20 == 0.5
 
 
 def test_groups_of_a_worker_that_is_lost_go_to_the_others():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,10 +14,10 @@ from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.intake import Arrival, Inbox, new_inbox
 from orchestrator.runtime.problems import Problem
 from orchestrator.runtime.prompts import PromptEncoder, ShuffledSource
-from ranker.protocol import ConstantPredictor
-from transport.messages import HeldOutPromptsArrived, PromptsArrived
+from ranker.protocol import ConstantPredictor, LengthEstimate
+from transport.messages import HeldOutPromptsArrived, PromptsArrived, SlotOutcome
 from transport.settings import DataSettings
-from transport.types import PromptId
+from transport.types import GroupId, PromptId
 from workers.random_model import character_tokenizer
 
 
@@ -57,6 +58,46 @@ async def test_held_out_problems_are_told_from_the_first_on_each_time():
         assert isinstance(event, PromptsArrived)
         assert desk.prompt(PromptId("rows.jsonl/0")).text == "train a"
         assert desk.held_out_prompt(PromptId("rows.jsonl/0")).text == "held a"
+
+
+class Recorder(ConstantPredictor):
+    """Remembers what it was asked and told, and in which thread it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens=9.0)
+        self.asked: list[str] = []
+        self.told: list[str] = []
+        self.threads: set[int] = set()
+
+    def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
+        self.asked += prompt_ids
+        self.threads.add(threading.get_ident())
+        return super().predict(prompt_ids, texts)
+
+    def observe(self, prompt_id: str, response_tokens: Sequence[int]) -> None:
+        self.told.append(prompt_id)
+
+
+async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out_problem_for_a_visit():
+    recorder, inbox = Recorder(), new_inbox()
+    desk = Desk(source("train a"), recorder, held_out=source("held a"))
+    task = asyncio.create_task(desk.run(inbox))
+    desk.request(1)
+    desk.request_held_out(1)
+    for _ in range(2):
+        await next_arrival(inbox)
+    task.cancel()
+    assert recorder.asked == ["rows.jsonl/0", "held out: rows.jsonl/0"]
+    assert threading.get_ident() not in recorder.threads
+
+
+def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
+    recorder = Recorder()
+    desk = Desk(source("train a", "train b"), recorder, learnt=[GroupId("0/0")])
+    for slot in (0, 1):
+        prompt_id = PromptId(f"rows.jsonl/{slot}")
+        desk.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
+    assert recorder.told == ["rows.jsonl/1"]
 
 
 async def test_a_run_without_held_out_problems_says_so():

@@ -6,7 +6,7 @@
 import { byId, setText } from "./dom.js";
 import { showCurves, showEvaluations } from "./curves.js";
 import { showLanes } from "./lanes.js";
-import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showSamples } from "./panels.js";
+import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showRanker, showSamples } from "./panels.js";
 import { duration, number, visible } from "./text.js";
 import { showBubbles, showLastMinute } from "./usage.js";
 
@@ -121,6 +121,7 @@ function showStatus() {
   showFlow(status);
   showBatches(status);
   showEvaluation(status);
+  showRanker(status);
   showQueues(status);
   showLongest(status);
   showLanes(history && history.lanes, status);

@@ -16,6 +16,7 @@ const CHARTS = [
   { title: "Reward components", components: true },
   { title: "Response tokens", names: ["response_tokens", "response_tokens_max"], labels: ["mean", "longest"], floor: 0 },
   { title: "Staleness of a batch's samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
+  { title: "Tail recall of predicted lengths", names: ["ranker_recall_20", "ranker_recall_10", "ranker_recall_5"], labels: ["20%", "10%", "5%"], floor: 0 },
   { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "train", "wait", "publish"], floor: 0, robust: true },
   { title: "Tokens a second", names: ["tokens_per_s"], floor: 0, robust: true },
 ];

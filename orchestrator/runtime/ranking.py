@@ -1,0 +1,156 @@
+"""The run's length ranker beside the loops: it predicts when prompts come, learns from slots that end, is judged.
+
+    desk: predict (a thread) ◄── text model ◄── learn: refits in another process, when due
+    desk: observe (the loop) ──► history, quality ──► judge: RankerJudged ──► inbox, journal, core; and the run's file
+
+Owns: the ranker's file in the run's directory. Never: whether predictions are used: that is the core's, from what it is
+told here, so that a replay decides the same. Invariant: the loop never waits for it; a ranker that fails (a damaged
+file, a refit that ends badly) costs what it would have gained, and never the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from orchestrator.runtime.intake import Arrival, Inbox
+from ranker.errors import RankerFileError, RefitError
+from ranker.online import OnlineRanker, RankerQuality
+from ranker.protocol import LengthEstimate
+from transport.clock import Clock
+from transport.messages import RankerJudged
+from transport.settings import RankerSettings
+
+log = structlog.get_logger(__name__)
+
+JUDGED_EVERY = 16
+"""Groups observed between two judgements; its figures are of thousands, so nothing is missed."""
+SAVED_EVERY_S = 10.0
+"""A history of 200,000 prompts is 15 MB; what a crash may lose is worth less than writing that more often."""
+
+
+class Ranking:
+    """A LengthPredictor (ranker/protocol.py) with two loops: ``judge``, and for a text model ``learn``."""
+
+    def __init__(self, ranker: OnlineRanker, path: Path, clock: Clock, *, refit_s: float) -> None:
+        """path: where it is kept.  refit_s: limit of one refit."""
+        self._ranker = ranker
+        self._path = path
+        self._clock = clock
+        self._refit_s = refit_s
+        self._observed = 0
+        self._judged_worth_it: bool | None = None
+        self._to_judge = asyncio.Event()
+        self._to_learn = asyncio.Event()
+        self._to_judge.set()  # what was known before the first group counts, too
+
+    def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
+        """Blocks: for a thread."""
+        return self._ranker.predict(prompt_ids, texts)
+
+    def observe(self, prompt_id: str, response_tokens: Sequence[int]) -> None:
+        """Lengths that a group turned out to have. Cheap; empty responses tell nothing of a length."""
+        self._ranker.observe(prompt_id, [tokens for tokens in response_tokens if tokens > 0])
+        self._observed += 1
+        if self._observed % JUDGED_EVERY == 0 or self._ranker.worth_it != self._judged_worth_it:
+            self._to_judge.set()
+        if self._ranker.refit_due:
+            self._to_learn.set()
+
+    async def judge(self, inbox: Inbox) -> None:
+        """Tell the core how right predictions were, and keep what was learnt, forever."""
+        saved_s = self._clock.now_s()
+        while True:
+            await self._to_judge.wait()
+            self._to_judge.clear()
+            quality = await asyncio.to_thread(self._ranker.quality)
+            self._judged_worth_it = quality.worth_it
+            await inbox.put(Arrival(judged(quality)))
+            if self._clock.now_s() - saved_s >= SAVED_EVERY_S:
+                saved_s = self._clock.now_s()
+                await asyncio.to_thread(self.save)
+
+    async def learn(self) -> None:
+        """Train on what was observed whenever enough of it came, forever."""
+        while True:
+            await self._to_learn.wait()
+            self._to_learn.clear()
+            try:
+                await in_daemon_thread(self._refit, limit_s=2 * self._refit_s)
+            except (RefitError, TimeoutError) as error:
+                log.warning("the ranker learnt nothing new", error=str(error) or "its thread hangs")
+            else:
+                log.info("the ranker has a new model", refits=self._ranker.quality().refits)
+                self._to_judge.set()
+
+    def _refit(self) -> None:
+        self._ranker.refit(self._refit_s)
+
+    def save(self) -> None:
+        """Keep model, history and verdict for a restart. Never raises: the next time may find room."""
+        try:
+            self._ranker.save(self._path)
+        except RankerFileError as error:
+            log.warning("the ranker was not saved", error=str(error))
+
+
+def open_ranker(settings: RankerSettings, path: Path, *, first_guess_tokens: float) -> OnlineRanker:
+    """The run's own ranker of before a restart, else the one that ``ranker.model`` names, else one that knows nothing.
+
+    Blocks. Raises RankerFileError for ``ranker.model``; a damaged file of the run's own only costs what it had learnt.
+    """
+    if path.exists():
+        try:
+            return OnlineRanker.load(path, first_guess_tokens=first_guess_tokens)
+        except RankerFileError as error:
+            log.warning("the ranker begins anew", error=str(error))
+    if settings.model:
+        return OnlineRanker.load(Path(settings.model), first_guess_tokens=first_guess_tokens)
+    return OnlineRanker(first_guess_tokens=first_guess_tokens)
+
+
+def judged(quality: RankerQuality) -> RankerJudged:
+    """What the core, the journal and people are told."""
+    return RankerJudged(
+        worth_it=quality.worth_it,
+        num_groups=quality.num_groups,
+        recall_20=quality.recall_20,
+        recall_10=quality.recall_10,
+        recall_5=quality.recall_5,
+        kendall_tau=quality.kendall_tau,
+        drift=quality.drift,
+        known_prompts=quality.known_prompts,
+        refits=quality.refits,
+    )
+
+
+async def in_daemon_thread(work: Callable[[], None], *, limit_s: float) -> None:
+    """``work`` in a thread that nobody waits for when the process ends, as they would for one of the loop's executor.
+
+    Raises what it raises, or TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: RefitError | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
+
+    def run() -> None:
+        error: RefitError | None = None
+        try:
+            work()
+        except RefitError as raised:
+            error = raised
+        finally:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="ranker", daemon=True).start()
+    async with asyncio.timeout(limit_s):
+        await done

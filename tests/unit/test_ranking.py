@@ -1,0 +1,159 @@
+"""The ranker of a live run: judged as it learns, saved, found again, and never a reason for the run to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.runtime.intake import Inbox, new_inbox
+from orchestrator.runtime.metrics import ranker_numbers
+from orchestrator.runtime.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
+from ranker.errors import RankerFileError, RefitError
+from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
+from transport.messages import RankerJudged
+from transport.settings import RankerSettings
+
+PROMPTS = [f"p{number}" for number in range(64)]
+
+
+class HandClock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+def opened(path: Path, **settings: str) -> OnlineRanker:
+    return open_ranker(RankerSettings(**settings), path, first_guess_tokens=100.0)  # pyright: ignore[reportArgumentType]
+
+
+def ranking_at(path: Path, clock: HandClock | None = None) -> Ranking:
+    return Ranking(opened(path), path, clock or HandClock(), refit_s=60.0)
+
+
+def visit_all(ranking: Ranking, times: int) -> None:
+    """Each prompt has its own length, so that a history knows the order after one visit."""
+    for _ in range(times):
+        ranking.predict(PROMPTS, PROMPTS)
+        for number, prompt_id in enumerate(PROMPTS):
+            ranking.observe(prompt_id, [10 + 10 * number, 11 + 10 * number])
+
+
+@asynccontextmanager
+async def judging(ranking: Ranking) -> AsyncIterator[Inbox]:
+    inbox = new_inbox()
+    task = asyncio.create_task(ranking.judge(inbox))
+    yield inbox
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def next_judgement(inbox: Inbox) -> RankerJudged:
+    async with asyncio.timeout(4.0):
+        event = (await inbox.get()).event
+    assert isinstance(event, RankerJudged)
+    return event
+
+
+async def test_the_core_hears_at_once_that_nothing_is_known_and_later_that_it_is(tmp_path: Path):
+    ranking = ranking_at(tmp_path / "ranker.bin")
+    async with judging(ranking) as inbox:
+        first = await next_judgement(inbox)
+        assert (first.worth_it, first.num_groups) == (False, 0)
+        assert ranker_numbers(first) == {}
+        visit_all(ranking, 6)
+        later = await next_judgement(inbox)
+    assert later.worth_it
+    assert later.recall_20 > 0.75
+    assert ranker_numbers(later)["ranker_worth_it"] == 1.0
+
+
+async def test_it_is_judged_again_after_so_many_groups_and_not_before(tmp_path: Path):
+    ranking = ranking_at(tmp_path / "ranker.bin")
+    async with judging(ranking) as inbox:
+        await next_judgement(inbox)
+        for number in range(JUDGED_EVERY - 1):
+            ranking.observe(PROMPTS[number], [5])
+        await asyncio.sleep(0)
+        assert inbox.empty()
+        ranking.observe(PROMPTS[-1], [5, 0])
+        assert (await next_judgement(inbox)).known_prompts == JUDGED_EVERY
+
+
+async def test_what_was_learnt_survives_a_restart(tmp_path: Path):
+    path, clock = tmp_path / "ranker.bin", HandClock()
+    ranking = ranking_at(path, clock)
+    async with judging(ranking) as inbox:
+        await next_judgement(inbox)
+        assert not path.exists()
+        clock.at_s = SAVED_EVERY_S
+        visit_all(ranking, 6)
+        await next_judgement(inbox)
+        await asyncio.to_thread(ranking.save)
+    before = ranking.predict(PROMPTS, PROMPTS)
+    again = opened(path)
+    assert again.worth_it
+    assert [round(one.mean_tokens) for one in again.predict(PROMPTS, PROMPTS)] == [
+        round(one.mean_tokens) for one in before
+    ]
+
+
+def test_a_damaged_file_of_the_run_costs_what_it_held_and_one_that_the_user_named_is_refused(tmp_path: Path):
+    path = tmp_path / "ranker.bin"
+    path.write_bytes(b"torn")
+    assert not opened(path).worth_it
+    with pytest.raises(RankerFileError, match=r"torn\.ranker"):
+        opened(tmp_path / "none", kind="text", model=str(tmp_path / "torn.ranker"))
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_end(tmp_path: Path):
+    ranking = ranking_at(tmp_path / "gone" / "ranker.bin")
+    visit_all(ranking, 1)
+    ranking.save()
+    assert not (tmp_path / "gone").exists()
+
+
+async def test_a_refit_that_fails_leaves_the_loop_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tried = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail(self: OnlineRanker, deadline_s: float) -> None:
+        loop.call_soon_threadsafe(tried.set)
+        raise RefitError("too few prompts")
+
+    monkeypatch.setattr(OnlineRanker, "refit", fail)
+    ranking = ranking_at(tmp_path / "ranker.bin")
+    task = asyncio.create_task(ranking.learn())
+    visit_all(ranking, -(-FIRST_REFIT_GROUPS // len(PROMPTS)))
+    async with asyncio.timeout(4.0):
+        await tried.wait()
+        tried.clear()
+        ranking.observe(PROMPTS[0], [5])
+        await tried.wait()
+    assert not task.done()
+    task.cancel()
+
+
+async def test_work_that_hangs_is_left_behind():
+    hanging = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    released = threading.Event()
+
+    def hang() -> None:
+        loop.call_soon_threadsafe(hanging.set)
+        released.wait(4.0)
+
+    with pytest.raises(TimeoutError):
+        await in_daemon_thread(hang, limit_s=0.05)
+    assert hanging.is_set()
+    released.set()
