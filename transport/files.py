@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
+def writing(directory: Path) -> Generator[None]:
     """Turns what the system says of ``directory``, or a file in it, into DirectoryError."""
     try:
         yield
