@@ -67,6 +67,12 @@ class FakeServer:
             case "/get_weights_by_name":
                 number = int((await request.json())["name"].rpartition(":")[2])
                 return web.json_response(list(b"\x81\xa6number" + bytes([number])))
+            case "/update_weights_from_tensor":
+                self.label = (await request.json())["weight_version"] or self.label
+                return web.json_response({})
+            case "/update_weight_version":
+                self.label = (await request.json())["new_version"]
+                return web.json_response({})
             case "/v1/loads":
                 return web.json_response({"loads": [{"num_running_reqs": 1, "token_usage": 0.25}]})
             case "/generate":

@@ -29,7 +29,9 @@ _CLASSES = {
 }
 
 
-def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = True, max_context: int = 256) -> PreTrainedModel:
+def tiny_model(
+    family: str = "qwen3", *, seed: int = 0, tied: bool = True, max_context: int = 256, head_dim: int = 16
+) -> PreTrainedModel:
     """Two layers, 4 heads on 2 key heads, with weights large enough that attention and positions matter."""
     config_class, model_class = _CLASSES[family]
     config = config_class(
@@ -39,7 +41,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = True, max_c
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=max_context,
         tie_word_embeddings=tied,
         bos_token_id=None,

@@ -259,20 +259,19 @@ async def until(holds: Callable[[], bool]) -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_version_is_labelled_only_when_the_loader_says_that_it_is_there(model_dir: Path) -> None:
+async def test_a_version_is_served_once_the_loader_says_that_it_is_there(model_dir: Path) -> None:
     async with fake_server() as server, started(model_dir, server) as engine:
         server.asked.clear()
         await engine.load_weights(WEIGHTS, TENSORS)
-        server.label = str(WEIGHTS)
         assert [path for path in server.asked if path not in ("/v1/loads", "/health", "/model_info")] == [
             "/pause_generation",
             "/begin_weight_update",
             "/update_weights_from_tensor",
             "/get_weights_by_name",
             "/end_weight_update",
-            "/update_weight_version",
             "/continue_generation",
         ]
+        assert server.label == str(WEIGHTS)
         engine.submit(request(samples=1))
         (completion,) = await results(engine, 1)
         assert isinstance(completion, Completion)
@@ -293,7 +292,7 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_service(
         server.asked.clear()
         with pytest.raises(error, match="it is gone"):
             await engine.load_weights(WEIGHTS, TENSORS)
-        assert "/update_weight_version" not in server.asked
+        assert server.label == "default", "what tokens are of is what it was"
         assert server.asked.count("/continue_generation") == 1
         engine.submit(request(samples=1))
         (completion,) = await results(engine, 1)
@@ -303,7 +302,6 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_service(
 async def test_a_server_with_half_of_a_version_is_not_used_before_it_has_the_whole_old_one(model_dir: Path) -> None:
     async with fake_server() as server, started(model_dir, server) as engine:
         await engine.load_weights(WEIGHTS, TENSORS)
-        server.label = str(WEIGHTS)
         fresh = server.answers.copy()
 
         async def spoiled(request: web.Request) -> web.Response:
@@ -327,11 +325,6 @@ async def test_a_server_that_was_started_anew_gets_its_weights_again(model_dir: 
         await engine.load_weights(WEIGHTS, TENSORS)
         server.label = "default"  # as a new process would say, and of which its tokens are
 
-        async def labels(request: web.Request) -> web.Response:
-            server.label = (await request.json())["new_version"]
-            return web.json_response({})
-
-        server.answers["/update_weight_version"] = labels
         engine.submit(request())
         found = await results(engine, 2)
         assert {span.weights for one in found if isinstance(one, Completion) for span in one.spans} <= {WEIGHTS}

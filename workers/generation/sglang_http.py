@@ -224,13 +224,16 @@ class SglangClient:
     async def end_update(self) -> None:
         await self._call("POST", "/end_weight_update", {}, UPDATE_S)
 
-    async def update(self, payload: str, loader: str, ranks: int) -> None:
-        """Have ``loader`` run in each of its ``ranks`` processes. The label of the weights stays as it is."""
+    async def update(self, payload: str, loader: str, ranks: int, label: str | None) -> None:
+        """Have ``loader`` run in each of its ``ranks`` processes. label: of tokens from then on, whatever the loader
+        did; None: as before.
+        """
         body = {
             "serialized_named_tensors": [payload] * ranks,
             "load_format": loader,
             "flush_cache": False,  # refused while samples run; the cache is divided by extra_key
             "abort_all_requests": False,
+            "weight_version": label,
         }
         await self._call("POST", "/update_weights_from_tensor", body, UPDATE_S)
 

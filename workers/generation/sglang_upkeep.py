@@ -128,6 +128,7 @@ class ServerUpkeep:
             await self._wait_elsewhere()
         self.info = await check_server(self.client, self.model)
         self._desk.vocab_size, self._desk.ranks = self.model.vocab_size, self.info.tp_size
+        self._desk.label = (await self.client.model_info()).weight_version
         try:
             await self._desk.look()
         except WeightsMismatchError as error:

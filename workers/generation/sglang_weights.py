@@ -9,6 +9,7 @@ Owns: that file, and the calls that make a server load it. Invariant: what is he
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -107,7 +108,7 @@ def _write(fd: int, offset: int, data: memoryview) -> None:
 class OrderDesk:
     """Gives orders to the loader of one server. same_host: its server is on this host, as this user.
 
-    vocab_size: of the run's model.  ranks: the server's tensor-parallel processes.
+    vocab_size: of the run's model.  ranks: the server's tensor-parallel processes.  label: of the weights it serves.
     """
 
     def __init__(self, client: SglangClient, *, same_host: bool) -> None:
@@ -116,6 +117,7 @@ class OrderDesk:
         self._number = 0
         self.vocab_size = 0
         self.ranks = 1
+        self.label = ""
 
     async def look(self) -> None:
         """Have the loader look whether the server's model is of this vocabulary. Raises as ``pass_on``."""
@@ -140,10 +142,10 @@ class OrderDesk:
         await client.pause()
         spoiled = False
         try:
-            outcome = await _carried_out(client, order, self.ranks)
+            outcome = await self._carry_out(order, label)
             spoiled = outcome.spoiled
-            if label and not outcome.error:
-                await client.label(label)
+            if outcome.error and label and not spoiled:
+                await client.label(self.label)
         finally:
             if not spoiled:  # or its samples would go on under weights that nobody knows
                 await client.resume()
@@ -153,18 +155,22 @@ class OrderDesk:
             raise WeightsMismatchError(outcome.error)
         if outcome.error:
             raise PeerUnavailableError(client.url, f"it cannot load {label}: {outcome.error}")
+        self.label = label or self.label
 
-
-async def _carried_out(client: SglangClient, order: LoadOrder, ranks: int) -> Outcome:
-    await client.begin_update()
-    try:
-        await client.update(to_payload(order), LOADER, ranks)
-        outcome = read_outcome(await client.outcome(outcome_name(order.number)))
-    finally:
-        await client.end_update()
-    if outcome.number != order.number:
-        raise ServerAnswerError(client.url, 0, f"its loader tells of order {outcome.number}, not {order.number}")
-    return outcome
+    async def _carry_out(self, order: LoadOrder, label: str) -> Outcome:
+        """As few calls one after another as can be: samples wait for each."""
+        client = self._client
+        await client.begin_update()
+        try:
+            await client.update(to_payload(order), LOADER, self.ranks, label or None)
+        except BaseException:
+            await client.end_update()
+            raise
+        raw, _ = await asyncio.gather(client.outcome(outcome_name(order.number)), client.end_update())
+        outcome = read_outcome(raw)
+        if outcome.number != order.number:
+            raise ServerAnswerError(client.url, 0, f"its loader tells of order {outcome.number}, not {order.number}")
+        return outcome
 
 
 async def make_ready(client: SglangClient) -> None:
