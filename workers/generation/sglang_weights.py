@@ -166,7 +166,12 @@ class OrderDesk:
         except BaseException:
             await client.end_update()
             raise
-        raw, _ = await asyncio.gather(client.outcome(outcome_name(order.number)), client.end_update())
+        told = asyncio.gather(client.outcome(outcome_name(order.number)), client.end_update(), return_exceptions=True)
+        raw, ended = await told
+        if isinstance(ended, BaseException):
+            raise ended
+        if isinstance(raw, BaseException):
+            raise raw
         outcome = read_outcome(raw)
         if outcome.number != order.number:
             raise ServerAnswerError(client.url, 0, f"its loader tells of order {outcome.number}, not {order.number}")
