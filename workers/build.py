@@ -15,6 +15,7 @@ import msgspec
 from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.clock import MonotonicClock
+from transport.files import writing
 from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import Settings, TensorSettings
@@ -202,13 +203,20 @@ def trainer_worker(
 
         if settings.trainer.engine == "none":
             raise ModelError(f"run {settings.run.name!r} is a service: nothing is trained in it (trainer.engine)")
-        await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(_make_directory, run_dir)
         endpoint = endpoint_of(settings.tensors, own_address or {}, secret)
         publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
         learner = _learner(settings, model_dir, publisher, rank, trust_remote_code)
         return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
 
     return build
+
+
+def _make_directory(directory: Path) -> None:
+    """Raises DirectoryError now, not at the first checkpoint."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "checkpoints").mkdir(exist_ok=True)
 
 
 def publishing_worker(
