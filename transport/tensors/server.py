@@ -39,8 +39,7 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], serve: Callable[[socket.socket, str], None]) -> None:
         self._serve = serve
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._live: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()
+        self._connections: list[tuple[socket.socket, threading.Thread]] = []
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, socketserver.BaseRequestHandler)
 
@@ -51,27 +50,24 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         name = f"tensor-connection-{client_address[1]}"
         thread = threading.Thread(target=self._run, args=(request, client_address), name=name, daemon=True)
-        with self._lock:
-            self._live[request] = thread
         thread.start()
+        # A thread stays here until it has ended, not only its work: ``close`` waits for it.
+        self._connections = [one for one in self._connections if one[1].is_alive()]
+        self._connections.append((request, thread))
 
     def _run(self, request: socket.socket, client_address: tuple[str, int]) -> None:
         try:
             self._serve(request, f"{client_address[0]}:{client_address[1]}")
         finally:
-            with self._lock:
-                self._live.pop(request, None)
             self.shutdown_request(request)
             self._slots.release()
 
     def cut_connections(self, wait_s: float) -> None:
-        """Wake every connection's thread by closing its socket, and wait for them to end."""
-        with self._lock:
-            live = dict(self._live)
-        for request in live:
-            with contextlib.suppress(OSError):
+        """Wake every connection's thread by closing its socket, and wait for them to end. No new one may come any more."""
+        for request, _ in self._connections:
+            with contextlib.suppress(OSError):  # one that has ended
                 request.shutdown(socket.SHUT_RDWR)
-        for thread in live.values():
+        for _, thread in self._connections:
             thread.join(wait_s)
 
 

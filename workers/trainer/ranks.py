@@ -15,18 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from transport.broker import keys
 from transport.broker.base import Broker
 from workers.errors import RanksError
 from workers.trainer.parallel import GradientReducer, RankGroup, SingleRank, join_store, open_store
+from workers.trainer.parting import META, POLL_S
 
-META = "trainer-ranks"
-"""Meta key: the port of rank 0's store."""
-DONE = "trainer-done"
-"""Meta key: id of the last command that rank 0 has carried out, everything saved."""
 JOIN_S = 2.0
 """One attempt to reach a store; then the broker is asked again."""
-POLL_S = 0.2
 
 InTorch = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
@@ -64,31 +59,6 @@ async def meet_ranks(
     else:
         store = await _find_store(broker, world_size, in_torch, rank, join_timeout_s)
     return await in_torch(lambda: group(store))
-
-
-async def present_rank_0(broker: Broker) -> bytes:
-    """What tells the present rank 0 from one that was started after it."""
-    return await broker.get_meta(META) or b""
-
-
-async def leave_together(broker: Broker, entry_id: str, met: bytes, *, limit_s: float) -> None:
-    """Stay, as a rank other than 0, until rank 0 has saved all there is up to ``entry_id``, or the run is over.
-
-    Rank 0 may die while it saves. Its successor cannot start without the others, so they must be there to start over.
-
-    met: from ``present_rank_0``, of when this rank joined.
-    Raises: RanksError: another rank 0 was started, or it takes longer than ``limit_s``.
-    """
-    try:
-        async with asyncio.timeout(limit_s):
-            while await broker.get_meta(DONE) != entry_id.encode():
-                if await broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
-                    return
-                if await present_rank_0(broker) != met:
-                    raise RanksError("rank 0 died before everything was saved, and was started again")
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise RanksError(f"rank 0 has not saved everything after {limit_s:.0f} s") from None
 
 
 async def _find_store(broker: Broker, world_size: int, in_torch: InTorch, rank: int, timeout_s: float) -> Store:

@@ -51,7 +51,7 @@ from workers.generation.publish import event_entry
 from workers.lifecycle import Activity
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
-from workers.trainer.ranks import DONE, leave_together, present_rank_0
+from workers.trainer.parting import DONE, leave_together, present_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.samples import PromptGroup
 
