@@ -63,7 +63,7 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
             self._slots.release()
 
     def cut_connections(self, wait_s: float) -> None:
-        """Wake every connection's thread by closing its socket, and wait for them to end. No new one may come any more."""
+        """Wake every connection's thread by closing its socket, and wait for them to end; after ``shutdown`` only."""
         for request, _ in self._connections:
             with contextlib.suppress(OSError):  # one that has ended
                 request.shutdown(socket.SHUT_RDWR)
