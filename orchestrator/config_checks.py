@@ -54,6 +54,9 @@ RANGES: dict[str, Range] = {
     "sampling.top_p": Range(low=0, high=1, above=True),
     "sampling.top_k": _AT_LEAST_0,
     "generation.workers": _AT_LEAST_1,
+    "generation.min_workers": _AT_LEAST_0,
+    "generation.max_workers": _AT_LEAST_0,
+    "generation.min_gain": Range(low=0.01, high=1, above=True),  # at 0.01 and below, workers come and go in turn
     "generation.slots": _AT_LEAST_1,
     "generation.threads": _AT_LEAST_1,
     "generation.max_context": _AT_LEAST_0,
@@ -95,6 +98,7 @@ RANGES: dict[str, Range] = {
     "decode_cost.gemm_sample_s": _AT_LEAST_0,
     "decode_cost.sample_s": _AT_LEAST_0,
     "decode_cost.kv_token_s": _AT_LEAST_0,
+    "decode_cost.prefill_token_s": _AT_LEAST_0,
     "decode_cost.kv_capacity_tokens": _AT_LEAST_0,
     "decode_cost.train_token_s": _AT_LEAST_0,
     "replay.time_scale": _ABOVE_0,
@@ -261,6 +265,21 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         ("eval.path", "data.source"),
         lambda s: s.data.source != "reasoning_gym" or not s.eval.path,
         'is not read by data.source "reasoning_gym", which makes its own held-out problems',
+    ),
+    (
+        ("generation.min_workers", "generation.workers"),
+        lambda s: s.generation.min_workers <= s.generation.workers,
+        "must be at most generation.workers, with which the run starts",
+    ),
+    (
+        ("generation.max_workers", "generation.workers"),
+        lambda s: not s.generation.max_workers or s.generation.max_workers >= s.generation.workers,
+        "must be 0 or at least generation.workers, with which the run starts",
+    ),
+    (
+        ("generation.max_workers", "generation.engine_url"),
+        lambda s: not s.generation.engine_url or s.generation.max_workers <= 1,
+        "must be 0 or 1 with generation.engine_url: a server takes new weights from one worker",
     ),
     (
         ("ranker.model", "ranker.kind"),

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runtime.live import blocked_line, printable, ranker_line
+from orchestrator.runtime.live import blocked_line, printable, ranker_line, scaling_line
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id
 from transport.errors import MessageError
@@ -152,7 +152,9 @@ def survey_view(survey: Survey) -> Group:
     """The whole of it: what blocks, streams, the oldest entries and who holds them, workers, dead letters."""
     blocked = survey.status.get("blocked")
     ranker = survey.status.get("ranker")
+    scaling = survey.status.get("scaling")
     lines = [_weights_line(survey), *([ranker_line(ranker)] if ranker else [])]
+    lines += [line] if scaling and (line := scaling_line(scaling)) else []
     lines += [blocked_line(blocked)] if blocked else []
     parts = [Text(printable("\n".join(lines))), _stream_table(survey), _entry_table(survey), _worker_table(survey)]
     return Group(*parts, *map(_letter_text, survey.letters), *_more_letters(survey))

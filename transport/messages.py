@@ -339,6 +339,13 @@ class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
     refits: int = 0
 
 
+class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True):
+    """A supervisor started another worker process because the run asked for it. name: without its incarnation."""
+
+    name: str
+    reason: str
+
+
 class RunResumed(Struct, frozen=True, kw_only=True, tag=True):
     """The run was started again (``--resume``): an earlier StopRequested or PauseRequested no longer holds."""
 
@@ -377,6 +384,7 @@ Event: TypeAlias = (
     | CheckpointRequested
     | SettingChanged
     | RankerJudged
+    | WorkerStarted
     | RunResumed
     | Tick
 )
@@ -436,6 +444,20 @@ class LoadWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     worker_id: WorkerId
     weights: WeightIdentity
+
+
+class DrainWorker(Struct, frozen=True, kw_only=True, tag=True):
+    """Leave the run: the worker holds nothing any more, and nothing more will come to it."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+class SpawnWorkers(Struct, frozen=True, kw_only=True, tag=True):
+    """More generation workers are wanted. total: asked for so since the run began, so that repeating it is harmless."""
+
+    total: int
+    reason: str
 
 
 class GroupRows(Struct, frozen=True, kw_only=True):
@@ -611,6 +633,8 @@ Command: TypeAlias = (
     DispatchGroups
     | AbortRollouts
     | LoadWeights
+    | DrainWorker
+    | SpawnWorkers
     | TrainRound
     | CloseMiniBatch
     | FinishTraining
@@ -627,7 +651,7 @@ Command: TypeAlias = (
 
 TrainerCommand: TypeAlias = TrainRound | CloseMiniBatch | FinishTraining
 """The rounds log."""
-WorkerCommand: TypeAlias = LoadWeights | AbortRollouts
+WorkerCommand: TypeAlias = LoadWeights | AbortRollouts | DrainWorker
 """The control log of one generation worker."""
 
 
@@ -745,6 +769,7 @@ event_decoder: MessageDecoder[Event] = MessageDecoder(cast("type[Event]", Event)
 trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("type[TrainerCommand]", TrainerCommand))
 worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
 group_plan_decoder = MessageDecoder(GroupPlan)
+spawn_decoder = MessageDecoder(SpawnWorkers)
 task_notice_decoder = MessageDecoder(TaskNotice)
 manifest_decoder = MessageDecoder(WeightManifest)
 update_decoder = MessageDecoder(UpdateRequest)

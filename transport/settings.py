@@ -73,7 +73,10 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang; empty: of this Python
     server_args: list[str] = msgspec.field(default_factory=list[str])  # sglang: more arguments, e.g. ["--tp-size", "2"]
     server_silence_s: float = 30.0  # sglang: a server that says nothing for so long hangs, and is started again
-    workers: int = 1
+    workers: int = 1  # at the start
+    min_workers: int = 0  # fewer are never left when lengths shrink; 0: as many as workers
+    max_workers: int = 0  # more are never started when lengths grow; 0: as many as workers
+    min_gain: float = 0.05  # share of an iteration that another worker must save; see docs/elastic.md
     slots: int = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     threads: int = 1  # CPU threads of each worker
@@ -170,6 +173,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     gemm_sample_s: float = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them
     sample_s: float = 0.0005
     kv_token_s: float = 0.0  # reading one token of context
+    prefill_token_s: float = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: float = 0.0  # tokens of context that fit into memory; 0: no limit
     train_token_s: float = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 

@@ -28,6 +28,7 @@ class Worker(msgspec.Struct, kw_only=True):
     groups: dispatched to it and not finished.  in_flight: samples missing from them.  predicted_load: their tokens.
     evaluating: tries at held-out problems, with their predicted tokens; in_flight and predicted_load contain them.
     batch: newest batch it was given groups of.  aborting: groups it was told to stop, not yet seen stopped.
+    draining: it gets nothing more, and leaves when it holds nothing.
     """
 
     worker_id: WorkerId
@@ -42,11 +43,12 @@ class Worker(msgspec.Struct, kw_only=True):
     batch: int = -1
     aborting: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
     evaluating: dict[GroupId, float] = msgspec.field(default_factory=dict[GroupId, float])
+    draining: bool = False
 
     @property
     def fit(self) -> bool:
         """Whether it can be expected to serve what it is told to."""
-        return self.load_failures < MAX_LOAD_ATTEMPTS
+        return self.load_failures < MAX_LOAD_ATTEMPTS and not self.draining
 
     def take(self, group: Group) -> None:
         """The missing samples of ``group`` will come from here."""

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.batches import Batch, Group, PendingEntry, Stage
+from orchestrator.core.elastic import Elastic
 from orchestrator.core.evaluation import Evaluations
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.outbox import CommandId, Outbox
@@ -79,6 +80,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     evaluations: of held-out problems, beside the batches.  plans: which worker is to start which of the pending groups.
     paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
+    elastic: seconds of both stages, by which generation workers come and go.
     """
 
     settings: CoreSettings
@@ -104,6 +106,7 @@ class Pipeline(msgspec.Struct, kw_only=True):
     requests: dict[int, Request] = msgspec.field(default_factory=dict[int, Request])
     last_request: int = 0
     plans: Plans = msgspec.field(default_factory=Plans)
+    elastic: Elastic = msgspec.field(default_factory=Elastic)
 
     @property
     def stopping(self) -> bool:

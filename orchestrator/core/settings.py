@@ -13,7 +13,8 @@ import msgspec
 
 from orchestrator.core.batching import Release
 from orchestrator.core.cost_model import DecodeCost
-from transport.settings import DecodeCostSettings, Settings
+from orchestrator.core.scaling import ScalingSettings
+from transport.settings import DecodeCostSettings, GenerationSettings, Settings
 from transport.types import UpdateMode
 
 LEAST_LOADED = "least_loaded"
@@ -41,6 +42,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     move_running: running groups of slow workers start over on idle ones, see ``moving.py``.
     decode_cost: of a worker of pace 1.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
+    scaling: when generation workers come and go; None: never.
     service: nothing is trained, prompts come with requests.  service_window: samples of one request that are generated
     ahead of its reader.  service_keep_s: a whole request that nobody reads for so long is forgotten.
     """
@@ -80,6 +82,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_cost: DecodeCost = DecodeCost(fixed_s=0.02, sample_s=0.0005)
     train_token_s: float = 0.0
     max_response_tokens: int = 0
+    scaling: ScalingSettings | None = None
 
     @property
     def plans(self) -> bool:
@@ -128,19 +131,27 @@ def core_settings(settings: Settings) -> CoreSettings:
         dispatch=pipeline.dispatch,
         plan_wait_s=pipeline.plan_wait_s,
         move_running=pipeline.move_running,
-        decode_cost=_decode_cost(settings.decode_cost),
+        decode_cost=decode_cost_of(settings.decode_cost),
         train_token_s=settings.decode_cost.train_token_s,
         max_response_tokens=settings.sampling.max_new_tokens,
+        scaling=_scaling(settings.generation),
     )
 
 
-def _decode_cost(cost: DecodeCostSettings) -> DecodeCost:
+def _scaling(generation: GenerationSettings) -> ScalingSettings | None:
+    low, high = generation.min_workers or generation.workers, generation.max_workers or generation.workers
+    return ScalingSettings(min_workers=low, max_workers=high, min_gain=generation.min_gain) if low < high else None
+
+
+def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
+    """The cost model that the section describes."""
     return DecodeCost(
         fixed_s=cost.fixed_s,
         weights_s=cost.weights_s,
         gemm_sample_s=cost.gemm_sample_s,
         sample_s=cost.sample_s,
         kv_token_s=cost.kv_token_s,
+        prefill_token_s=cost.prefill_token_s,
         kv_capacity_tokens=cost.kv_capacity_tokens or math.inf,
     )
 

@@ -16,6 +16,7 @@ from orchestrator.core.assignments import Assignments
 from orchestrator.core.batches import Stage
 from orchestrator.core.batching import plan_phases
 from orchestrator.core.dispatch import Order, Placement, least_loaded
+from orchestrator.core.elastic import ElasticFleet
 from orchestrator.core.evaluating import Evaluating
 from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.fleet import Worker
@@ -69,6 +70,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
     WorkerReported,
+    WorkerStarted,
 )
 from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind
 
@@ -99,6 +101,7 @@ class PipelineState:
         self._evaluating = Evaluating(pipeline)
         self._planning = Planning(pipeline, self._assignments)
         self._moving = Moving(pipeline, self._assignments)
+        self._elastic = ElasticFleet(pipeline)
 
     # -- what drivers use
 
@@ -148,8 +151,10 @@ class PipelineState:
         The id of command ``i`` is ``CommandId(self.seq, i)``. A clock that went back counts as standing still.
         """
         p = self._p
+        self._elastic.pass_time(now_s)
         p.now_s = max(p.now_s, now_s)
         p.outbox.begin()
+        self._elastic.note(event)
         self._apply(event)
         self._slots.admit()
         if p.settings.service:
@@ -163,6 +168,7 @@ class PipelineState:
             self._assignments.dispatch()
             self._evaluating.dispatch()
             self._weights.load()
+            self._elastic.release()
         return p.outbox.take()
 
     def outstanding(self) -> list[tuple[CommandId, Command]]:
@@ -309,6 +315,8 @@ class PipelineState:
                 self._on_setting(event)
             case RankerJudged():
                 self._p.plans.ranker = event
+            case WorkerStarted():
+                pass  # it counts once it joins; the journal shows why it came
             case RunResumed():
                 self._p.stop_reason = ""
                 self._p.paused = False
@@ -371,6 +379,7 @@ class PipelineState:
             self._evaluating.worker_lost(worker)
             self._rollouts.worker_lost(worker, event.reason)
             self._weights.forget(worker)
+            self._elastic.forget(worker.worker_id)
 
     def _on_report(self, event: WorkerReported) -> None:
         worker = self._p.fleet.workers.get(event.worker_id)
@@ -400,6 +409,8 @@ class PipelineState:
         trained = p.training.trained_version
         if event.weights.epoch != p.lineage.epoch or not trained < event.weights.version <= p.training.batch:
             return  # repeated, or of a trainer that was replaced
+        if event.weights.version == trained + 1:
+            self._elastic.trained(p.batches[trained], event.stepped_s)
         self._train_up_to(event.weights)
 
     def _train_up_to(self, weights: WeightIdentity) -> None:

@@ -58,6 +58,21 @@ class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
     held: bool
 
 
+class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
+    """How many generation workers there are to be. draining: who is to leave.
+
+    changed: batch after which that changed last, -1 before the first change.  reason: why.
+    """
+
+    min_workers: int
+    max_workers: int
+    draining: tuple[WorkerId, ...]
+    changed: int = -1
+    from_workers: int = 0
+    to_workers: int = 0
+    reason: str = ""
+
+
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline at one event.
 
@@ -66,6 +81,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     settings: those that may change while the run goes on, as they are now.
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
     ranker: what it was judged last, None where nobody judges it.
+    scaling: None where the number of generation workers is fixed.
     """
 
     seq: int
@@ -95,6 +111,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerView, ...]
     evaluation: EvaluationView | None = None
     ranker: RankerJudged | None = None
+    scaling: ScalingView | None = None
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -130,6 +147,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         workers=tuple(_worker_views(p)),
         evaluation=_evaluation_view(p),
         ranker=p.plans.ranker,
+        scaling=_scaling_view(p),
     )
 
 
@@ -189,6 +207,21 @@ def _evaluation_view(p: Pipeline) -> EvaluationView | None:
         answered=current.answered,
         seconds=p.now_s - current.opened_s if current.opened_s is not None else 0.0,
         held=current.newer_s is not None,
+    )
+
+
+def _scaling_view(p: Pipeline) -> ScalingView | None:
+    settings, last = p.settings.scaling, p.elastic.last
+    if settings is None:
+        return None
+    return ScalingView(
+        min_workers=settings.min_workers,
+        max_workers=settings.max_workers,
+        draining=tuple(p.elastic.draining),
+        changed=last.batch if last else -1,
+        from_workers=last.from_workers if last else 0,
+        to_workers=last.to_workers if last else 0,
+        reason=last.reason if last else "",
     )
 
 

@@ -104,6 +104,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, spool or desk, planner, on_finish=ended.finish, last_seq=state.seq)
     inbox = new_inbox()
+    if ranking is not None:
+        ranking.introduce(inbox)
     service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
     on_events = service.on_events if service is not None else ignore
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, on_events)

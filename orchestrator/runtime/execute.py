@@ -27,6 +27,7 @@ from transport.messages import (
     Command,
     ComputePlan,
     DispatchGroups,
+    DrainWorker,
     DropRows,
     EvaluationOutcome,
     FinishRun,
@@ -37,6 +38,7 @@ from transport.messages import (
     RequestHeldOutPrompts,
     RequestPrompts,
     SlotOutcome,
+    SpawnWorkers,
     TrainRound,
     TrimRounds,
     encode,
@@ -201,6 +203,8 @@ class Executor:
                 self._dropped.extend(command.group_ids)
             case TrimRounds():
                 await self._broker.trim(keys.ROUNDS, command.cursor)
+            case SpawnWorkers():
+                await self._broker.put_meta(keys.SPAWN, encode(command))
             case FinishRun():
                 await self._broker.put_meta(keys.STATE, keys.STATE_FINISHED)
                 self._on_finish(command.reason)
@@ -241,7 +245,7 @@ def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, t
     match command:
         case TrainRound() | CloseMiniBatch() | FinishTraining():
             return [(keys.ROUNDS, (identity, Entry(fields=_round_fields(command), payload=encode(command))))]
-        case LoadWeights() | AbortRollouts():
+        case LoadWeights() | AbortRollouts() | DrainWorker():
             fields = {"command": type(command).__name__, "worker": command.worker_id}
             return [(keys.control(command.worker_id), (identity, Entry(fields=fields, payload=encode(command))))]
         case DispatchGroups():
@@ -250,7 +254,9 @@ def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, t
             return [(keys.plans(command.worker_id), (identity, entry))]
         case RequestHeldOutPrompts() | EvaluationOutcome() | ComputePlan():
             return []
-        case RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun():
+        case (
+            RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun() | SpawnWorkers()
+        ):
             return []
         case _:
             assert_never(command)

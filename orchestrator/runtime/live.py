@@ -101,6 +101,14 @@ def ranker_line(ranker: Mapping[str, Any]) -> str:
     return f"ranker: recall {recalls} at 20/10/5% of {ranker['num_groups']} groups, {verdict}"
 
 
+def scaling_line(scaling: Mapping[str, Any]) -> str:
+    """``status["scaling"]`` as a line: the last change and why; "" before the first."""
+    if scaling["changed"] < 0:
+        return ""
+    change = f"{scaling['from_workers']} -> {scaling['to_workers']} after batch {scaling['changed'] + 1}"
+    return printable(f"generation workers {change}: {scaling['reason']}")
+
+
 def blocked_line(blocked: Mapping[str, Any]) -> str:
     """``status["blocked"]`` as a line: the stage, what it waits for, who should act, for how long nothing came."""
     return (
@@ -110,11 +118,13 @@ def blocked_line(blocked: Mapping[str, Any]) -> str:
 
 
 class PlainView:
-    """Lines on stdout, flushed, one a batch, and one whenever something else blocks or nothing does any more."""
+    """Lines on stdout, flushed: one a batch, one whenever something else blocks or nothing does any more, or workers
+    come or go."""
 
     def __init__(self) -> None:
         self._num_batches: int | None = None
         self._blocked: tuple[str, ...] = ()
+        self._scaled = ""
 
     def note(self, text: str) -> None:
         print(printable(text), flush=True)
@@ -124,6 +134,10 @@ class PlainView:
 
     def status(self, status: Mapping[str, Any]) -> None:
         self._num_batches = status.get("num_batches")
+        scaled = scaling_line(status["scaling"]) if status.get("scaling") else ""
+        if scaled != self._scaled:
+            self._scaled = scaled
+            self.note(scaled)
         blocked = status.get("blocked")
         named = tuple(str(blocked[name]) for name in ("stage", "waits_for", "owner")) if blocked else ()
         if named == self._blocked:
@@ -169,6 +183,7 @@ def _headline(status: Mapping[str, Any]) -> Text:
         "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
         _waiting(status.get("wait"), status.get("elapsed_s", 0.0)),
         ranker_line(status["ranker"]) if status.get("ranker") else "",
+        scaling_line(status["scaling"]) if status.get("scaling") else "",
     ]
     text = Text("\n".join(part for part in parts if part), style="bold")
     if blocked := status.get("blocked"):

@@ -31,7 +31,8 @@ log = structlog.get_logger(__name__)
 JUDGED_EVERY = 16
 """Groups observed between two judgements; its figures are of thousands, so nothing is missed."""
 SAVED_EVERY_S = 10.0
-"""A history of 200,000 prompts is 15 MB; what a crash may lose is worth less than writing that more often."""
+"""And whenever the verdict turns. A history of 200,000 prompts is 15 MB; what a crash may lose is not worth writing
+that more often."""
 
 
 class Ranking:
@@ -44,10 +45,9 @@ class Ranking:
         self._clock = clock
         self._refit_s = refit_s
         self._observed = 0
-        self._judged_worth_it: bool | None = None
+        self._judged_worth_it = ranker.worth_it
         self._to_judge = asyncio.Event()
         self._to_learn = asyncio.Event()
-        self._to_judge.set()  # what was known before the first group counts, too
 
     def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
         """Blocks: for a thread."""
@@ -62,6 +62,10 @@ class Ranking:
         if self._ranker.refit_due:
             self._to_learn.set()
 
+    def introduce(self, inbox: Inbox) -> None:
+        """Tell the core what is known before the first group: the first batch is planned by it, too."""
+        inbox.put_nowait(Arrival(judged(self._ranker.quality())))
+
     async def judge(self, inbox: Inbox) -> None:
         """Tell the core how right predictions were, and keep what was learnt, forever."""
         saved_s = self._clock.now_s()
@@ -69,11 +73,12 @@ class Ranking:
             await self._to_judge.wait()
             self._to_judge.clear()
             quality = await asyncio.to_thread(self._ranker.quality)
+            turned = quality.worth_it != self._judged_worth_it
             self._judged_worth_it = quality.worth_it
-            await inbox.put(Arrival(judged(quality)))
-            if self._clock.now_s() - saved_s >= SAVED_EVERY_S:
+            if turned or self._clock.now_s() - saved_s >= SAVED_EVERY_S:
                 saved_s = self._clock.now_s()
-                await asyncio.to_thread(self.save)
+                await asyncio.to_thread(self.save)  # before it is told: a new verdict must survive a crash right after
+            await inbox.put(Arrival(judged(quality)))
 
     async def learn(self) -> None:
         """Train on what was observed whenever enough of it came, forever."""

@@ -12,6 +12,8 @@ events_cursor        id of the last entry of the events log that is applied
                      answered, seconds, held}
                      ranker: null, or how right predictions of lengths were: {worth_it, num_groups, recall_20,
                      recall_10, recall_5, kendall_tau, drift, known_prompts, refits}
+                     scaling: null, or how many generation workers there are to be: {min_workers, max_workers, draining,
+                     changed (batch, -1 never), from_workers, to_workers, reason}
 blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, fit}]
@@ -19,8 +21,8 @@ longest              groups that have been generated for the longest: [{group_id
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
-                     "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last two
-                     are missing in the first seconds
+                     "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last
+                     two are missing in the first seconds
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
 """

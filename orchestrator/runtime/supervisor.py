@@ -19,7 +19,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from orchestrator.report.finish import REPORT, finish_run
 from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, evaluation_line, mismatch_line, open_view
 from orchestrator.runtime.loggers import check_installed, logging_metrics
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.metrics import read_lines, read_metrics
 from orchestrator.runtime.provision import Children, ChildSpec, prepare_model, python_module
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.signs_of_life import SILENCES, SignsOfLife
@@ -50,7 +50,16 @@ from transport.errors import (
     TransientError,
     first_error,
 )
-from transport.messages import RunResumed, WorkerLost, WorkerStatus, encode, worker_status_decoder
+from transport.messages import (
+    RunResumed,
+    SpawnWorkers,
+    WorkerLost,
+    WorkerStarted,
+    WorkerStatus,
+    encode,
+    spawn_decoder,
+    worker_status_decoder,
+)
 from transport.settings import Settings, public
 from transport.types import RunName, WorkerId, WorkerKind
 
@@ -191,16 +200,26 @@ class Supervisor:
                 spec = ChildSpec(name="orchestrator", argv=serve, env=env)
                 orchestrator = self._keep(group, spec, broker)
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
+
+                def worker(kind: WorkerKind, index: int) -> ChildSpec:
+                    argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
+                    argv += ["--model-dir", str(model_dir), *reach, *self._local_arguments(kind)]
+                    return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=env)
+
                 for kind, count in self._fleet():
-                    for index in range(count):
-                        argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
-                        argv += ["--model-dir", str(model_dir), *reach, *self._local_arguments(kind)]
-                        spec = ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=env)
-                        task = self._keep(group, spec, broker)
-                        (trainers if kind is WorkerKind.TRAIN else others).append(task)
+                    tasks = [self._keep(group, worker(kind, index), broker) for index in range(count)]
+                    (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 life = self._signs_of_life(broker)
                 others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
+
+                def add(index: int) -> ChildSpec:
+                    spec = worker(WorkerKind.GENERATE, index)
+                    others.append(self._keep(group, spec, broker))
+                    return spec
+
+                if self._settings.generation.max_workers > self._settings.generation.workers or self._shrinks():
+                    others.append(group.create_task(self._add_workers(broker, add), name="add workers"))
                 if trainers:
                     await asyncio.wait(trainers)
                 # It ends by itself, once it has heard of the last batch and written it down; a service when drained.
@@ -210,6 +229,28 @@ class Supervisor:
         except BaseExceptionGroup as failures:
             raise self._explained(first_error(failures)) from None
         await self._show(broker)
+
+    def _shrinks(self) -> bool:
+        """Whether workers may go, so that others may come back."""
+        generation = self._settings.generation
+        return 0 < generation.min_workers < generation.workers
+
+    async def _add_workers(self, broker: Broker, add: Callable[[int], ChildSpec]) -> None:
+        """Start generation workers as the run asks for them, forever, each under a number that none had before.
+
+        What it asked for before this supervisor was there is not started again: a resumed run begins with
+        ``generation.workers``, and asks anew.
+        """
+        started = first = self._settings.generation.workers
+        asked_before = await _spawn_asked(broker)
+        while True:
+            asked = await _spawn_asked(broker)
+            while asked is not None and started - first < asked.total - (asked_before.total if asked_before else 0):
+                spec = add(started)
+                started += 1
+                log.info("worker added", worker=spec.name, reason=asked.reason)
+                await append_event(broker, WorkerStarted(name=spec.name, reason=asked.reason), worker=spec.name)
+            await asyncio.sleep(POLL_S)
 
     def _explained(self, error: BaseException) -> BaseException:
         """A stall as one paragraph: what blocked, where to look, how to go on."""
@@ -294,7 +335,7 @@ class Supervisor:
             if raw is not None:
                 self._view.status(json.loads(raw))
                 self._show_address()
-        lines = read_metrics(self._rundir.metrics)
+        lines = read_lines(self._rundir.metrics)
         for line in lines[self._shown :]:
             if "eval" in line:
                 self._view.note(evaluation_line(line))
@@ -336,6 +377,14 @@ class Supervisor:
             f"report {os.path.relpath(self._rundir.path / REPORT)}",
         ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
+
+
+async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:
+    """How many more workers the run wants; None while it never wanted any, or its broker is away."""
+    with suppress(TransientError):
+        raw = await broker.get_meta(keys.SPAWN)
+        return None if raw is None else spawn_decoder.decode(raw)
+    return None
 
 
 async def _statuses(broker: Broker) -> dict[WorkerId, WorkerStatus]:

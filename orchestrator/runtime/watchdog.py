@@ -31,13 +31,24 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
     WorkerReported,
+    WorkerStarted,
 )
 from transport.settings import LivenessSettings
 
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
-NO_PROGRESS = (Tick, BrokerUsage, RankerJudged, WorkerReported, RolloutFailed, RowsMissing, WeightsFailed, WorkerLost)
+NO_PROGRESS = (
+    Tick,
+    BrokerUsage,
+    RankerJudged,
+    WorkerReported,
+    RolloutFailed,
+    RowsMissing,
+    WeightsFailed,
+    WorkerLost,
+    WorkerStarted,
+)
 """Events that may repeat forever while nothing gets done."""
 
 

@@ -16,10 +16,12 @@ from transport.messages import (
     AbortRollouts,
     Command,
     DispatchGroups,
+    DrainWorker,
     GroupPlan,
     LoadWeights,
     RolloutFailed,
     RolloutFinished,
+    SpawnWorkers,
     WeightsLoaded,
     WorkerJoined,
     WorkerLost,
@@ -61,6 +63,14 @@ class SimulatedWorker:
             self._simulation.after(costs.dispatch_s, partial(self._abort, command.group_ids[0], command.attempts[0]))
         elif isinstance(command, LoadWeights):
             self._simulation.after(costs.transfer_s, partial(self._receive, command.weights))
+        elif isinstance(command, DrainWorker):
+            self._simulation.after(costs.dispatch_s, partial(self._leave, command.reason))
+
+    def _leave(self, reason: str) -> None:
+        if self._alive:
+            assert not self._left, "told to leave while it holds groups"
+            self.kill()
+            self._simulation.tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}"))
 
     def _report(self) -> None:
         if not self._alive:
@@ -188,6 +198,25 @@ def start_worker(simulation: Simulation, rows: SimulatedRows, index: int, incarn
         simulation.after(faults.restart_s, partial(start_worker, simulation, rows, index, incarnation + 1))
 
     simulation.after(simulation.chance.expovariate(1.0 / faults.worker_loss_s), die)
+
+
+class SimulatedSupervisor:
+    """Starts the workers that are asked for, after those that the run began with."""
+
+    def __init__(self, simulation: Simulation, rows: SimulatedRows) -> None:
+        self._simulation = simulation
+        self._rows = rows
+        self._started = 0
+        simulation.attach(self._obey, SpawnWorkers)
+
+    def _obey(self, _: CommandId, command: Command) -> None:
+        assert isinstance(command, SpawnWorkers)
+        scenario = self._simulation.scenario
+        while self._started < command.total:
+            index = scenario.workers + self._started
+            start = partial(start_worker, self._simulation, self._rows, index, 1)
+            self._simulation.after(scenario.costs.spawn_s, start)
+            self._started += 1
 
 
 def _lose_worker(simulation: Simulation, worker_id: WorkerId) -> None:

@@ -23,6 +23,7 @@ class CostModel:
     dispatch_s: of a plan on its way to a worker.  scoring_s: of a group.  publish_s: of the trainer, for every version.
     transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
+    spawn_s: until a worker that was asked for has joined.
     """
 
     decode: DecodeCost = SMALL_DECODE
@@ -36,6 +37,7 @@ class CostModel:
     checkpoint_s: float = 0.3
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
+    spawn_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from orchestrator.sim.engine import Scenario, Simulation, SimulationLog
-from orchestrator.sim.generation import start_worker
+from orchestrator.sim.generation import SimulatedSupervisor, start_worker
 from orchestrator.sim.planning import SimulatedPlanner
 from orchestrator.sim.rows import SimulatedPrompts, SimulatedRows
 from orchestrator.sim.training import SimulatedTrainer
@@ -23,6 +23,7 @@ def simulate(scenario: Scenario) -> SimulationLog:
     SimulatedPrompts(simulation)
     SimulatedPlanner(simulation)
     SimulatedTrainer(simulation, rows)
+    SimulatedSupervisor(simulation, rows)
     for index in range(scenario.workers):
         start_worker(simulation, rows, index, incarnation=1)
     with _without_collection():

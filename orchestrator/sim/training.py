@@ -41,6 +41,7 @@ class SimulatedTrainer:
         self._version = 0
         self._cursor = CommandId(0, 0)
         self._busy = False
+        self._stepped_s = 0.0
         self._trained = simulation.log.trained
         self._idle = False
         simulation.attach(self._obey, TrainRound, CloseMiniBatch, FinishTraining)
@@ -164,9 +165,11 @@ class SimulatedTrainer:
             self._trained.setdefault(command.batch, []).extend(rows)
             self._count_ages(command.batch, rows)
         tokens = sum(rows.num_tokens for rank in command.ranks for rows in rank)
-        self._simulation.tell(
-            RoundDone(round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=seconds)
+        stepped_s, self._stepped_s = self._stepped_s, 0.0
+        done = RoundDone(
+            round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=seconds, stepped_s=stepped_s
         )
+        self._simulation.tell(done)
 
     def _count_ages(self, batch: int, rows: list[RowId]) -> None:
         """Batch ``b`` is trained on top of version ``b``: a token of version ``v`` is ``b - v`` versions old."""
@@ -176,14 +179,20 @@ class SimulatedTrainer:
                 ages[batch - weights.version] += tokens
 
     def _close(self, at: CommandId, command: CloseMiniBatch) -> None:
+        step_s = self._simulation.scenario.costs.train.step_s()
         if not command.finishes_batch:
+            self._stepped_s += step_s
             return
         self._version += 1
         published = self._simulation.log.published_s
         del published[self._version - 1 :]
         published.append(self._simulation.now_s)
         step = StepDone(
-            batch=command.batch, weights=self._weights(), num_rows=command.num_rows, num_tokens=command.num_tokens
+            batch=command.batch,
+            weights=self._weights(),
+            num_rows=command.num_rows,
+            num_tokens=command.num_tokens,
+            stepped_s=step_s,
         )
         self._simulation.tell(step)
         if command.checkpoint:

@@ -51,6 +51,7 @@ def visit_all(ranking: Ranking, times: int) -> None:
 @asynccontextmanager
 async def judging(ranking: Ranking) -> AsyncIterator[Inbox]:
     inbox = new_inbox()
+    ranking.introduce(inbox)
     task = asyncio.create_task(ranking.judge(inbox))
     yield inbox
     task.cancel()
@@ -95,7 +96,7 @@ async def test_what_was_learnt_survives_a_restart(tmp_path: Path):
     ranking = ranking_at(path, clock)
     async with judging(ranking) as inbox:
         await next_judgement(inbox)
-        assert not path.exists()
+        assert not path.exists(), "nothing was learnt yet"
         clock.at_s = SAVED_EVERY_S
         visit_all(ranking, 6)
         await next_judgement(inbox)

@@ -37,12 +37,16 @@ STREAMS = "streams"
 WORKERS = "workers"
 """Set: workers that ever beat and whose lease has not been seen to end."""
 LEASE_PREFIX = "lease:"
+ROW_PREFIX = "row:"
+GROUP_PREFIX = "group:"
 STATE = "state"
 """Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
 STATE_RUNNING = b"running"
 STATE_FINISHED = b"finished"
 SUPERVISOR = "supervisor"
 """Meta: pid of the supervisor, written all the time, so that it notices a broker that takes no writes."""
+SPAWN = "spawn"
+"""Meta: how many more generation workers the run has asked its supervisor for (messages.SpawnWorkers)."""
 STATUS = "status"
 """Meta: the orchestrator's view, JSON, a few times a second while it lives (with a time to live)."""
 
@@ -68,11 +72,11 @@ def full(run: RunName, name: str) -> str:
 
 
 def row(run: RunName, row_id: RowId) -> str:
-    return full(run, f"row:{row_id}")
+    return full(run, f"{ROW_PREFIX}{row_id}")
 
 
 def group(run: RunName, group_id: GroupId) -> str:
-    return full(run, f"group:{group_id}")
+    return full(run, f"{GROUP_PREFIX}{group_id}")
 
 
 def lease(run: RunName, worker: WorkerId) -> str:

@@ -77,11 +77,12 @@ class LinkedWorker:
         self._broker = broker
 
     async def run(self) -> None:
-        """Generate until cancelled."""
+        """Generate until cancelled, or until the worker is drained."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._link.watch(self._broker), name="link")
-                group.create_task(self._worker.run(), name="generate")
+                watching = group.create_task(self._link.watch(self._broker), name="link")
+                await self._worker.run()
+                watching.cancel()
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
 

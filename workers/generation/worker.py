@@ -30,9 +30,11 @@ from transport.errors import MessageError, first_error
 from transport.messages import (
     STARTING,
     AbortRollouts,
+    DrainWorker,
     Event,
     LoadWeights,
     WorkerCommand,
+    WorkerLost,
     WorkerReported,
     group_plan_decoder,
     worker_command_decoder,
@@ -72,7 +74,7 @@ def group_seed(run_seed: int, group_id: GroupId) -> int:
 
 
 class GenerationWorker:
-    """Generates until cancelled.
+    """Generates until cancelled, or until it is drained.
 
     stop_token_ids: any of them ends a response.  lengths: forced output lengths, if there are any.
     rows: where columns live; the broker's own hashes by default.
@@ -102,19 +104,25 @@ class GenerationWorker:
         self._plans = HeldPlans()
         self._updates = WeightUpdates(broker, engine, puller, worker_id, clock)
         self._room = asyncio.Event()
+        self._drained = asyncio.Event()
         self._info: EngineInfo | None = None
         self._samples = 0
 
     async def run(self) -> None:
-        """Start the engine, then work until cancelled.
+        """Start the engine, then work until cancelled, or until the run wants fewer workers.
 
         Raises: ModelError, EngineCrashedError, EngineHungError; the broker's errors when it stays away.
         """
         try:
             self._info = await self._engine.start()
             async with asyncio.TaskGroup() as group:
-                for loop in (self._claim(), self._publish(), self._follow(), self._report(), self._renew()):
+                loops = [
                     group.create_task(loop, name=loop.__name__.strip("_"))
+                    for loop in (self._claim(), self._publish(), self._follow(), self._report(), self._renew())
+                ]
+                await self._drained.wait()
+                for loop in loops:
+                    loop.cancel()
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
@@ -251,11 +259,18 @@ class GenerationWorker:
                         await self._abort(command)
                     case LoadWeights(weights=weights):
                         newest = weights
+                    case DrainWorker(reason=reason):
+                        await self._leave(reason)
                     case None:
                         pass
             if newest is not None:
                 event = await self._updates.load(newest)
                 await self._tell(event, weights=str(newest))
+
+    async def _leave(self, reason: str) -> None:
+        """What was held is published; ``run`` ends, and with it this worker's lease."""
+        await self._tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}"))
+        self._drained.set()
 
     async def _abort(self, command: AbortRollouts) -> None:
         stopped = self._plans.abort(command)

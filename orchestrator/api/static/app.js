@@ -6,7 +6,7 @@
 import { byId, setText } from "./dom.js";
 import { showCurves, showEvaluations } from "./curves.js";
 import { showLanes } from "./lanes.js";
-import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showRanker, showSamples } from "./panels.js";
+import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showRanker, showSamples, showScaling } from "./panels.js";
 import { duration, number, visible } from "./text.js";
 import { showBubbles, showLastMinute } from "./usage.js";
 
@@ -122,6 +122,7 @@ function showStatus() {
   showBatches(status);
   showEvaluation(status);
   showRanker(status);
+  showScaling(status);
   showQueues(status);
   showLongest(status);
   showLanes(history && history.lanes, status);

@@ -55,6 +55,15 @@ export function showRanker(status) {
   setText(byId("ranker"), `Predicted lengths: ${found}.`);
 }
 
+/** The last change of the number of generation workers, and why; nothing where it is fixed or never changed. */
+export function showScaling(status) {
+  const scaling = status.scaling;
+  byId("scaling").hidden = !scaling || scaling.changed < 0;
+  if (byId("scaling").hidden) return;
+  const leaving = scaling.draining.length ? `; leaving: ${scaling.draining.join(", ")}` : "";
+  setText(byId("scaling"), `Generation workers ${scaling.from_workers} → ${scaling.to_workers} after batch ${scaling.changed + 1}: ${visible(scaling.reason)}${leaving}.`);
+}
+
 /** The oldest batches that are not trained, with their slots by stage; empty rows keep the place. */
 export function showBatches(status) {
   const open = (status.batches || []).filter((batch) => !batch.trained).slice(0, MAX_BATCHES);

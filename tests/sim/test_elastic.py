@@ -1,0 +1,126 @@
+"""Workers that come and go in whole simulated runs, by the rule and the measurements of live ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+
+from orchestrator.core.cost_model import DecodeCost, TrainCost
+from orchestrator.core.scaling import ScalingSettings
+from orchestrator.core.settings import CoreSettings
+from orchestrator.core.state import PipelineState
+from orchestrator.sim.engine import Scenario
+from orchestrator.sim.lengths import prompt_id
+from orchestrator.sim.log import SimulationLog
+from orchestrator.sim.models import CostModel, FaultModel
+from orchestrator.sim.simulate import simulate
+from transport.messages import DrainWorker, PromptRef, SpawnWorkers, WorkerJoined, WorkerLost
+from transport.types import PromptId, RowId, UpdateMode
+
+GROUPS, SAMPLES = 32, 2
+NO_FAULTS = FaultModel()
+DECODE = DecodeCost(fixed_s=0.002, sample_s=0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting:
+    """Lengths by batch: ``phases`` of so many batches each, a mean length each."""
+
+    phases: tuple[int, ...]
+    batches_each: int
+
+    def prompt(self, index: int) -> PromptRef:
+        prompt = prompt_id(index)
+        return PromptRef(prompt_id=prompt, prompt_tokens=10, predicted_tokens=float(self.phases[0]))
+
+    def prompt_tokens(self, prompt: PromptId) -> int:
+        return 10
+
+    def tokens(self, prompt: PromptId, row: RowId) -> int:
+        batch, _, place = row.partition("/")
+        phase = min(int(batch) // self.batches_each, len(self.phases) - 1)
+        spread = 0.7 + 0.6 * (sum(map(ord, place)) % 7) / 6
+        return max(1, round(self.phases[phase] * spread))
+
+
+CORE = CoreSettings(
+    num_batches=30,
+    groups_per_batch=GROUPS,
+    group_size=SAMPLES,
+    max_staleness=1,
+    update=UpdateMode.IN_FLIGHT,
+    micro_batch_tokens=1_000_000,
+    decode_cost=DECODE,
+    scaling=ScalingSettings(min_workers=2, max_workers=6),
+)
+
+
+def run(
+    lengths: Drifting, core: CoreSettings = CORE, faults: FaultModel = NO_FAULTS, train_s: float = 3.0
+) -> SimulationLog:
+    scenario = Scenario(
+        core=core,
+        workers=2,
+        capacity=16,
+        lengths=lengths,
+        costs=CostModel(decode=DECODE, train=TrainCost(token_s=0.0, round_s=0.02, optimizer_s=train_s), spawn_s=1.0),
+    )
+    return simulate(replace(scenario, faults=faults))
+
+
+def fleet_sizes(log: SimulationLog) -> list[int]:
+    """Workers after each join or loss."""
+    sizes = [0]
+    for record, _ in log.history:
+        if isinstance(record.event, WorkerJoined):
+            sizes.append(sizes[-1] + 1)
+        elif isinstance(record.event, WorkerLost):
+            sizes.append(sizes[-1] - 1)
+    return sizes
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_lengths_that_grow_bring_workers_and_a_shorter_run(staleness: int):
+    core = msgspec.structs.replace(CORE, max_staleness=staleness, num_batches=30)
+    lengths = Drifting(phases=(80, 240, 480), batches_each=10)
+    fixed = run(lengths, msgspec.structs.replace(core, scaling=None))
+    elastic = run(lengths, core)
+    assert elastic.finish_reason == fixed.finish_reason
+    assert max(fleet_sizes(elastic)) > 2
+    assert elastic.end_s < 0.9 * fixed.end_s
+
+
+def test_lengths_that_shrink_let_workers_go_and_none_loses_a_sample():
+    log = run(Drifting(phases=(480, 60), batches_each=15))
+    sizes = fleet_sizes(log)
+    assert max(sizes) > 3
+    assert sizes[-1] < max(sizes)
+    drained = log.commands_of(DrainWorker)
+    assert drained
+    assert all("training is slower" in command.reason for command in drained if isinstance(command, DrainWorker))
+    finished = sum(len(rows) for rows in log.trained.values())
+    assert finished == 30 * GROUPS * SAMPLES
+
+
+def test_lengths_that_stay_change_nothing():
+    log = run(Drifting(phases=(80,), batches_each=30))
+    assert not log.commands_of(SpawnWorkers)
+    assert not log.commands_of(DrainWorker)
+
+
+def test_a_fleet_that_loses_workers_stays_within_its_limits():
+    faults = FaultModel(worker_loss_s=40.0, until_s=120.0, seed=3)
+    log = run(Drifting(phases=(80, 480), batches_each=15), faults=faults)
+    assert max(fleet_sizes(log)) <= 6 + 2, "at most those that were taken for lost come back beside their successors"
+    assert sum(len(rows) for rows in log.trained.values()) == 30 * GROUPS * SAMPLES
+
+
+def test_a_replay_decides_the_same_also_from_any_snapshot():
+    log = run(Drifting(phases=(80, 240, 480), batches_each=10))
+    state = PipelineState.restore(log.initial)
+    for record, commands in log.history:
+        if record.seq % 400 == 0:
+            state = PipelineState.restore(state.snapshot())
+        assert state.handle(record.event, record.now_s) == commands
