@@ -14,6 +14,8 @@ from transport.messages import MAX_MESSAGE_BYTES
 from transport.types import USER_PREFIX, TaskSpec, is_user_name
 
 PAYLOAD = "payload"
+_RAW_PAYLOAD = PAYLOAD.encode()
+_ESCAPED = "backslashreplace"
 DEAD_PREFIX = "dead_"
 
 
@@ -84,9 +86,10 @@ def check_task_name(name: str, *, of_user: bool) -> None:
 
 def entry_from_fields(flat: Sequence[bytes]) -> Entry:
     """Name, value, name, value, ... as a server gives them. Foreign bytes are shown escaped, never refused."""
-    pairs = {_text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    payload = pairs.pop(PAYLOAD, b"")
-    return Entry(fields={name: _text(value) for name, value in pairs.items()}, payload=payload)
+    pairs = dict(zip(flat[::2], flat[1::2], strict=True))
+    payload = pairs.pop(_RAW_PAYLOAD, b"")
+    fields = {str(name, "utf-8", _ESCAPED): str(value, "utf-8", _ESCAPED) for name, value in pairs.items()}
+    return Entry(fields=fields, payload=payload)
 
 
 def dead_letter(letter_id: str, buried: Entry) -> DeadLetter:
@@ -100,7 +103,3 @@ def dead_letter(letter_id: str, buried: Entry) -> DeadLetter:
         reason=said.get("dead_reason", ""),
         entry=Entry(fields=fields, payload=buried.payload),
     )
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "backslashreplace")
