@@ -130,6 +130,12 @@ class Pipeline(msgspec.Struct, kw_only=True):
         group = self.groups.get(group_id)
         return None if group is None or group.stage is Stage.ENDED else group
 
+    def awaited_by(self, deadline: Deadline) -> Group | None:
+        """The group that must be whole by then, None once that is obsolete."""
+        group = self.groups.get(deadline.group_id)
+        runs = group is not None and group.stage is Stage.RUNNING and group.attempt == deadline.attempt
+        return group if runs else None
+
     def last_batch_admitted(self) -> bool:
         """Whether no batch will be admitted after those that were."""
         return self.next_batch >= self.settings.num_batches or self.prompts.ended

@@ -27,6 +27,9 @@ from transport.messages import (
 )
 from transport.types import FinishReason, parse_row_id
 
+FEW = 64
+"""Obsolete deadlines that are not worth a look."""
+
 
 class Rollouts:
     """Works on the pipeline it is given; holds no state of its own."""
@@ -133,11 +136,19 @@ class Rollouts:
     def expire(self) -> None:
         """Take back groups whose deadline passed."""
         p = self._p
+        self._forget_deadlines()
         while p.deadlines and p.deadlines[0].at_s <= p.now_s:
-            deadline = heapq.heappop(p.deadlines)
-            group = p.live(deadline.group_id)
-            if group is not None and group.stage is Stage.RUNNING and group.attempt == deadline.attempt:
+            group = p.awaited_by(heapq.heappop(p.deadlines))
+            if group is not None:
                 self._slots.retry(group, "rollout timed out", avoid=True, abort="rollout timed out")
+
+    def _forget_deadlines(self) -> None:
+        """Once most deadlines are of groups that are whole, keep the others: so many as run, not of all that ran."""
+        p = self._p
+        running = sum(len(worker.groups) for worker in p.fleet.workers.values())
+        if len(p.deadlines) > 2 * running + FEW:
+            p.deadlines = [deadline for deadline in p.deadlines if p.awaited_by(deadline) is not None]
+            heapq.heapify(p.deadlines)
 
     # -- scores
 

@@ -9,7 +9,6 @@ import heapq
 
 import msgspec
 
-from orchestrator.core.batches import Stage
 from orchestrator.core.pipeline import Deadline, Pipeline
 from transport.types import GroupId, WorkerId
 
@@ -30,13 +29,8 @@ class RunningView(msgspec.Struct, frozen=True, kw_only=True):
 
 def longest_running(pipeline: Pipeline) -> tuple[RunningView, ...]:
     """At most MAX_SHOWN groups, the one that was dispatched first at the head. Linear in dispatched groups."""
-    running = (deadline for deadline in pipeline.deadlines if _is_current(pipeline, deadline))
+    running = (deadline for deadline in pipeline.deadlines if pipeline.awaited_by(deadline) is not None)
     return tuple(_view(pipeline, deadline) for deadline in heapq.nsmallest(MAX_SHOWN, running))
-
-
-def _is_current(pipeline: Pipeline, deadline: Deadline) -> bool:
-    group = pipeline.groups.get(deadline.group_id)
-    return group is not None and group.stage is Stage.RUNNING and group.attempt == deadline.attempt
 
 
 def _view(pipeline: Pipeline, deadline: Deadline) -> RunningView:

@@ -101,8 +101,13 @@ def _trainer(p: Pipeline) -> Wait | None:
 def _sent_and_unready(p: Pipeline) -> list[Group]:
     """Groups of a round whose rows went missing: the trainer cannot go on before they are made again."""
     batches = (p.batches[index] for index in p.batches if p.training.trained_version <= index <= p.training.batch)
-    groups = (p.groups[group_id] for batch in batches for group_id in batch.group_ids)
-    return [group for group in groups if group.sent and group.stage in UNREADY]
+    ready = Stage.READY  # ten thousand groups are looked at, a few times a second
+    return [
+        group
+        for batch in batches
+        for group in map(p.groups.__getitem__, batch.group_ids)
+        if group.sent and group.stage is not ready and group.stage in UNREADY
+    ]
 
 
 # -- what it is to be sent next

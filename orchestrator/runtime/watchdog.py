@@ -81,8 +81,8 @@ class Watchdog:
     def blocked(self, state: Waiting) -> dict[str, Any] | None:
         """For the status: the wait and for how long nothing progressed, once that is over ``warn_s``."""
         still_s = self._still_s()
-        wait = state.wait()
-        if still_s < self._liveness.warn_s or wait is None:
+        wait = state.wait() if still_s >= self._liveness.warn_s else None
+        if wait is None:
             return None
         return {**msgspec.to_builtins(wait), "still_s": round(still_s, 1)}
 
@@ -91,13 +91,16 @@ class Watchdog:
 
         A pause is no stall, nor is a service that nobody asks for anything.
         """
+        still_s = self._still_s()
+        if still_s < min(self._liveness.warn_s, self._liveness.stall_s):
+            return  # what it waits for takes a look at every group
         wait = state.wait()
         if state.paused or wait is None:
             self._progress_s = self._clock.now_s()
-        still_s = self._still_s()
+            return
         if still_s >= self._liveness.stall_s:
             raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")
-        if still_s < self._liveness.warn_s or wait is None:
+        if still_s < self._liveness.warn_s:
             return
         if self._warned_of is None or not wait.is_same(self._warned_of):
             self._warned_of = wait

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.running import MAX_SHOWN
 from orchestrator.core.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
@@ -63,3 +66,22 @@ def test_another_attempt_begins_anew():
 def test_only_a_few_are_shown():
     world = running_world(groups=MAX_SHOWN + 3)
     assert len(world.state.longest_running()) == MAX_SHOWN
+
+
+def test_deadlines_of_whole_groups_are_forgotten_long_before_they_are_due():
+    world = running_world(groups=200, capacity=400)
+    before = stored_deadlines(world)
+    for group_id in list(world.workers[W0].plans)[1:]:
+        world.finish_sample(W0, group_id)
+        world.finish_sample(W0, group_id)
+    pass_time(world, 1.0)
+    assert before == 200
+    assert stored_deadlines(world) == 1
+    assert len(world.state.longest_running()) == 1
+    pass_time(world, TIMEOUT_S)
+    (group,) = world.state.longest_running()
+    assert group.attempt == 1, "the one that was left is taken back in time"
+
+
+def stored_deadlines(world: PipelineWorld) -> int:
+    return len(msgspec.msgpack.decode(world.state.snapshot(), type=Pipeline).deadlines)
