@@ -18,6 +18,7 @@ not confirmed is carried out again (entry ids make that harmless).
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -128,6 +129,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     look_back = LookBack(membership, metrics, samples, clock)
     ended.heed_signals()
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
+    gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
         loops = [
             group.create_task(read_events(broker, inbox, recovered.cursor), name="events"),

@@ -45,8 +45,9 @@ from transport.broker.base import Broker
 from transport.clock import Clock
 
 PUBLISH_S = 0.5
-MAX_SHARE = 0.02
-"""Of one core that making the status may take: with a thousand workers it comes every second or two instead."""
+MAX_SHARE = 0.005
+"""Of one core that making the status may take: with a thousand workers or ten thousand groups it comes every second or
+two instead."""
 TIME_TO_LIVE_S = 10.0
 """A status older than this is none: the orchestrator is away."""
 
