@@ -319,8 +319,10 @@ class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
     value: int | float | str
 
 
-class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
+class RankerJudged(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=False):
     """How right the predictions of response lengths were, on the newest groups that ended. See ranker/quality.py.
+
+    Written whole, defaults too: the status shows it as it is, and who reads that expects every number.
 
     worth_it: dispatch may rely on their order.  num_groups: judged since the ranker was started.
     recall_20, _10, _5: of the longest so many percent, how many are among the predicted longest.

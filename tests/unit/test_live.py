@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from orchestrator.runtime.live import PlainView, batch_line, mismatch_line, printable
+import msgspec
+import pytest
+from rich.console import Console
+
+from orchestrator.core.settings import CoreSettings
+from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line, printable
+from tests.fakes.pipeline_world import PipelineWorld
+from transport.messages import RankerJudged
 
 
 def test_a_batch_is_one_line_of_what_is_known():
@@ -29,3 +36,21 @@ def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
     view.note("model x")
     view.batch({"batch": 0})
     assert capsys.readouterr().out == "model x\nbatch 1/3\n"
+
+
+@pytest.mark.parametrize(
+    ("judged", "words"),
+    [
+        (RankerJudged(worth_it=False), "nothing judged yet"),
+        (RankerJudged(worth_it=False, num_groups=16), "recall 0.00/0.00/0.00 at 20/10/5% of 16 groups"),
+    ],
+)
+def test_the_table_shows_the_status_of_a_run_whose_ranker_knows_nothing_yet(judged: RankerJudged, words: str):
+    world = PipelineWorld(CoreSettings(num_batches=6, groups_per_batch=4, group_size=2))
+    world.tell(judged)
+    status = msgspec.to_builtins(world.state.view())
+    screen = io.StringIO()
+    view = TableView(Console(file=screen, force_terminal=True, width=200))
+    view.status({**status, "workers": []})
+    view.close()
+    assert words in screen.getvalue()
