@@ -215,6 +215,27 @@ def set_(
     raise typer.Exit(asking.main_set(run_dir, assignment))
 
 
+@app.command(
+    help="Measure this machine's engine and trainer, fit the cost model to them, and write it: for plans of dispatch "
+    "and the number of workers (`run --config`), for `simulate` and `plan`. Settings as for `run` say which."
+)
+def profile(
+    preset: Annotated[
+        str | None, typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}.")
+    ] = None,
+    config_file: Annotated[list[Path] | None, typer.Option("--config", help="TOML file, as for `run`.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, as for `run`.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Files to write, without their endings .json and .toml.")] = Path("profile"),
+) -> None:
+    chosen = preset or (None if config_file else DEFAULT_PRESET)
+    resolved = config.resolve(chosen, config_file or [], override or [], os.environ)
+    from orchestrator import profile_cli
+
+    raise typer.Exit(profile_cli.main(resolved.settings, out))
+
+
 @app.command(help="Replay a run's journal: the same events must give the same commands.")
 def replay(run_dir: RunDirectory) -> None:
     from orchestrator.sim import replay as replaying

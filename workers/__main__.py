@@ -217,6 +217,24 @@ def evaluate(
     print(json.dumps(evaluate_run(run_dir, model, cache_dir=model_cache(os.environ))))
 
 
+@app.command()
+def profile() -> None:
+    """Measure this machine's engine and trainer for `streamrl-orchestrator profile`; settings come as JSON on stdin."""
+    import asyncio
+
+    import msgspec
+
+    from transport.settings import Settings
+    from workers.models import model_cache, prepare_model
+    from workers.profile import profile as measure
+
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    trusted = settings.model.trust_remote_code
+    directory = prepare_model(settings.model.path, cache_dir=model_cache(os.environ), trust_remote_code=trusted)
+    measured = asyncio.run(measure(settings, directory, lambda text: print(text, file=sys.stderr, flush=True)))
+    print(msgspec.json.encode(measured).decode())
+
+
 def own_directory(run: str) -> Path:
     """Where a worker writes that was not told: the same place as the orchestrator's default."""
     return Path("runs") / run

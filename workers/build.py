@@ -102,7 +102,7 @@ def generation_worker(
         clock = MonotonicClock()
         if settings.generation.engine == "sglang":
             log_path = run_dir / "logs" / f"sglang-{worker_id.partition('.')[0]}.log"
-            engine = _sglang_engine(settings, model_dir, log_path, trust_remote_code, server)
+            engine = sglang_engine(settings, model_dir, log_path, trust_remote_code, server)
         else:
             engine = _embedded_engine(settings, model_dir, trust_remote_code)
         stops = stop_token_ids(model_dir)
@@ -121,9 +121,10 @@ def _embedded_engine(settings: Settings, model_dir: Path, trust_remote_code: boo
     return EmbeddedEngine(made_of, MonotonicClock())
 
 
-def _sglang_engine(
+def sglang_engine(
     settings: Settings, model_dir: Path, log_path: Path, trust_remote_code: bool, server: ServerChoice
 ) -> GenerationEngine:
+    """An engine that speaks to the server of ``server``. log_path: of a server of its own."""
     from workers.generation.sglang import SglangEngine
     from workers.generation.sglang_server import DEFAULT_COMMAND
     from workers.generation.sglang_upkeep import SglangSettings

@@ -1,0 +1,82 @@
+"""``streamrl-orchestrator profile``: measure this machine's engine and trainer, fit the cost model, write both files.
+
+    <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (fitting.read_profile)
+    <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
+
+Owns: the child that measures, the files, the words. Never: measures (torch stays out of this process), or fits.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.fitting import Profile, fit
+from orchestrator.runtime.provision import python_module
+from orchestrator.toml_source import to_toml
+from transport.measurements import Measurements
+from transport.settings import Settings
+
+LIMIT_S = 1800.0
+"""The worker has its own limits; this one is for a machine that hangs."""
+
+
+def main(settings: Settings, out: Path) -> int:
+    """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
+    profile = fit(measure(settings))
+    json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
+    try:
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
+        toml_path.write_text(section(profile), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", key="--out") from error
+    print(report(profile))
+    print(f"wrote {json_path} and {toml_path}; use it in a run with --config {toml_path}")
+    return 0
+
+
+def measure(settings: Settings) -> Measurements:
+    """Have a worker process measure. Raises ChildFailedError; what it says goes to our standard error."""
+    done = subprocess.run(
+        python_module("workers", "profile"),
+        input=msgspec.json.encode(settings),
+        stdout=subprocess.PIPE,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ChildFailedError("profile", done.returncode, "see above")
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Measurements)
+
+
+def section(profile: Profile) -> str:
+    """The part of a configuration that plans of dispatch and the adjustment of workers read."""
+    lines = [f"# {profile.engine} engine, {profile.model}, on {profile.host}", "[decode_cost]"]
+    lines += [
+        f"{name} = {to_toml(getattr(profile.decode_cost, name))}"
+        for name in profile.decode_cost.__struct_fields__
+        if getattr(profile.decode_cost, name)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def report(profile: Profile) -> str:
+    """The coefficients, and how good they are."""
+    cost = profile.decode_cost
+    parts = [
+        f"decode step: {1e3 * cost.fixed_s:.3g} ms + max({1e3 * cost.weights_s:.3g} ms, samples x "
+        f"{1e3 * cost.gemm_sample_s:.3g} ms) + samples x {1e3 * cost.sample_s:.3g} ms + context x "
+        f"{1e6 * cost.kv_token_s:.3g} us; prefill: {1e3 * cost.prefill_token_s:.3g} ms a token",
+        f"on batches that the fit did not see: off by {profile.held_out_median:.1%} (median), "
+        f"{profile.held_out_worst:.1%} (worst)",
+    ]
+    if (train := profile.train) is not None:
+        parts.append(
+            f"trainer: {1e3 * train.round_s:.3g} ms a micro-batch + {1e3 * train.token_s:.3g} ms a token + "
+            f"{1e6 * train.squared_token_s:.3g} us a squared token; optimizer {train.optimizer_s:.3g} s; "
+            f"a version published in {profile.publish_s:.3g} s, loaded in {profile.load_s:.3g} s"
+        )
+    return "\n".join(parts)

@@ -1,0 +1,47 @@
+"""``streamrl-orchestrator profile`` with real workers: it finds what the replay engine was told, and writes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.fitting import read_profile
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def profile(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "orchestrator", "profile", "--preset", "tiny", "--out", str(directory / "here")]
+    for setting in settings:
+        command += ["--set", setting]
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+def test_the_replay_engine_is_measured_as_it_was_told(tmp_path: Path):
+    told = ("generation.engine=replay", "generation.slots=8", "replay.time_scale=0.2", "replay.step_s=0.05")
+    done = profile(tmp_path, *told, "replay.sample_step_s=0.005")
+    assert done.returncode == 0, done.stderr
+    found = read_profile(tmp_path / "here.json").decode
+    for batch in (1, 5, 8):
+        assert found.step_s(batch, 100.0 * batch) == pytest.approx(0.2 * (0.05 + 0.005 * batch), rel=0.15)
+    assert found.prefill_token_s < 1e-4
+    assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
+    assert "off by" in done.stdout
+
+
+def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):
+    done = profile(tmp_path, "generation.engine=replay", "generation.slots=1", "replay.time_scale=0.01")
+    assert done.returncode == 2
+    assert "generation.slots must be at least" in done.stderr
+    assert not (tmp_path / "here.json").exists()

@@ -1,0 +1,116 @@
+"""Fits of the cost model: they find what measurements were made from, and never a coefficient below zero."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.config import resolve
+from orchestrator.core.cost_model import DecodeCost, TrainCost
+from orchestrator.core.settings import core_settings
+from orchestrator.errors import ConfigError
+from orchestrator.fitting import fit, fit_decode, held_out_errors, read_profile
+from orchestrator.profile_cli import report, section
+from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
+
+TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)
+STEPS = 48
+
+
+def runs(cost: DecodeCost = TRUE, noise: float = 0.0) -> list[DecodeRun]:
+    chance = random.Random(3)
+    return [
+        DecodeRun(
+            batch=batch,
+            context_tokens=float(batch * prompt),
+            steps=STEPS,
+            seconds=cost.steps_s(batch, batch * prompt, STEPS) * chance.uniform(1 - noise, 1 + noise),
+        )
+        for batch in (1, 2, 4, 8, 16, 32, 64)
+        for prompt in (16, 128, 512)
+    ]
+
+
+def measurements(**changes: object) -> Measurements:
+    train = TrainCost(token_s=3e-4, squared_token_s=2e-8, round_s=0.01)
+    made = Measurements(
+        model="m",
+        engine="embedded",
+        host="here",
+        decode=runs(noise=0.03),
+        prefill=[PrefillRun(tokens=tokens, seconds=0.02 + 1e-4 * tokens) for tokens in (16, 64, 256)],
+        train=[
+            TrainRun(tokens=tokens, squared_tokens=squared, seconds=train.micro_batch_s(tokens, squared))
+            for tokens, squared in ((96, 8e3), (160, 2e4), (544, 9e4), (448, 1.5e5), (784, 1e5))
+        ],
+        optimizer_s=[9.0, 0.5, 0.6],
+        publish_s=[0.1, 0.3, 0.2],
+        load_s=[0.05],
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_exact_measurements_give_their_coefficients_knee_included():
+    cost = fit_decode(runs(), [])
+    for name in ("fixed_s", "weights_s", "gemm_sample_s", "sample_s", "kv_token_s"):
+        assert getattr(cost, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+    assert cost.step_s(40, 9000) == pytest.approx(TRUE.step_s(40, 9000), rel=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_step_that_is_linear_in_its_batch_gets_no_knee(noise: float):
+    linear = DecodeCost(fixed_s=0.02, sample_s=0.0005)
+    cost = fit_decode(runs(linear, noise), [])
+    assert cost.weights_s == 0.0
+    assert cost.step_s(24, 0) == pytest.approx(linear.step_s(24, 0), rel=2 * noise + 1e-6)
+
+
+def test_noise_of_three_percent_is_no_error_of_fifteen_on_batches_that_were_not_seen():
+    errors = held_out_errors(runs(noise=0.03))
+    assert len(errors) == len(runs()) // 4
+    assert max(errors) < 0.06
+
+
+def test_no_coefficient_is_negative_whatever_was_measured():
+    chance = random.Random(1)
+    for _ in range(20):
+        wild = [msgspec.structs.replace(run, seconds=chance.uniform(0.01, 1.0)) for run in runs()]
+        cost = fit_decode(wild, [])
+        assert min(cost.fixed_s, cost.weights_s, cost.gemm_sample_s, cost.sample_s, cost.kv_token_s) >= 0
+
+
+def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
+    profile = fit(measurements())
+    assert profile.train is not None
+    assert profile.train.token_s == pytest.approx(3e-4, rel=1e-3)
+    assert profile.train.optimizer_s == pytest.approx(0.55)
+    assert (profile.publish_s, profile.load_s) == (0.2, 0.05)
+    assert profile.decode_cost.prefill_token_s == pytest.approx(1e-4, rel=1e-6)
+    path = tmp_path / "here.json"
+    path.write_bytes(msgspec.json.encode(profile))
+    assert read_profile(path) == profile
+    toml = tmp_path / "here.toml"
+    toml.write_text(section(profile))
+    core = core_settings(resolve("tiny", [toml], [], {}).settings)
+    assert core.decode_cost == profile.decode
+    assert core.train_token_s == pytest.approx(3e-4, rel=1e-3)
+    assert "did not see" in report(profile)
+
+
+def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="too few"):
+        fit(measurements(decode=runs()[:3]))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "torn.json").write_text("{")
+    with pytest.raises(ConfigError, match="is no profile"):
+        read_profile(tmp_path / "torn.json")
+
+
+def test_without_a_trainer_only_the_engine_is_fitted():
+    profile = fit(measurements(train=[], optimizer_s=[], publish_s=[], load_s=[]))
+    assert profile.train is None
+    assert profile.decode_cost.train_token_s == 0.0

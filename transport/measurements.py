@@ -1,0 +1,51 @@
+"""What ``streamrl-worker profile`` measures and ``streamrl-orchestrator profile`` fits: seconds of known work.
+
+Owns: the schema. Never: a formula (``orchestrator/core/cost_model.py`` has them), and no unit but seconds and tokens.
+"""
+
+from __future__ import annotations
+
+from transport.types import Struct
+
+
+class DecodeRun(Struct, frozen=True, kw_only=True):
+    """``steps`` decode steps of a constant batch. context_tokens: of all its samples together, at the first step."""
+
+    batch: int
+    context_tokens: float
+    steps: int
+    seconds: float
+
+
+class PrefillRun(Struct, frozen=True, kw_only=True):
+    """One prompt computed, nothing else running."""
+
+    tokens: int
+    seconds: float
+
+
+class TrainRun(Struct, frozen=True, kw_only=True):
+    """One micro-batch, forward and backward. tokens: prompts once, and responses.  squared_tokens: sum over samples of
+    the square of prompt and response together."""
+
+    tokens: int
+    squared_tokens: float
+    seconds: float
+
+
+class Measurements(Struct, frozen=True, kw_only=True):
+    """One machine, one model. Lists are empty where there was nothing to measure.
+
+    optimizer_s: end of a mini-batch.  publish_s: a version from the trainer into shared memory.
+    load_s: that version into an engine, checked.
+    """
+
+    model: str
+    engine: str
+    host: str
+    decode: list[DecodeRun]
+    prefill: list[PrefillRun]
+    train: list[TrainRun]
+    optimizer_s: list[float]
+    publish_s: list[float]
+    load_s: list[float]

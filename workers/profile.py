@@ -1,0 +1,260 @@
+"""``streamrl-worker profile``: how long a live engine and a live trainer take for known amounts of work.
+
+The engine is measured as its worker uses it, through the protocol of ``generation/engine.py``: a group of n samples
+that are forced to the same length decodes as a constant batch. Two lengths of one group differ by decode steps alone,
+so neither the prefill nor the hand-over is in their difference.
+
+Owns: which amounts are measured. Never: coefficients. Source: StreamRL sec. 4.2 (profiles before the run); ours: how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.clock import MonotonicClock
+from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
+from transport.messages import WeightManifest
+from transport.settings import Settings
+from transport.types import GroupId, SamplingParams, WeightIdentity, row_id
+from workers.errors import ModelError
+from workers.generation.engine import Completion, GenerationEngine, GenerationRequest
+from workers.generation.weights import WeightPuller
+from workers.trainer.samples import PromptGroup, TrainingSample
+
+if TYPE_CHECKING:
+    from workers.trainer.policy_learner import PolicyLearner
+
+FIRST_TOKENS = 4
+"""Of the shorter of two lengths: past the prefill and what the first step allocates."""
+MOST_STEPS = 48
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
+"""Of them, those that the engine has slots for."""
+PROMPTS = (16, 128, 320)
+REPEATS = 2
+"""The faster of so many: what else the machine does only ever adds."""
+TRAIN_SHAPES = ((32, 2, 32), (32, 4, 32), (32, 4, 64), (32, 8, 64), (64, 2, 192), (64, 4, 128), (16, 8, 96))
+"""(prompt tokens, samples, response tokens) of the group in a micro-batch."""
+TOKEN_ID = 5
+"""Exists in every vocabulary; which token it is does not change what computing it takes."""
+ANSWER_S = 600.0
+"""One measurement may take so long."""
+
+
+def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
+    """The engine that ``generation.engine`` names, without a run around it."""
+    generation = settings.generation
+    if generation.engine == "replay":
+        from workers.generation.replay import ReplayEngine
+
+        weights = WeightIdentity(epoch=0, version=0)
+        return ReplayEngine(settings.replay, generation.slots, MonotonicClock(), weights=weights)
+    if generation.engine == "embedded":
+        from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+
+        return EmbeddedEngine(EmbeddedSettings.of(generation, directory), MonotonicClock())
+    from workers.build import ServerChoice, sglang_engine
+
+    log = Path(tempfile.gettempdir()) / f"streamrl-profile-sglang-{os.getpid()}.log"
+    choice = ServerChoice(
+        url=generation.engine_url, command=(*generation.server_command,), args=(*generation.server_args,)
+    )
+    return sglang_engine(settings, directory, log, False, choice)
+
+
+class EngineProfile:
+    """Measures one engine that has been started."""
+
+    def __init__(self, engine: GenerationEngine, capacity: int, max_context: int, settings: Settings) -> None:
+        self._engine = engine
+        self._capacity = capacity
+        self._max_context = max_context
+        self._settings = settings
+        self._numbers = itertools.count()
+
+    async def seconds(self, prompt_tokens: int, lengths: Sequence[int]) -> float:
+        """From the admission of a group with these forced lengths to its last end. Raises ModelError."""
+        number = next(self._numbers)
+        # Prompts differ, so that no engine answers one from its cache.
+        prompt = np.full(prompt_tokens, TOKEN_ID, dtype=np.int32)
+        prompt[: min(4, prompt_tokens)] = [1 + number % 7, 1 + number // 7 % 7, 1 + number // 49 % 7, 3][:prompt_tokens]
+        request = GenerationRequest(
+            group_id=GroupId(f"profile/{number}"),
+            prompt_ids=prompt,
+            samples=tuple(range(len(lengths))),
+            sampling=SamplingParams(max_new_tokens=max(lengths), temperature=1.0, ignore_eos=True, seed=number),
+            limits=tuple(lengths),
+        )
+        self._engine.submit(request)
+        ended: list[Completion] = []
+        while len(ended) < len(lengths):
+            for result in await self._engine.results():
+                if not isinstance(result, Completion):
+                    raise ModelError(f"the engine could not answer a prompt of the profile: {result.reason}")
+                ended.append(result)
+        return max(completion.engine_s for completion in ended)
+
+    async def fastest(self, prompt_tokens: int, lengths: Sequence[int]) -> float:
+        return min([await self.seconds(prompt_tokens, lengths) for _ in range(REPEATS)])
+
+    async def decode_runs(self) -> list[DecodeRun]:
+        """Every batch with every prompt length that fits."""
+        runs: list[DecodeRun] = []
+        for batch, prompt in itertools.product(BATCHES, PROMPTS):
+            if batch <= self._capacity and prompt + MOST_STEPS + FIRST_TOKENS <= self._max_context:
+                runs.append(await self._decode_run(batch, prompt))
+        return runs
+
+    async def _decode_run(self, batch: int, prompt: int) -> DecodeRun:
+        short_s = await self.fastest(prompt, [FIRST_TOKENS] * batch)
+        long_s = await self.fastest(prompt, [FIRST_TOKENS + MOST_STEPS] * batch)
+        return DecodeRun(
+            batch=batch,
+            context_tokens=float(batch * (prompt + FIRST_TOKENS)),
+            steps=MOST_STEPS,
+            seconds=max(1e-9, long_s - short_s),
+        )
+
+    async def prefill_runs(self) -> list[PrefillRun]:
+        """A prompt and one token."""
+        return [
+            PrefillRun(tokens=prompt, seconds=await self.fastest(prompt, [1]))
+            for prompt in (16, 64, 128, 192, 320)
+            if prompt < self._max_context
+        ]
+
+
+def samples_of(shape: tuple[int, int, int], number: int) -> PromptGroup:
+    """A group to train, every sample with a gradient."""
+    prompt_tokens, num_samples, response_tokens = shape
+    group_id = GroupId(f"profile/{number}")
+    responses: NDArray[np.int32] = np.full(response_tokens, TOKEN_ID, dtype=np.int32)
+    return PromptGroup(
+        group_id=group_id,
+        prompt_ids=np.full(prompt_tokens, TOKEN_ID, dtype=np.int32),
+        samples=[
+            TrainingSample(
+                row_id=row_id(group_id, sample),
+                response_ids=responses,
+                rollout_logprobs=np.full(response_tokens, -1.0, dtype=np.float32),
+                advantage=1.0 if sample % 2 else -1.0,
+            )
+            for sample in range(num_samples)
+        ],
+    )
+
+
+def timed(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def train_runs(learner: PolicyLearner) -> Iterator[TrainRun]:
+    """One micro-batch of each shape, the faster of REPEATS; the first call of all warms up."""
+    learner.accumulate([samples_of(TRAIN_SHAPES[0], 0)])
+    for number, shape in enumerate(TRAIN_SHAPES, 1):
+        prompt, num_samples, response = shape
+        group = samples_of(shape, number)
+        yield TrainRun(
+            tokens=prompt + num_samples * response,
+            squared_tokens=float(num_samples * (prompt + response) ** 2),
+            seconds=min(timed(partial(learner.accumulate, [group])) for _ in range(REPEATS)),
+        )
+
+
+def optimizer_runs(learner: PolicyLearner) -> Iterator[float]:
+    """Ends of mini-batches."""
+    group = samples_of(TRAIN_SHAPES[0], 0)
+    for batch in range(REPEATS + 1):
+        learner.accumulate([group])
+        num_tokens = len(group.samples) * TRAIN_SHAPES[0][2]
+        yield timed(partial(learner.close, batch=batch, num_rows=len(group.samples), num_tokens=num_tokens))
+
+
+async def load_seconds(engine: GenerationEngine, manifest: WeightManifest) -> float:
+    """A published version into the engine: pulled, checked, loaded."""
+    started_s = time.perf_counter()
+    puller = WeightPuller()
+    opened = puller.pull(manifest)
+    tensors = await asyncio.to_thread(opened.__enter__)
+    try:
+        await engine.load_weights(manifest.weights, tensors)
+    finally:
+        del tensors
+        opened.__exit__(None, None, None)
+    return time.perf_counter() - started_s
+
+
+async def profile(settings: Settings, directory: Path, say: Callable[[str], None]) -> Measurements:
+    """Measure the engine and the trainer that ``settings`` name. Raises ModelError."""
+    engine = engine_of(settings, directory)
+    try:
+        info = await engine.start()
+        say(f"decode steps of the {info.name} engine, {info.capacity} slots")
+        async with asyncio.timeout(ANSWER_S):
+            measured = EngineProfile(engine, info.capacity, info.max_context, settings)
+            await measured.seconds(PROMPTS[0], [FIRST_TOKENS])  # warms up
+            decode, prefill = await measured.decode_runs(), await measured.prefill_runs()
+        train, optimizer, publish, load = await _trained(settings, directory, engine, say)
+    finally:
+        await engine.close()
+    return Measurements(
+        model=settings.model.path,
+        engine=info.name,
+        host=socket.gethostname(),
+        decode=decode,
+        prefill=prefill,
+        train=train,
+        optimizer_s=optimizer,
+        publish_s=publish,
+        load_s=load,
+    )
+
+
+async def _trained(
+    settings: Settings, directory: Path, engine: GenerationEngine, say: Callable[[str], None]
+) -> tuple[list[TrainRun], list[float], list[float], list[float]]:
+    """The trainer's part; nothing where the settings have no real one."""
+    if settings.trainer.engine != "torch" or settings.generation.engine == "replay":
+        return [], [], [], []
+    from workers.trainer.policy_learner import PolicyLearner
+    from workers.trainer.publish import WeightPublisher
+
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        learner = PolicyLearner(settings, directory, WeightPublisher("profile", Path(scratch)))
+        try:
+            learner.load(None)
+            say("micro-batches, optimizer steps and versions of the trainer")
+            train, optimizer = list(train_runs(learner)), [*optimizer_runs(learner)]
+            publish: list[float] = []
+            load: list[float] = []
+            for version in range(1, REPEATS + 2):
+                started_s = time.perf_counter()
+                manifest = await asyncio.to_thread(learner.publish, 1, version)
+                publish.append(time.perf_counter() - started_s)
+                load.append(await load_seconds(engine, manifest))
+        finally:
+            learner.shut_down()
+    return train, optimizer, publish, load
+
+
+def summary(measurements: Measurements) -> str:
+    """One line for whoever waits."""
+    parts = [f"{len(measurements.decode)} batches, {len(measurements.prefill)} prompts"]
+    if measurements.train:
+        parts.append(f"{len(measurements.train)} micro-batches")
+        parts.append(f"optimizer {statistics.median(measurements.optimizer_s):.3f} s")
+    return ", ".join(parts)
