@@ -1,0 +1,192 @@
+"""What to do with some GPUs: the best split, the runner-up, and what the usual rules would have done.
+
+Owns: the order of a search: bounds, short simulations, long ones of the few that are close. Never: prints. Invariant:
+everything that is compared in the end was simulated by the same window on the same lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from orchestrator.core.algorithm_one import cross_datacenter, single_datacenter
+from orchestrator.core.allocation import Found, Objective, Outcome, Pool, Split, ranked, score, search, splits
+from orchestrator.core.analytic import decode_cost
+from orchestrator.core.scaling import estimate_of
+from orchestrator.sim.allocating import (
+    LONG,
+    SHORT,
+    SLOTS,
+    Job,
+    Prediction,
+    Simulate,
+    bound_of,
+    iteration_s,
+    predict,
+    simulating,
+)
+from orchestrator.sim.scenarios import Workload
+
+CLOSE = 0.05
+"""Short simulations are believed so far: whoever is within it of the best is simulated longer."""
+FINALISTS = 6
+
+Progress = Callable[[int, int, Outcome], None]
+
+
+def silent(done: int, most: int, best: Outcome) -> None:
+    """For callers who show nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The answer. runner_up: of another size or place; None where there is no other.  even, algorithm_one: the usual
+    rules, with their best degrees; None where they find nothing that fits, or differ from the plan in nothing."""
+
+    best: Prediction
+    runner_up: Prediction | None
+    even: Prediction | None
+    algorithm_one: Prediction | None
+    found: Found
+
+
+def advise(
+    job: Job, pools: Sequence[Pool], minimise: Objective = "time", *, processes: int = 1, progress: Progress = silent
+) -> Advice:
+    """Search. Raises DoesNotFitError: nothing fits; the message says what would."""
+    candidates = splits(
+        job.llm,
+        pools,
+        context_tokens=job.context_tokens,
+        max_instances=job.samples,
+        minimise=minimise,
+        assumed=job.assumed,
+    )
+    workload = job.workload(1)
+    bounds = Bounds(job, workload)
+    with simulating(processes) as simulate:
+        found = search(
+            candidates,
+            bounds.iteration_s,
+            lambda chosen: simulate(partial(iteration_s, job, SHORT), chosen),
+            minimise=minimise,
+            at_once=processes,
+            progress=progress,
+        )
+        finalists = _finalists(found, minimise)
+        even, printed = bounds.quickest(_even(candidates)), bounds.quickest(_printed(bounds, candidates, finalists[0]))
+        return _judged(job, simulate, finalists, even, printed, found, minimise)
+
+
+def _judged(
+    job: Job,
+    simulate: Simulate,
+    finalists: list[Split],
+    even: Split | None,
+    printed: Split | None,
+    found: Found,
+    minimise: Objective,
+) -> Advice:
+    compared = list(dict.fromkeys([*finalists, *(split for split in (even, printed) if split is not None)]))
+    predictions = dict(zip(compared, simulate(partial(predict, job, LONG), compared), strict=True))
+    measured = [
+        Outcome(split=split, bound_s=0.0, iteration_s=prediction.iteration_s)
+        for split, prediction in predictions.items()
+    ]
+    order = [outcome.split for outcome in ranked(measured, minimise)]
+    others = [split for split in order[1:] if _place(split) != _place(order[0])]
+    return Advice(
+        best=predictions[order[0]],
+        runner_up=predictions[others[0]] if others else None,
+        even=predictions[even] if even is not None and even != order[0] else None,
+        algorithm_one=predictions[printed] if printed is not None and printed != order[0] else None,
+        found=found,
+    )
+
+
+def _place(split: Split) -> tuple[str, int, str, int]:
+    return split.generation.place, split.generation_gpus, split.training.place, split.training_gpus
+
+
+def _finalists(found: Found, minimise: Objective) -> list[Split]:
+    """The close ones, and in any case the best of another size."""
+    order = ranked(found.outcomes, minimise)
+    limit = (1 + CLOSE) * score(order[0], minimise)
+    close = [outcome.split for outcome in order if score(outcome, minimise) <= limit][:FINALISTS]
+    others = [outcome.split for outcome in order if _place(outcome.split) != _place(order[0].split)]
+    return list(dict.fromkeys([*close, *others[:1]]))
+
+
+# -- the usual rules
+
+
+class Bounds:
+    """Bounds of splits, computed once each."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        self._job = job
+        self._workload = workload
+        self._makespans: dict[tuple[str, int], Callable[[int], float]] = {}
+        self._known: dict[Split, tuple[float, float]] = {}
+
+    def iteration_s(self, split: Split) -> float:
+        """What no schedule of the job's pipeline beats."""
+        return bound_of(self._job, self._workload, split).iteration_s(self._job.settings.max_staleness)
+
+    def stages_s(self, split: Split) -> tuple[float, float]:
+        """Each stage by itself: generation with even shares, longest first; training without waiting."""
+        if split not in self._known:
+            training_s = bound_of(self._job, self._workload, split).training_s
+            self._known[split] = self._makespan(split)(split.instances), training_s
+        return self._known[split]
+
+    def _makespan(self, split: Split) -> Callable[[int], float]:
+        key = split.generation.gpu.name, split.tensor_parallel
+        if key not in self._makespans:
+            job = self._job
+            lengths = [
+                float(group[sample % len(group)])
+                for group in self._workload.lengths.lengths
+                for sample in range(job.group_size)
+            ]
+            cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
+            self._makespans[key] = estimate_of(cost, lengths, prompt_tokens=float(job.prompt_tokens), max_running=SLOTS)
+        return self._makespans[key]
+
+    def quickest(self, candidates: Sequence[Split]) -> Split | None:
+        """Of these the one whose slower stage is the fastest."""
+        return min(candidates, key=lambda split: max(self.stages_s(split)), default=None)
+
+
+def _even(candidates: Sequence[Split]) -> list[Split]:
+    """One pool each, or half and half of the only one: what needs no thought (StreamRL fig. 10)."""
+    apart = [split for split in candidates if split.generation is not split.training and _whole(split)]
+    return apart or [split for split in candidates if 2 * split.generation_gpus == split.generation.num_gpus]
+
+
+def _whole(split: Split) -> bool:
+    return (split.generation_gpus, split.training_gpus) == (split.generation.num_gpus, split.training.num_gpus)
+
+
+def _printed(bounds: Bounds, candidates: Sequence[Split], chosen: Split) -> list[Split]:
+    """What Algorithm 1 as printed takes in the pools of ``chosen``, with the best degrees of each stage."""
+    among = [s for s in candidates if s.generation is chosen.generation and s.training is chosen.training]
+    generating: dict[int, float] = {}
+    training: dict[int, float] = {}
+    for split in among:
+        generation_s, training_s = bounds.stages_s(split)
+        generating[split.generation_gpus] = min(generation_s, generating.get(split.generation_gpus, generation_s))
+        training[split.training_gpus] = min(training_s, training.get(split.training_gpus, training_s))
+    x_sizes, y_sizes = sorted(generating), sorted(training)
+    x_s, y_s = partial(_time, generating), partial(_time, training)
+    if chosen.generation is chosen.training:
+        picked = single_datacenter(chosen.generation.num_gpus, x_s, y_s, sorted({*x_sizes, *y_sizes}))
+    else:
+        picked = cross_datacenter(x_sizes[-1], y_sizes[-1], x_s, y_s, x_sizes, y_sizes)
+    return [split for split in among if (split.generation_gpus, split.training_gpus) == picked]
+
+
+def _time(times: dict[int, float], size: int) -> float:
+    """Of a stage; infinite for a size at which nothing fits."""
+    return times.get(size, float("inf"))

@@ -1,0 +1,76 @@
+"""StreamRL's Algorithm 1 as printed: what it says, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.algorithm_one import cross_datacenter, single_datacenter
+
+
+def work(seconds: float, fits: int = 1):
+    return lambda gpus: seconds / gpus if gpus >= fits else math.inf
+
+
+@given(
+    num_gpus=st.integers(2, 24),
+    generation=st.floats(1.0, 100.0),
+    training=st.floats(1.0, 100.0),
+    floor=st.floats(0.0, 10.0),
+)
+def test_single_datacenter_equals_brute_force(num_gpus, generation, training, floor):
+    def generation_s(gpus: int) -> float:
+        return floor + generation / gpus
+
+    x, y = single_datacenter(num_gpus, generation_s, work(training))
+    least = min(
+        max(generation_s(a), training / b) for a in range(1, num_gpus) for b in range(1, num_gpus) if a + b <= num_gpus
+    )
+    assert x + y <= num_gpus
+    assert max(generation_s(x), training / y) == least
+
+
+def test_sizes_and_memory_are_respected():
+    assert single_datacenter(32, work(100.0), work(300.0), sizes=[8, 16, 24]) == (8, 24)
+    assert single_datacenter(8, work(10.0), work(10.0, fits=8)) == (0, 0)
+
+
+def test_the_faster_stage_of_two_datacenters_is_shrunk():
+    assert cross_datacenter(32, 16, work(160.0), work(160.0)) == (16, 16)
+    assert cross_datacenter(16, 32, work(160.0), work(160.0)) == (16, 16)
+
+
+def test_flaw_the_nearest_time_may_be_the_slower_one():
+    """Both stages were given 10 s; 11 GPUs generate in 9.5 s, 10 in 10.45 s, which is nearer and slows everything."""
+    x, y = cross_datacenter(16, 10, work(104.5), work(100.0), generation_sizes=[8, 10, 11, 16])
+    assert (x, y) == (10, 10)
+    assert 104.5 / x > 100.0 / y
+
+
+def test_flaw_the_first_of_equal_maxima_may_hold_more_than_it_uses():
+    """Generation is bound by its longest sample: every x ties, and nothing asks for the fewest training GPUs."""
+    x, y = single_datacenter(16, lambda gpus: 10.0, lambda gpus: 5.0 + 1.0 / gpus)
+    assert (x, y) == (1, 1)
+    x, y = single_datacenter(16, lambda gpus: 10.0 + 0.001 / gpus, lambda gpus: 5.0)
+    assert (x, y) == (15, 1), "fourteen GPUs for a ten-thousandth"
+
+
+def test_flaw_balance_is_not_the_best_of_a_synchronous_stream():
+    """After the last sample the trainer still has its share of it to do: generation has to end earlier than balance."""
+    generation_s, training_s, late = work(100.0), work(100.0), 0.4
+
+    def stream_s(x: int, y: int) -> float:
+        return max(generation_s(x) + late * training_s(y), training_s(y))
+
+    x, y = single_datacenter(20, generation_s, training_s)
+    best = min(stream_s(a, 20 - a) for a in range(1, 20))
+    assert (x, y) == (10, 10)
+    assert stream_s(x, y) > best * 1.02
+
+
+@pytest.mark.parametrize("sizes", [[], [1]])
+def test_one_gpu_cannot_be_split(sizes):
+    assert single_datacenter(1, work(1.0), work(1.0), sizes) == (0, 0)
