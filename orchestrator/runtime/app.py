@@ -54,6 +54,7 @@ from orchestrator.runtime.service import Service
 from orchestrator.runtime.service_prompts import ServicePrompts
 from orchestrator.runtime.spool import REQUESTS, NoPrompts, Spool
 from orchestrator.runtime.status import StatusBoard, publish_status
+from orchestrator.runtime.trimming import Trimmer
 from orchestrator.runtime.watchdog import Watchdog
 from ranker.protocol import ConstantPredictor
 from transport.broker import keys
@@ -109,7 +110,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         ranking.introduce(inbox)
     service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
     on_events = service.on_events if service is not None else ignore
-    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, on_events)
+    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, Trimmer(broker), on_events)
 
     async def restore() -> None:
         await furnish(broker, settings, state.trainer_epoch, model)

@@ -18,6 +18,7 @@ from orchestrator.runtime.execute import Executor, Issued
 from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.journal import Journal, Recovered
 from orchestrator.runtime.metrics import MetricsLog
+from orchestrator.runtime.trimming import Trimmer
 from orchestrator.runtime.watchdog import Watchdog
 from transport import faults
 from transport.clock import Clock
@@ -89,9 +90,10 @@ class Decider:
         watchdog: Watchdog,
         clock: Clock,
         cursor: str,
+        trimmer: Trimmer,
         on_events: Callable[[Sequence[Event]], None] = lambda _: None,
     ) -> None:
-        """on_events: hears of events once they are applied and written down."""
+        """trimmer: frees what snapshots make superfluous.  on_events: hears of events that are written down."""
         self._state = state
         self._journal = journal
         self._executor = executor
@@ -99,6 +101,7 @@ class Decider:
         self._watchdog = watchdog
         self._clock = clock
         self._cursor = cursor
+        self._trimmer = trimmer
         self._on_events = on_events
         self._since_snapshot = 0
 
@@ -149,7 +152,8 @@ class Decider:
 
     async def snapshot(self) -> None:
         """Snapshot once everything decided so far is carried out: what lies before it is never looked at again."""
-        seq, state = self._state.seq, self._state.snapshot()
+        seq, state, cursor = self._state.seq, self._state.snapshot(), self._cursor
         await self._executor.drained()
         self._journal.snapshot(state, seq)
         self._since_snapshot = 0
+        await self._trimmer.trim(cursor, self._state.worker_ids())
