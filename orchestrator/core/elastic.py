@@ -27,9 +27,20 @@ if TYPE_CHECKING:
     from orchestrator.core.pipeline import Pipeline
 
 
+RETURN_S = 60.0
+"""A dead worker that is not back by then is not started again: a supervisor waits at most 8 s between two tries."""
+START_S = 300.0
+"""A worker that was asked for and has not joined by then is not coming (the default of ``liveness.startup_s``)."""
+
+
 def drain_key(worker_id: WorkerId) -> str:
     """Key in the outbox of the word that a worker shall leave."""
     return f"drain {worker_id}"
+
+
+def place_of(worker_id: WorkerId) -> str:
+    """Its name without the incarnation: who is started again has the same."""
+    return worker_id.rpartition(".")[0]
 
 
 class Elastic(msgspec.Struct, kw_only=True):
@@ -38,7 +49,8 @@ class Elastic(msgspec.Struct, kw_only=True):
     since_s: when the newest version was trained, None before the first: until then nothing is measured.
     training_s: seconds of the trainer's work since.  idle_s: worker-seconds without a sample.  present_s: of all.
     begun_s, ended_s: since then, when the first sample ran, and when the last one came.
-    spawned: workers asked for in all.  draining: who is to leave, and is not told yet or not gone.
+    spawned: workers asked for in all.  asked_s: when, of those that have not joined.  lost_s: by name without the
+    incarnation, when a worker died that may be started again.  draining: who is to leave, not told yet or not gone.
     """
 
     scaling: Scaling = msgspec.field(default_factory=Scaling)
@@ -49,6 +61,8 @@ class Elastic(msgspec.Struct, kw_only=True):
     begun_s: float | None = None
     ended_s: float | None = None
     spawned: int = 0
+    asked_s: list[float] = msgspec.field(default_factory=list[float])
+    lost_s: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     draining: list[WorkerId] = msgspec.field(default_factory=list[WorkerId])
     last: Change | None = None
 
@@ -125,19 +139,38 @@ class ElasticFleet:
         )
         change = p.elastic.scaling.observe(settings, iteration, estimate)
         if change is not None:
-            p.elastic.last = change
             self._carry_out(change)
 
     def _carry_out(self, change: Change) -> None:
-        p, elastic = self._p, self._p.elastic
+        elastic = self._p.elastic
         more = change.to_workers - change.from_workers
         if more > 0:
-            elastic.spawned += more
-            p.outbox.emit(SpawnWorkers(total=elastic.spawned, reason=change.reason))
+            self._spawn(more, change)
             return
+        elastic.last = change
         for worker in self._serving()[more:]:  # who joined last: the first ones are those that a resumed run starts
             worker.draining = True
             elastic.draining.append(worker.worker_id)
+
+    def _spawn(self, more: int, change: Change) -> None:
+        """Ask for workers, no more than would be too many if all that may still come did."""
+        p, elastic = self._p, self._p.elastic
+        elastic.asked_s = [at_s for at_s in elastic.asked_s if p.now_s < at_s + START_S]
+        elastic.lost_s = {name: at_s for name, at_s in elastic.lost_s.items() if p.now_s < at_s + RETURN_S}
+        coming = len(elastic.asked_s) + len(elastic.lost_s)
+        limit = p.settings.scaling.max_workers if p.settings.scaling is not None else 0
+        more = min(more, limit - len(p.fleet.workers) - coming)
+        if more > 0:
+            elastic.last = change
+            elastic.spawned += more
+            elastic.asked_s += [p.now_s] * more
+            p.outbox.emit(SpawnWorkers(total=elastic.spawned, reason=change.reason))
+
+    def join(self, worker_id: WorkerId) -> None:
+        """Somebody came: back, or because it was asked for, or by itself."""
+        elastic = self._p.elastic
+        if elastic.lost_s.pop(place_of(worker_id), None) is None and elastic.asked_s:
+            elastic.asked_s.pop(0)
 
     def release(self) -> None:
         """Tell those that hold nothing any more to leave."""
@@ -154,6 +187,8 @@ class ElasticFleet:
         if worker_id in p.elastic.draining:
             p.elastic.draining.remove(worker_id)
             p.outbox.confirm(drain_key(worker_id))
+        elif p.settings.scaling is not None:
+            p.elastic.lost_s[place_of(worker_id)] = p.now_s
 
     def _serving(self) -> list[Worker]:
         """Workers that may take groups, in order of joining."""

@@ -368,6 +368,7 @@ class PipelineState:
         elif event.worker_id not in fleet.workers:
             capacity = max(1, event.capacity)
             fleet.join(Worker(worker_id=event.worker_id, capacity=capacity, loaded=event.weights))
+            self._elastic.join(event.worker_id)
 
     def _on_lost(self, event: WorkerLost) -> None:
         fleet = self._p.fleet
