@@ -66,9 +66,14 @@ def diverging_snapshots(directory: Path, kept: Mapping[int, bytes]) -> tuple[lis
     for record in read_records(directory, from_seq=start + 1):
         num_commands += len(state.handle(record.event, record.now_s))
         state = _with_settings_of(kept.get(record.seq), state)
-        if record.seq in kept and state.snapshot() != kept[record.seq]:
+        if record.seq in kept and state.snapshot() != _written_anew(kept[record.seq]):
             differing.append(record.seq)
     return differing, num_commands, state.seq
+
+
+def _written_anew(kept: bytes) -> bytes:
+    """``kept`` as this version writes it: an older one may have left out what has a default now."""
+    return PipelineState.restore(kept).snapshot()
 
 
 def digest(history: Iterable[tuple[JournalRecord, Sequence[Command]]]) -> str:
