@@ -20,6 +20,7 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.dispatch import over_bounds
+from benchmarks.live_error import live_errors
 from orchestrator.core.analytic import DoesNotFitError, decode_cost
 from orchestrator.core.hardware import ASSUMED, H800, Assumptions
 from orchestrator.core.llms import QWEN_72B
@@ -200,7 +201,7 @@ def _timed(run: Callable[[], SimulationLog]) -> tuple[SimulationLog, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer batches, no sensitivity")
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer batches, no sensitivity, no live runs")
     quick = parser.parse_args().quick
     figures: dict[str, float] = {}
     figures |= report(SEEDS[:1] if quick else SEEDS, 9 if quick else BATCHES)
@@ -212,6 +213,8 @@ def main() -> None:
         print(f"{key}: {physical:.3f} over max(work / capacity, longest alone), {reachable:.3f} over what is reachable")
         figures[key] = round(reachable, 3)
     figures["events_per_s"], figures["run_128_s"] = (round(value, 2) for value in speed())
+    if not quick:
+        figures |= live_errors()
     print(json.dumps(figures))
 
 

@@ -30,6 +30,8 @@ ROUNDING = 1e-12
 """Of a sum of squared relative errors."""
 FEWEST = 4
 """Runs for four coefficients."""
+FEWEST_BATCHES = 3
+"""Sizes of batches, to tell what a sample adds from what every step takes."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +59,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def fit(measurements: Measurements) -> Profile:
     """All coefficients. Raises ConfigError: too few decode runs to fit anything."""
-    if len(measurements.decode) < FEWEST:
+    batches = {run.batch for run in measurements.decode}
+    if len(batches) < FEWEST_BATCHES or len(measurements.decode) < FEWEST:
         raise ConfigError(
-            f"{len(measurements.decode)} batches are too few to fit a decode step: generation.slots must be at least 4",
+            f"{len(batches)} sizes of batches are too few to fit a decode step: generation.slots must be at least 4",
             key="generation.slots",
         )
     errors = held_out_errors(measurements.decode)

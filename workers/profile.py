@@ -13,13 +13,12 @@ import asyncio
 import itertools
 import os
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,17 +39,30 @@ if TYPE_CHECKING:
 FIRST_TOKENS = 4
 """Of the shorter of two lengths: past the prefill and what the first step allocates."""
 MOST_STEPS = 48
-BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
 """Of them, those that the engine has slots for."""
-PROMPTS = (16, 128, 320)
-REPEATS = 2
-"""The faster of so many: what else the machine does only ever adds."""
-TRAIN_SHAPES = ((32, 2, 32), (32, 4, 32), (32, 4, 64), (32, 8, 64), (64, 2, 192), (64, 4, 128), (16, 8, 96))
+PROMPTS = (16, 96, 192, 320)
+MOST_PASSES = 8
+ENOUGH_S = 40.0
+"""Two passes at least; with a small model more of them take no longer than this."""
+REPEATS = 3
+"""Of each of the trainer's measurements."""
+TRAIN_SHAPES = (
+    (32, 2, 32),
+    (32, 4, 32),
+    (32, 4, 64),
+    (32, 8, 64),
+    (64, 2, 192),
+    (64, 4, 128),
+    (16, 8, 96),
+    (32, 4, 256),
+)
 """(prompt tokens, samples, response tokens) of the group in a micro-batch."""
 TOKEN_ID = 5
 """Exists in every vocabulary; which token it is does not change what computing it takes."""
-ANSWER_S = 600.0
-"""One measurement may take so long."""
+Shape: TypeAlias = tuple[int, int, int]
+ANSWER_S = 900.0
+"""All batches together may take so long; a model of 135M on one core takes three minutes."""
 
 
 def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
@@ -106,34 +118,41 @@ class EngineProfile:
                 ended.append(result)
         return max(completion.engine_s for completion in ended)
 
-    async def fastest(self, prompt_tokens: int, lengths: Sequence[int]) -> float:
-        return min([await self.seconds(prompt_tokens, lengths) for _ in range(REPEATS)])
+    async def runs(self) -> tuple[list[DecodeRun], list[PrefillRun]]:
+        """Every batch with every prompt length that fits, and prompts alone.
 
-    async def decode_runs(self) -> list[DecodeRun]:
-        """Every batch with every prompt length that fits."""
-        runs: list[DecodeRun] = []
-        for batch, prompt in itertools.product(BATCHES, PROMPTS):
-            if batch <= self._capacity and prompt + MOST_STEPS + FIRST_TOKENS <= self._max_context:
-                runs.append(await self._decode_run(batch, prompt))
-        return runs
-
-    async def _decode_run(self, batch: int, prompt: int) -> DecodeRun:
-        short_s = await self.fastest(prompt, [FIRST_TOKENS] * batch)
-        long_s = await self.fastest(prompt, [FIRST_TOKENS + MOST_STEPS] * batch)
-        return DecodeRun(
-            batch=batch,
-            context_tokens=float(batch * (prompt + FIRST_TOKENS)),
-            steps=MOST_STEPS,
-            seconds=max(1e-9, long_s - short_s),
-        )
-
-    async def prefill_runs(self) -> list[PrefillRun]:
-        """A prompt and one token."""
-        return [
-            PrefillRun(tokens=prompt, seconds=await self.fastest(prompt, [1]))
-            for prompt in (16, 64, 128, 192, 320)
-            if prompt < self._max_context
+        All are measured in turn, then all again, and the fastest of each counts: what else the machine does only ever
+        adds, and comes in bursts.
+        """
+        prompts = [tokens for tokens in PROMPTS if tokens + MOST_STEPS + FIRST_TOKENS <= self._max_context]
+        batches = [batch for batch in BATCHES if batch <= self._capacity]
+        long = FIRST_TOKENS + MOST_STEPS
+        shapes = [(prompt, batch, tokens) for batch in batches for prompt in prompts for tokens in (FIRST_TOKENS, long)]
+        shapes += [(prompt, 1, 1) for prompt in prompts]
+        fastest = await self._fastest(shapes)
+        decode = [
+            DecodeRun(
+                batch=batch,
+                context_tokens=float(batch * (prompt + FIRST_TOKENS)),
+                steps=MOST_STEPS,
+                seconds=max(1e-9, fastest[prompt, batch, long] - fastest[prompt, batch, FIRST_TOKENS]),
+            )
+            for batch in batches
+            for prompt in prompts
         ]
+        return decode, [PrefillRun(tokens=prompt, seconds=fastest[prompt, 1, 1]) for prompt in prompts]
+
+    async def _fastest(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        """Seconds of each (prompt tokens, samples, tokens of each)."""
+        fastest = dict.fromkeys(shapes, float("inf"))
+        started_s = time.perf_counter()
+        for passed in range(MOST_PASSES):
+            if passed > 1 and time.perf_counter() - started_s > ENOUGH_S:
+                break
+            for shape in shapes:
+                prompt, batch, tokens = shape
+                fastest[shape] = min(fastest[shape], await self.seconds(prompt, [tokens] * batch))
+        return fastest
 
 
 def samples_of(shape: tuple[int, int, int], number: int) -> PromptGroup:
@@ -163,15 +182,15 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def train_runs(learner: PolicyLearner) -> Iterator[TrainRun]:
-    """One micro-batch of each shape, the faster of REPEATS; the first call of all warms up."""
-    learner.accumulate([samples_of(TRAIN_SHAPES[0], 0)])
-    for number, shape in enumerate(TRAIN_SHAPES, 1):
-        prompt, num_samples, response = shape
-        group = samples_of(shape, number)
+    """One micro-batch of each shape, in turn and again, the fastest of each; the first call of all warms up."""
+    groups = [samples_of(shape, number) for number, shape in enumerate(TRAIN_SHAPES)]
+    learner.accumulate(groups[:1])
+    passes = [[timed(partial(learner.accumulate, [group])) for group in groups] for _ in range(REPEATS)]
+    for (prompt, num_samples, response), seconds in zip(TRAIN_SHAPES, zip(*passes, strict=True), strict=True):
         yield TrainRun(
             tokens=prompt + num_samples * response,
             squared_tokens=float(num_samples * (prompt + response) ** 2),
-            seconds=min(timed(partial(learner.accumulate, [group])) for _ in range(REPEATS)),
+            seconds=min(seconds),
         )
 
 
@@ -207,7 +226,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
         async with asyncio.timeout(ANSWER_S):
             measured = EngineProfile(engine, info.capacity, info.max_context, settings)
             await measured.seconds(PROMPTS[0], [FIRST_TOKENS])  # warms up
-            decode, prefill = await measured.decode_runs(), await measured.prefill_runs()
+            decode, prefill = await measured.runs()
         train, optimizer, publish, load = await _trained(settings, directory, engine, say)
     finally:
         await engine.close()
@@ -249,12 +268,3 @@ async def _trained(
         finally:
             learner.shut_down()
     return train, optimizer, publish, load
-
-
-def summary(measurements: Measurements) -> str:
-    """One line for whoever waits."""
-    parts = [f"{len(measurements.decode)} batches, {len(measurements.prefill)} prompts"]
-    if measurements.train:
-        parts.append(f"{len(measurements.train)} micro-batches")
-        parts.append(f"optimizer {statistics.median(measurements.optimizer_s):.3f} s")
-    return ", ".join(parts)

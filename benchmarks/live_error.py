@@ -1,0 +1,332 @@
+"""Simulation against reality: seconds per iteration of live runs, and of the simulator for the same settings.
+
+Both sides decide with the same code from the same settings and forced lengths. What the simulator must be told is how
+long things take: of the replay engine and the emulated trainer, what they were told themselves; of the embedded engine
+and the real trainer, what ``streamrl-orchestrator profile`` measures here. The seconds between them (a plan on its way,
+scoring, publishing) come from one run of each kind that is not among those predicted.
+
+    python -m benchmarks.live_error [--only replay|embedded]      called by ``make bench NAME=sim``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from orchestrator.config import resolve
+from orchestrator.core.cost_model import DecodeCost, TrainCost
+from orchestrator.core.settings import core_settings
+from orchestrator.fitting import Profile, read_profile
+from orchestrator.runtime.metrics import read_metrics
+from orchestrator.sim.engine import Scenario
+from orchestrator.sim.lengths import prompt_id
+from orchestrator.sim.models import CostModel
+from orchestrator.sim.replay import recorded_commands
+from orchestrator.sim.simulate import simulate
+from transport.messages import (
+    DispatchGroups,
+    GroupScored,
+    PromptRef,
+    PromptsArrived,
+    RolloutFinished,
+    WeightsLoaded,
+)
+from transport.settings import Settings
+from transport.types import GroupId, PromptId, RowId, parse_row_id
+from workers.generation.lengths import ForcedLengths
+
+ROOT = Path(__file__).parents[1]
+BATCHES, WARM_UP = 9, 2
+LIMIT_S = 240.0
+
+MODES: Mapping[str, Sequence[str]] = {
+    "synchronous": ("pipeline.max_staleness=0", "pipeline.release=batch", "pipeline.update=barrier"),
+    "stream": ("pipeline.max_staleness=0", "pipeline.release=stream", "pipeline.update=barrier"),
+    "mini_batch": ("pipeline.max_staleness=0", "pipeline.release=mini_batch", "pipeline.mini_batch_groups=4"),
+    "one_step": ("pipeline.max_staleness=1", "pipeline.release=batch", "pipeline.update=barrier"),
+    "fully_async": ("pipeline.max_staleness=1", "pipeline.update=barrier"),
+    "in_flight": ("pipeline.max_staleness=1", "pipeline.update=in_flight"),
+    "staggered": ("pipeline.max_staleness=1", "pipeline.update=staggered"),
+    "two_old": ("pipeline.max_staleness=2", "pipeline.update=in_flight"),
+}
+COMMON = (
+    f"run.batches={BATCHES}",
+    "ranker.kind=none",
+    "trainer.checkpoint_every=1000",
+    "pipeline.groups_per_batch=16",
+    "pipeline.group_size=4",
+    "trainer.micro_batch_tokens=8192",
+    "eval.problems=0",
+)
+ENGINES: Mapping[str, Sequence[str]] = {
+    "replay": ("generation.engine=replay", "trainer.engine=emulated", "replay.time_scale=0.2"),
+    "embedded": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One run. mean, sigma: of its lognormal lengths, tokens."""
+
+    engine: str
+    mode: str
+    workers: int
+    slots: int
+    mean: float
+    sigma: float
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.engine} {self.mode}, {self.workers} x {self.slots} slots, lengths {self.mean:g} +- {self.sigma:g}"
+        )
+
+    def lengths(self) -> list[int]:
+        chance = random.Random(repr(self))
+        draws = (self.mean * chance.lognormvariate(-(self.sigma**2) / 2, self.sigma) for _ in range(16 * 4 * BATCHES))
+        return [max(1, min(MAX_TOKENS, round(draw))) for draw in draws]
+
+    def overrides(self, lengths: Path) -> list[str]:
+        return [
+            *COMMON,
+            *ENGINES[self.engine],
+            *MODES[self.mode],
+            f"generation.workers={self.workers}",
+            f"generation.slots={self.slots}",
+            f"generation.lengths={lengths}",
+            f"sampling.max_new_tokens={MAX_TOKENS}",
+        ]
+
+
+MAX_TOKENS = 400
+CALIBRATION = {
+    "replay": Setting(engine="replay", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
+    "embedded": Setting(engine="embedded", mode="stream", workers=1, slots=16, mean=120, sigma=0.4),
+}
+SETTINGS = (
+    Setting(engine="replay", mode="synchronous", workers=2, slots=16, mean=100, sigma=0.6),
+    Setting(engine="replay", mode="stream", workers=1, slots=32, mean=120, sigma=0.3),
+    Setting(engine="replay", mode="mini_batch", workers=3, slots=16, mean=150, sigma=0.6),
+    Setting(engine="replay", mode="one_step", workers=2, slots=32, mean=150, sigma=0.5),
+    Setting(engine="replay", mode="fully_async", workers=2, slots=16, mean=140, sigma=0.7),
+    Setting(engine="replay", mode="in_flight", workers=3, slots=8, mean=110, sigma=0.4),
+    Setting(engine="replay", mode="staggered", workers=2, slots=32, mean=150, sigma=0.6),
+    Setting(engine="replay", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
+    Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=200, sigma=0.3),
+    Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=150, sigma=0.6),
+    Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=180, sigma=0.5),
+    Setting(engine="embedded", mode="in_flight", workers=1, slots=8, mean=130, sigma=0.4),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Seconds between the parts of a live run, medians of one: a plan until it is claimed, a group's scores, the rest
+    of a load beyond what the engine was told to take, the publishing of a version."""
+
+    dispatch_s: float
+    scoring_s: float
+    load_s: float
+    publish_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Lengths of the simulator, row for row those of the live run. each_prompt: tokens of a prompt, their mean."""
+
+    forced: ForcedLengths
+    each_prompt: int
+
+    def prompt(self, index: int) -> PromptRef:
+        return PromptRef(prompt_id=prompt_id(index), prompt_tokens=self.each_prompt, predicted_tokens=float(MAX_TOKENS))
+
+    def prompt_tokens(self, prompt: PromptId) -> int:
+        return self.each_prompt
+
+    def tokens(self, prompt: PromptId, row: RowId) -> int:
+        group_id, sample = parse_row_id(row)
+        return self.forced.limits(group_id, [sample])[0]
+
+
+# -- reality
+
+
+def live(setting: Setting, directory: Path) -> tuple[float, Path]:
+    """(seconds per iteration, the run's directory). Raises SystemExit when the run fails."""
+    directory.mkdir(parents=True)
+    lengths = directory / "lengths.txt"
+    lengths.write_text("\n".join(map(str, setting.lengths())))
+    command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
+    for override in setting.overrides(lengths):
+        command += ["--set", override]
+    with (directory / "out.log").open("wb") as out:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=out,
+            stderr=out,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise SystemExit(f"{setting.name} failed: {(directory / 'out.log').read_text()[-2000:]}")
+    run_dir = directory / "runs" / "tiny"
+    return iteration_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]), run_dir
+
+
+def iteration_s(ended_s: Sequence[float]) -> float:
+    """Mean seconds between versions, without the first ones."""
+    return (ended_s[-1] - ended_s[WARM_UP - 1]) / (len(ended_s) - WARM_UP)
+
+
+def overheads(run_dir: Path, told_load_s: float) -> Overheads:
+    """Read from a live run's journal and metrics."""
+    sent_s: dict[GroupId, float] = {}
+    whole_s: dict[GroupId, float] = {}
+    dispatch: list[float] = []
+    scoring: list[float] = []
+    load: list[float] = []
+    for record, commands in recorded_commands(run_dir / "journal"):
+        event = record.event
+        if isinstance(event, RolloutFinished):
+            group_id, _ = parse_row_id(event.row_id)
+            whole_s[group_id] = record.now_s
+            dispatch.append(record.now_s - sent_s[group_id] - event.engine_s - event.queued_s)
+        elif isinstance(event, GroupScored):
+            scoring.append(record.now_s - whole_s[event.group_id])
+        elif isinstance(event, WeightsLoaded):
+            load.append(event.seconds - told_load_s)
+        for command in commands:
+            if isinstance(command, DispatchGroups):
+                sent_s[command.plans[0].group_id] = record.now_s
+    published = [line["publish_s"] for line in read_metrics(run_dir / "metrics.jsonl")[WARM_UP:]]
+    return Overheads(
+        dispatch_s=max(0.0, median(dispatch)),
+        scoring_s=max(0.0, median(scoring)),
+        load_s=max(0.0, median(load)),
+        publish_s=max(0.0, median(published)),
+    )
+
+
+# -- simulation
+
+
+def prompt_tokens(run_dir: Path) -> int:
+    """Mean over the prompts that a run read."""
+    arrived = [record.event for record, _ in recorded_commands(run_dir / "journal")]
+    return round(fmean(ref.prompt_tokens for one in arrived if isinstance(one, PromptsArrived) for ref in one.prompts))
+
+
+def predicted(
+    setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int = 0
+) -> float:
+    """Seconds per iteration by the simulator. each_prompt: tokens; the emulated hardware counts none of them."""
+    decode, train, load_s = emulated(settings) if profile is None else measured(profile)
+    costs = CostModel(
+        decode=decode,
+        train=train,
+        dispatch_s=found.dispatch_s,
+        scoring_s=found.scoring_s,
+        publish_s=found.publish_s,
+        transfer_s=found.load_s,
+        load_s=load_s,
+    )
+    pipeline = settings.pipeline
+    forced = ForcedLengths(
+        setting.lengths(), groups_per_batch=pipeline.groups_per_batch, group_size=pipeline.group_size
+    )
+    scenario = Scenario(
+        core=core_settings(settings),
+        workers=setting.workers,
+        capacity=setting.slots,
+        lengths=Forced(forced, each_prompt),
+        costs=costs,
+        max_s=1e6,
+        record=False,
+    )
+    return iteration_s(simulate(scenario).published_s)
+
+
+def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
+    """What the replay engine and the emulated trainer are told."""
+    replay, scale = settings.replay, settings.replay.time_scale
+    decode = DecodeCost(fixed_s=replay.step_s * scale, sample_s=replay.sample_step_s * scale)
+    train = TrainCost(
+        round_s=replay.round_s * scale,
+        token_s=replay.train_token_s * scale,
+        optimizer_s=replay.optimizer_s * scale,
+    )
+    return decode, train, replay.load_s * scale
+
+
+def measured(profile: Profile) -> tuple[DecodeCost, TrainCost, float]:
+    """What was profiled."""
+    if profile.train is None:
+        raise SystemExit("the profile has no trainer in it")
+    return profile.decode, profile.train, profile.load_s
+
+
+# -- the comparison
+
+
+def compare(engine: str, settings: Iterable[Setting], work: Path) -> list[float]:
+    """Relative errors of the simulator, a line each."""
+    profile = profiled(work) if engine == "embedded" else None
+    _, calibrated = live(CALIBRATION[engine], work / "calibration")
+    found = overheads(calibrated, 0.02 if engine == "replay" else (profile.load_s if profile else 0.0))
+    print(f"{engine}: between the parts, from one other run: {found}", flush=True)
+    errors: list[float] = []
+    for number, setting in enumerate(settings):
+        real_s, run_dir = live(setting, work / str(number))
+        resolved = resolve(None, [run_dir / "config.toml"], [], os.environ).settings
+        each_prompt = prompt_tokens(run_dir) if profile is not None else 0
+        simulated_s = predicted(setting, resolved, found, profile, each_prompt)
+        errors.append(abs(simulated_s / real_s - 1))
+        load = os.getloadavg()[0]
+        print(
+            f"{setting.name}: live {real_s:.3f} s, simulated {simulated_s:.3f} s, off by "
+            f"{simulated_s / real_s - 1:+.1%}; load {load:.1f}",
+            flush=True,
+        )
+    return errors
+
+
+def profiled(work: Path) -> Profile:
+    """Of the tiny model on this machine, now."""
+    out = work / "profile"
+    command = [sys.executable, "-m", "orchestrator", "profile", "--preset", "tiny", "--out", str(out)]
+    command += ["--set", "generation.slots=32"]
+    subprocess.run(command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, check=True)
+    return read_profile(out.with_suffix(".json"))
+
+
+def live_errors(engines: Sequence[str] = tuple(ENGINES)) -> dict[str, Any]:
+    """The figures ``live_error_median`` and ``live_error_worst``."""
+    errors: list[float] = []
+    for engine in engines:
+        with tempfile.TemporaryDirectory(prefix="streamrl-live-") as directory:
+            errors += compare(engine, [one for one in SETTINGS if one.engine == engine], Path(directory))
+    print(f"{len(errors)} settings: off by {fmean(errors):.1%} on average")
+    return {"live_error_median": round(median(errors), 4), "live_error_worst": round(max(errors), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(ENGINES), help="one kind of engine")
+    only = parser.parse_args().only
+    print(json.dumps(live_errors([only] if only else tuple(ENGINES))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The comparison of simulation and reality: which settings it has, and that its simulated half follows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted
+from orchestrator.config import resolve
+
+NO_OVERHEADS = Overheads(dispatch_s=0.0, scoring_s=0.0, load_s=0.0, publish_s=0.0)
+
+
+def simulated_s(setting: Setting, found: Overheads = NO_OVERHEADS) -> float:
+    settings = resolve("tiny", [], setting.overrides(Path("lengths.txt")), {}).settings
+    return predicted(setting, settings, found, None)
+
+
+def test_there_are_enough_settings_and_none_of_them_calibrates():
+    assert len([one for one in SETTINGS if one.engine == "replay"]) >= 8
+    assert len([one for one in SETTINGS if one.engine == "embedded"]) >= 4
+    assert len(set(SETTINGS)) == len(SETTINGS) >= 12
+    assert not set(CALIBRATION.values()) & set(SETTINGS)
+
+
+def test_the_first_batches_do_not_count():
+    assert iteration_s([5.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[5]], ids=lambda setting: setting.mode)
+def test_a_prediction_follows_its_setting(setting: Setting):
+    longer = Setting(
+        engine="replay",
+        mode=setting.mode,
+        workers=setting.workers,
+        slots=setting.slots,
+        mean=2 * setting.mean,
+        sigma=setting.sigma,
+    )
+    slower = Overheads(dispatch_s=0.0, scoring_s=1.0, load_s=0.5, publish_s=0.5)
+    alone = simulated_s(setting)
+    assert simulated_s(setting) == alone
+    assert simulated_s(longer) > 1.2 * alone
+    assert simulated_s(setting, slower) > alone
