@@ -2,9 +2,9 @@
 
 Two batches: 512 rows of 8,192 tokens (33.6 MB) and 1,024 of 1,024 (8.4 MB), each token an int32 id and a float32
 logprob. Every store gets the same arrays and gives back the same arrays, checked once; stores take turns in every
-round, and medians count. Ours is measured with columns in the broker and with columns in two storage units (processes,
-as TransferQueue's two); the faster one is ours. The others are installed beside this environment at the first call
-(Ray is 70 MB), because nothing else needs them.
+round, and medians count. Ours is measured through ``workers.client.Client``, with columns in the
+broker and with columns in two storage units (processes, as TransferQueue's two); the faster one is ours. The others are
+installed beside this environment at the first call (Ray is 70 MB), because nothing else needs them.
 
     python -m benchmarks.rows [--rounds 7]
 
@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -37,20 +37,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.rows import BrokerRows, RowStore, decode_array, encode_array
-from transport.settings import BrokerSettings
-from transport.types import Column, GroupId, RowId, RunName, group_id, row_id
-from transport.unit_rows import UnitRows
+from transport.types import RowId
 from transport.units import StorageUnit
-from workers.client.writer import write_in_pieces
+from workers.client import Client
 
 OTHERS = ("TransferQueue==0.1.11", "ray>=2.50")
 UNITS = 2
 GROUP_SIZE = 8
-COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS)
 SHAPES = ((512, 8192), (1024, 1024))
 
 
@@ -79,41 +73,22 @@ class Store(Protocol):
 
 
 class OurRows:
-    """A RowStore, used from one event loop."""
+    """The client's calls. Arrays go in whole and come back as views of one copy, a value each, stacked here."""
 
-    def __init__(self, runner: asyncio.Runner, rows: RowStore) -> None:
-        self._run = runner.run
-        self._rows = rows
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._index: dict[int, list[RowId]] = {}
 
     def put(self, number: int, batch: Batch) -> None:
-        writes = [
-            RowWrite(
-                row_id=row_id(group_id(number, place // GROUP_SIZE), place % GROUP_SIZE),
-                columns={
-                    Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, ids),
-                    Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, logprobs),
-                },
-            )
-            for place, (ids, logprobs) in enumerate(zip(batch.ids, batch.logprobs, strict=True))
-        ]
-        groups = [GroupWrite(group_id=group, size=GROUP_SIZE, columns={}) for group in _groups(number, len(writes))]
-        self._run(write_in_pieces(self._rows, Commit(groups=groups, rows=writes)))
+        data = {"x_ids": batch.ids, "x_logprobs": batch.logprobs}
+        self._index[number] = self._client.put_experience_data(data, group_size=GROUP_SIZE)
 
     def get(self, number: int, rows: int) -> Batch:
-        found = self._run(self._rows.read_rows(_row_ids(number, rows), COLUMNS))
-        ids, logprobs = ([decode_array(column, row[column]) for row in found] for column in COLUMNS)
-        return Batch(np.stack(ids), np.stack(logprobs))
+        _, values = self._client.read_experience_data(self._index[number], ("x_ids", "x_logprobs"))
+        return Batch(np.stack(values["x_ids"]), np.stack(values["x_logprobs"]))
 
     def drop(self, number: int, rows: int) -> None:
-        self._run(self._rows.drop_groups(_groups(number, rows)))
-
-
-def _groups(number: int, rows: int) -> list[GroupId]:
-    return [group_id(number, slot) for slot in range(rows // GROUP_SIZE)]
-
-
-def _row_ids(number: int, rows: int) -> list[RowId]:
-    return [row_id(group, sample) for group in _groups(number, rows) for sample in range(GROUP_SIZE)]
+        self._client.clear(self._index.pop(number))
 
 
 class TransferQueueRows:
@@ -200,14 +175,13 @@ def our_stores(directory: Path) -> Iterator[dict[str, Store]]:
         server = EmbeddedServer(directory / "broker")
         runner.run(server.start())
         stack.callback(lambda: runner.run(server.stop()))
-        brokers = []
-        for name in ("in-broker", "in-units"):
-            opened = connect(BrokerSettings(), RunName(name), url=server.url, password=server.password)
-            brokers.append(runner.run(opened))
-            stack.callback(lambda broker: runner.run(broker.close()), brokers[-1])
-        units = UnitRows(brokers[1], [stack.enter_context(unit_process()) for _ in range(UNITS)])
-        stack.callback(units.close)
-        yield {"broker": OurRows(runner, BrokerRows(brokers[0])), "units": OurRows(runner, units)}
+
+        def connect(name: str, units: Sequence[str]) -> OurRows:
+            client = Client.connect(server.url, name, password=server.password, units=units)
+            return OurRows(stack.enter_context(client))
+
+        units = [stack.enter_context(unit_process()) for _ in range(UNITS)]
+        yield {"broker": connect("in-broker", []), "units": connect("in-units", units)}
 
 
 @contextmanager

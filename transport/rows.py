@@ -19,7 +19,7 @@ from transport.broker.base import Broker, Commit, CommitResult
 from transport.errors import MessageError
 from transport.messages import rollout_info_decoder
 from transport.types import USER_PREFIX, Column, GroupId, RowId
-from transport.user_columns import check_value
+from transport.user_columns import ColumnBytes, check_value, check_values
 
 COLUMN_DTYPES: Mapping[Column, np.dtype[Any]] = {
     Column.PROMPT_IDS: np.dtype("<i4"),
@@ -56,7 +56,7 @@ def encode_array(column: Column, values: ArrayLike) -> bytes:
     return array.astype(dtype, copy=False).tobytes()
 
 
-def decode_array(column: Column, raw: bytes) -> NDArray[Any]:
+def decode_array(column: Column, raw: ColumnBytes) -> NDArray[Any]:
     """The array of a column, read-only, in the column's dtype.
 
     Raises: MessageError: a column that is no array, bytes that are no whole number of elements, a scalar column of
@@ -113,12 +113,21 @@ def _check_info(raw: bytes, num_tokens: int | None) -> None:
 class RowStore(Protocol):
     """Where rows live. The broker decides what was inserted; a store may keep the bytes elsewhere."""
 
+    @property
+    def commit_bytes(self) -> int:
+        """How many bytes of values one commit should carry at most."""
+        ...
+
     async def commit(self, commit: Commit) -> CommitResult:
         """The broker's atomic step, its columns checked first. Raises MessageError and writes nothing if one is bad."""
         ...
 
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         """Per row the columns that exist; {} for a row that does not."""
+        ...
+
+    async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
+        """As ``read_rows``, with views where that saves a copy of each value."""
         ...
 
     async def read_groups(
@@ -131,7 +140,10 @@ class RowStore(Protocol):
 
 
 def check_commit(commit: Commit) -> None:
-    """Check every column of a commit. Raises MessageError naming row or group."""
+    """Check every column of a commit.
+
+    Raises: MessageError naming row, group or column; ValueError: a run's column in a block.
+    """
     written = [(row.row_id, row.columns) for row in commit.rows]
     written += [(group.group_id, group.columns) for group in commit.groups]
     for unit_id, columns in written:
@@ -139,10 +151,18 @@ def check_commit(commit: Commit) -> None:
             check_columns(columns)
         except MessageError as error:
             raise MessageError(f"{unit_id}: {error}") from error
+    for block in commit.blocks:
+        for column, values in block.columns.items():
+            if not column.startswith(USER_PREFIX):
+                raise ValueError(f"column {column} of a run is not written in blocks: its rows are made one by one")
+            check_values(column, values)
 
 
 class BrokerRows:
     """Rows in the broker's hashes."""
+
+    commit_bytes = 4 * 1024 * 1024
+    """A commit blocks the server: 4 MiB for some 10 ms, in which others wait."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -153,6 +173,9 @@ class BrokerRows:
 
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_rows(row_ids, columns)
+
+    async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
+        return [{**row} for row in await self._broker.read_rows(row_ids, columns)]
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_groups(group_ids, columns)

@@ -1,9 +1,13 @@
 """Rows whose bulky columns live in storage units; the broker holds a locator in each one's place.
 
-    write   bytes -> a unit, under a key of this attempt;  then the broker's commit, with locators
+    write   bytes -> a unit, into a segment or under a key of this attempt;  then the broker's commit, with locators
     lost    an insert that did not win takes its own bytes back
-    read    locators from the broker, bytes from the units they name
+    read    locators from the broker, bytes from the units that they name
     drop    in the broker first (from then on no insert can win), then in every unit
+
+On the unit's own host, bytes go through segments of shared memory, in one copy each way; few of them, and those of
+other hosts, go over the unit's socket. So do those for which shared memory has no room: the unit then keeps them in its
+own.
 
 The broker stays the only judge of what exists, so tasks, notices and first-insert-wins work unchanged. Bytes whose
 writer died between the two steps of a write stay in their unit until their group is dropped.
@@ -17,25 +21,38 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
 from typing import TypeVar
 
-from transport.broker.base import Broker, Commit, CommitResult, RowWrite
+from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, RowWrite
 from transport.errors import PeerUnavailableError
 from transport.messages import MessageDecoder, encode
-from transport.rows import check_commit
+from transport.rows import MAX_COLUMN_BYTES, check_commit
+from transport.segments import Buffer, open_segment, read_segments, write_buffers
 from transport.tensors.manifest import checksum
+from transport.tensors.shm import SHARED_MEMORY
 from transport.types import USER_PREFIX, Column, GroupId, RowId, Struct, parse_row_id
-from transport.units import GroupParts, Part, UnitClient
+from transport.units import GroupParts, Part, Range, UnitClient
+from transport.user_columns import ColumnBytes
 
 T = TypeVar("T")
 
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
+ROWS_PER_REQUEST = 1024
+"""The header of a request names every value: some 100 bytes each, of the 1 MiB that a header may have."""
+SHARED_BYTES = 64 * 1024
+"""For less, a file costs more than sending it."""
+COMMIT_BYTES = 64 * 1024 * 1024
+"""Of values that one commit carries: they do not pass through the broker, but make one segment."""
+_ALIGNMENT = 8
+"""Of every value in a segment, so that arrays are read in place."""
 
 
 class Locator(Struct, frozen=True, kw_only=True):
-    """What stands in the broker in place of a column."""
+    """What stands in the broker in place of a column that was sent to a unit."""
 
     unit: str
     key: str
@@ -43,9 +60,24 @@ class Locator(Struct, frozen=True, kw_only=True):
     checksum: str
 
 
-ROWS_PER_REQUEST = 1024
-"""The header of a request names every value: some 100 bytes each, of the 1 MiB that a header may have."""
+class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
+    """What stands there for a column in a segment: an array in MessagePack, because 64 bytes, which it has on a unit of
+    this host, are the most that the broker keeps in the compact form of a hash."""
+
+    unit: str
+    segment: str
+    offset: int
+    nbytes: int
+
+
 _locator_decoder = MessageDecoder(Locator)
+_segment_locator_decoder = MessageDecoder(SegmentLocator)
+
+
+def decode_locator(raw: bytes) -> Locator | SegmentLocator:
+    """Raises MessageError for what is neither."""
+    is_array = raw[:1] and raw[0] & 0xF0 == 0x90  # MessagePack's first byte of a short array
+    return _segment_locator_decoder.decode(raw) if is_array else _locator_decoder.decode(raw)
 
 
 def in_unit(column: Column) -> bool:
@@ -53,38 +85,58 @@ def in_unit(column: Column) -> bool:
     return column in UNIT_COLUMNS or column.startswith(USER_PREFIX)
 
 
-class _Bulky:
-    """What of one row goes into a unit: parts and values belong together; ``unit`` is where they went."""
+@dataclass(slots=True)
+class _Parcel:
+    """Values of one group that go to one unit together. name: theirs alone.  located: where they went."""
 
-    def __init__(self, row: RowWrite, attempt: str) -> None:
-        self.row = row
-        self.group_id, _ = parse_row_id(row.row_id)
-        self.unit = ""
-        self._columns = [column for column in row.columns if in_unit(column)]
-        self.values = [row.columns[column] for column in self._columns]
-        self.parts = tuple(
-            Part(key=f"{row.row_id}:{column}:{attempt}", nbytes=len(raw), checksum=checksum(raw))
-            for column, raw in zip(self._columns, self.values, strict=True)
+    group_id: GroupId
+    name: str
+    values: Sequence[Pieces]
+    located: Sequence[Locator | SegmentLocator] = ()
+
+    def put(self, unit: str) -> tuple[GroupParts, list[bytes]]:
+        """What a put needs of it."""
+        values = [b"".join(value) for value in self.values]
+        parts = tuple(
+            Part(key=f"{self.name}:{place}", nbytes=len(value), checksum=checksum(value))
+            for place, value in enumerate(values)
         )
+        self.located = [Locator(unit=unit, key=p.key, nbytes=p.nbytes, checksum=p.checksum) for p in parts]
+        return GroupParts(group_id=self.group_id, parts=parts), values
 
-    def stored(self) -> Mapping[Column, bytes]:
-        """The row's columns as they go into the broker."""
-        locators = {
-            column: encode(Locator(unit=self.unit, key=part.key, nbytes=part.nbytes, checksum=part.checksum))
-            for column, part in zip(self._columns, self.parts, strict=True)
-        }
-        return {**self.row.columns, **locators}
+
+def _lay_out(parcels: Sequence[_Parcel]) -> tuple[list[Buffer], list[tuple[int, int]]]:
+    """The values of all parcels one after another, each aligned: as buffers, and as (offset, size) of each."""
+    buffers: list[Buffer] = []
+    places: list[tuple[int, int]] = []
+    offset = 0
+    for parcel in parcels:
+        for value in parcel.values:
+            nbytes = sum(map(len, value))
+            places.append((offset, nbytes))
+            buffers.extend(value)
+            padding = -nbytes % _ALIGNMENT
+            if padding:
+                buffers.append(bytes(padding))
+            offset += nbytes + padding
+    return buffers, places
 
 
 class UnitRows:
     """A RowStore over a broker and storage units, used from one event loop.
 
     units: addresses that new rows may go to; rows stay readable in units that were removed from the list.
+    directory: where this host's segments are.
     """
 
-    def __init__(self, broker: Broker, units: Sequence[str], *, secret: bytes = b"") -> None:
+    commit_bytes = COMMIT_BYTES
+
+    def __init__(
+        self, broker: Broker, units: Sequence[str], *, secret: bytes = b"", directory: Path = SHARED_MEMORY
+    ) -> None:
         self._broker = broker
         self._secret = secret
+        self._directory = directory
         self._units = list(dict.fromkeys(units))
         self._clients: dict[str, UnitClient] = {}
         self._undropped: dict[str, set[GroupId]] = {}
@@ -108,72 +160,123 @@ class UnitRows:
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
-        rows = await self._store(commit.rows)
-        result = await self._broker.commit(replace(commit, rows=rows))
-        for row, inserted in zip(rows, result.inserted, strict=True):
-            if not inserted:
-                await self._take_back(row)
+        attempt = uuid.uuid4().hex
+        of_rows = [_parcel(row, attempt) for row in commit.rows]
+        of_blocks = [_parcels(block, attempt) for block in commit.blocks]
+        await self._place([parcel for parcel in chain(of_rows, *of_blocks) if parcel.values])
+        rows = [_located_row(row, parcel) for row, parcel in zip(commit.rows, of_rows, strict=True)]
+        blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
+        result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
+        if not all(result.inserted):
+            located = [parcel.located for parcel in of_rows]
+            for block, parcels in zip(commit.blocks, of_blocks, strict=True):
+                values = chain.from_iterable(parcel.located for parcel in parcels)
+                located += [list(islice(values, len(block.columns))) for _ in range(len(parcels) * block.size)]
+            await self._take_back(located, result.inserted)
         return result
 
-    async def _store(self, rows: Sequence[RowWrite]) -> list[RowWrite]:
-        """Put the bulky columns of all rows into units. Returns the rows with locators in their place."""
-        attempt = uuid.uuid4().hex
-        bulky = [_Bulky(row, attempt) for row in rows]
-        await self._place([one for one in bulky if one.parts])
-        return [replace(one.row, columns=one.stored()) for one in bulky]
-
-    async def _place(self, bulky: list[_Bulky]) -> None:
-        """Put each row into the first unit of its group's ranking that takes it: one request a unit, all at once."""
-        rankings = {one.group_id: self.ranked_units(one.group_id) for one in bulky}
+    async def _place(self, parcels: list[_Parcel]) -> None:
+        """Put each parcel into the first unit of its group's ranking that takes it: all units at once."""
+        rankings = {group_id: self.ranked_units(group_id) for group_id in {parcel.group_id for parcel in parcels}}
         failures: list[str] = []
         for rank in range(len(self._units)):
-            by_unit: dict[str, list[_Bulky]] = {}
-            for one in bulky:
-                by_unit.setdefault(rankings[one.group_id][rank], []).append(one)
+            by_unit: dict[str, list[_Parcel]] = {}
+            for parcel in parcels:
+                by_unit.setdefault(rankings[parcel.group_id][rank], []).append(parcel)
             tried = list(by_unit.items())
             errors = await asyncio.gather(*(asyncio.to_thread(self._put, unit, part) for unit, part in tried))
             failures += [error for error in errors if error]
-            bulky = [one for (_, part), error in zip(tried, errors, strict=True) if error for one in part]
-        if bulky:
+            parcels = [parcel for (_, part), error in zip(tried, errors, strict=True) if error for parcel in part]
+        if parcels:
             raise PeerUnavailableError("storage units", "; ".join(failures) or "there are none")
 
-    def _put(self, unit: str, bulky: Sequence[_Bulky]) -> str:
-        """Returns why the unit did not take it, "" when it did."""
+    def _put(self, unit: str, parcels: Sequence[_Parcel]) -> str:
+        """Returns why the unit did not take them, "" when it did."""
         client = self._client(unit)
         try:
-            for some in _pieces(bulky, ROWS_PER_REQUEST):
-                groups = [GroupParts(group_id=one.group_id, parts=one.parts) for one in some]
-                client.put(groups, [value for one in some for value in one.values])
+            if not self._share(client, parcels):
+                for some in _pieces(parcels, ROWS_PER_REQUEST):
+                    put = [parcel.put(unit) for parcel in some]
+                    client.put([groups for groups, _ in put], [value for _, values in put for value in values])
         except PeerUnavailableError as error:
             return str(error)
-        for one in bulky:
-            one.unit = unit
         return ""
 
-    async def _take_back(self, row: RowWrite) -> None:
-        """Free what an insert that lost had put; what cannot be freed now goes with its group."""
-        for unit, parts in _by_unit([row.columns]).items():
+    def _share(self, client: UnitClient, parcels: Sequence[_Parcel]) -> bool:
+        """Write parcels into a segment of a unit on this host. Returns False where they must be sent instead."""
+        buffers, places = _lay_out(parcels)
+        total = sum(map(len, buffers))
+        if total < SHARED_BYTES:
+            return False
+        segment = client.allocate(list({parcel.group_id for parcel in parcels}), total)
+        if not segment:
+            return False
+        try:
+            with open_segment(segment, write=True, directory=self._directory) as fd:
+                write_buffers(fd, buffers)
+        except OSError:  # no room after all; or not a file that this process can open, though the host is the same
+            client.drop(segments=[segment])
+            return False
+        located = (SegmentLocator(client.address, segment, *place) for place in places)
+        for parcel in parcels:
+            parcel.located = list(islice(located, len(parcel.values)))
+        return True
+
+    async def _take_back(self, located: Sequence[Sequence[Locator | SegmentLocator]], inserted: Sequence[bool]) -> None:
+        """Free what inserts that lost had put; what cannot be freed now goes with its group.
+
+        located: per row its values.  A segment is freed when all rows in it lost.
+        """
+        lost = [at for values, won in zip(located, inserted, strict=True) if not won for at in values]
+        kept = [at for values, won in zip(located, inserted, strict=True) if won for at in values]
+        needed = {at.segment for at in kept if isinstance(at, SegmentLocator)}
+        for unit in {at.unit for at in lost}:
+            of_unit = [at for at in lost if at.unit == unit]
+            keys = [at.key for at in of_unit if isinstance(at, Locator)]
+            segments = {at.segment for at in of_unit if isinstance(at, SegmentLocator)} - needed
             try:
-                await asyncio.to_thread(self._client(unit).drop, keys=[part.key for _, _, part in parts])
+                await asyncio.to_thread(self._client(unit).drop, keys=keys, segments=sorted(segments))
             except PeerUnavailableError:
                 continue
 
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         """As RowStore. A column whose unit lost it is missing. Raises PeerUnavailableError: a unit does not answer."""
-        rows = await self._broker.read_rows(row_ids, columns)
+        rows = await self.read_views(row_ids, columns)
+        return [{column: bytes(value) for column, value in row.items()} for row in rows]
+
+    async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
+        """As ``read_rows``, without the copy that makes ``bytes`` of each value."""
+        rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
         held = list(_by_unit(rows).items())
-        read = (asyncio.to_thread(self._get, unit, [part for _, _, part in parts]) for unit, parts in held)
-        for (_, parts), values in zip(held, await asyncio.gather(*read), strict=True):
-            for (index, column, _), value in zip(parts, values, strict=True):
+        read = (asyncio.to_thread(self._get, unit, [at for _, _, at in places]) for unit, places in held)
+        for (_, places), values in zip(held, await asyncio.gather(*read), strict=True):
+            for (row, column, _), value in zip(places, values, strict=True):
                 if value is None:
-                    del rows[index][column]
+                    del row[column]
                 else:
-                    rows[index][column] = value
+                    row[column] = value
         return rows
 
-    def _get(self, unit: str, parts: Sequence[Part]) -> list[bytes | None]:
+    def _get(self, unit: str, wanted: Sequence[Locator | SegmentLocator]) -> list[ColumnBytes | None]:
+        """What there is of one unit's values, through shared memory where that can be."""
+        shared = [(at.segment, at.offset, at.nbytes) for at in wanted if isinstance(at, SegmentLocator)]
+        found = iter(read_segments(shared, self._directory))
+        values = [next(found) if isinstance(at, SegmentLocator) else None for at in wanted]
+        missing = [place for place, value in enumerate(values) if value is None]
+        sent = iter(self._ask(unit, [wanted[place] for place in missing]))
+        return [next(sent) if value is None else value for value in values]
+
+    def _ask(self, unit: str, wanted: Sequence[Locator | SegmentLocator]) -> Iterator[bytes | None]:
         client = self._client(unit)
-        return [value for some in _pieces(parts, ROWS_PER_REQUEST) for value in client.get(some)]
+        parts = [Part(key=at.key, nbytes=at.nbytes, checksum=at.checksum) for at in wanted if isinstance(at, Locator)]
+        of_keys = (value for some in _pieces(parts, ROWS_PER_REQUEST) for value in client.get(some))
+        ranges = [
+            Range(segment=at.segment, offset=at.offset, nbytes=at.nbytes)
+            for at in wanted
+            if isinstance(at, SegmentLocator)
+        ]
+        of_ranges = (value for some in _requests(ranges) for value in client.read(some))
+        return (next(of_keys) if isinstance(at, Locator) else next(of_ranges) for at in wanted)
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_groups(group_ids, columns)
@@ -199,17 +302,62 @@ class UnitRows:
             client.close()
 
 
+def _parcel(row: RowWrite, attempt: str) -> _Parcel:
+    """What of one row goes into a unit."""
+    group_id, _ = parse_row_id(row.row_id)
+    values = [(raw,) for column, raw in row.columns.items() if in_unit(column)]
+    return _Parcel(group_id, f"{row.row_id}:{attempt}", values)
+
+
+def _located_row(row: RowWrite, parcel: _Parcel) -> RowWrite:
+    """The row as it goes into the broker."""
+    bulky = (column for column in row.columns if in_unit(column))
+    return replace(row, columns={**row.columns, **dict(zip(bulky, map(encode, parcel.located), strict=True))})
+
+
+def _parcels(block: Block, attempt: str) -> list[_Parcel]:
+    """A block's values, group by group; all of its columns go into units, because all are users'."""
+    values = list(block.values())
+    step = block.size * len(block.columns)
+    return [
+        _Parcel(group_id, f"{group_id}:{attempt}", values[place * step : (place + 1) * step])
+        for place, group_id in enumerate(block.group_ids)
+    ]
+
+
+def _located_block(block: Block, parcels: Sequence[_Parcel]) -> Block:
+    located: list[Pieces] = [(encode(at),) for parcel in parcels for at in parcel.located]
+    num_columns = len(block.columns)
+    return replace(block, columns={column: located[n::num_columns] for n, column in enumerate(block.columns)})
+
+
 def _pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _by_unit(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, list[tuple[int, Column, Part]]]:
-    """Per unit what it holds of these rows: index of the row, column, and the value to ask for."""
-    result: dict[str, list[tuple[int, Column, Part]]] = {}
-    for index, row in enumerate(rows):
+def _requests(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Ranges in requests of bounded number and size."""
+    some: list[Range] = []
+    total = 0
+    for wanted in ranges:
+        if some and (len(some) == ROWS_PER_REQUEST or total + wanted.nbytes > MAX_COLUMN_BYTES):
+            yield some
+            some, total = [], 0
+        some.append(wanted)
+        total += wanted.nbytes
+    if some:
+        yield some
+
+
+_Place = tuple[dict[Column, ColumnBytes], Column, Locator | SegmentLocator]
+
+
+def _by_unit(rows: Sequence[dict[Column, ColumnBytes]]) -> Mapping[str, list[_Place]]:
+    """Per unit what it holds of these rows: the row, the column, and where it is."""
+    result: dict[str, list[_Place]] = {}
+    for row in rows:
         for column, raw in row.items():
             if in_unit(column):
-                at = _locator_decoder.decode(raw)
-                part = Part(key=at.key, nbytes=at.nbytes, checksum=at.checksum)
-                result.setdefault(at.unit, []).append((index, column, part))
+                at = decode_locator(bytes(raw))
+                result.setdefault(at.unit, []).append((row, column, at))
     return result

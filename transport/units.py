@@ -3,24 +3,31 @@
 A unit is a table in memory behind a socket; it decides nothing and knows no tasks. Keys are unique to one write
 attempt, so a put never changes what another writer stored, and repeating one is harmless.
 
-Owns: the table, its bound in bytes, the messages of a put, get and drop. Invariant: what a unit holds of a group goes
-with ``drop_groups``; nothing else removes what a locator may point to.
+A writer on the unit's own host asks for a segment instead (segments.py), and writes its values there; readers of that
+host read them there, others ask the unit for ranges of it. A segment belongs to all groups whose values are in it, and
+counts as a whole until the last of them is dropped.
+
+Owns: the table, the segments, their bound in bytes, the messages. Invariant: what a unit holds of a group goes with
+``drop_groups``; nothing else removes what a locator may point to.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
-from transport.errors import ChecksumError, MessageError, PeerUnavailableError
+from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.messages import MessageDecoder
 from transport.rows import MAX_COLUMN_BYTES
-from transport.tensors.address import parse_address
+from transport.segments import Segments, read_segments
+from transport.tensors.address import host_id, parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.tensors.server import ChannelServer
+from transport.tensors.shm import SHARED_MEMORY
 from transport.tensors.wire import Channel, Refused, connect
 from transport.types import GroupId, Struct
 
@@ -51,17 +58,35 @@ class Put(Struct, frozen=True, kw_only=True, tag=True):
     groups: tuple[GroupParts, ...]
 
 
-class Get(Struct, frozen=True, kw_only=True, tag=True):
-    """Send what there is of these keys."""
+class Allocate(Struct, frozen=True, kw_only=True, tag=True):
+    """Make a segment for values of these groups that somebody on ``host`` will write."""
 
-    keys: tuple[str, ...]
+    host: str
+    group_ids: tuple[GroupId, ...]
+    nbytes: int
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """A value in a segment."""
+
+    segment: str
+    offset: int
+    nbytes: int
+
+
+class Get(Struct, frozen=True, kw_only=True, tag=True):
+    """Send what there is of these keys, then of these ranges."""
+
+    keys: tuple[str, ...] = ()
+    ranges: tuple[Range, ...] = ()
 
 
 class Drop(Struct, frozen=True, kw_only=True, tag=True):
-    """Free these values, and all that belongs to these groups."""
+    """Free these values, these segments, and all that belongs to these groups."""
 
     group_ids: tuple[GroupId, ...] = ()
     keys: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
 
 
 class Done(Struct, frozen=True, kw_only=True, tag=True):
@@ -71,28 +96,46 @@ class Done(Struct, frozen=True, kw_only=True, tag=True):
     retained_bytes: int
 
 
+class Allocated(Struct, frozen=True, kw_only=True, tag=True):
+    """segment: its name; "" where there is none: the unit is on another ``host``, or its shared memory is full."""
+
+    segment: str
+    host: str
+
+
 class Values(Struct, frozen=True, kw_only=True, tag=True):
-    """sizes: per asked key its bytes, -1 where there is none. The values follow one another after the header."""
+    """sizes: per asked key and range its bytes, -1 where there is none. The values follow one another after the header.
+    checksums: of the ranges, which were written without one."""
 
     sizes: tuple[int, ...]
+    checksums: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Put | Get | Drop
+Request: TypeAlias = Allocate | Put | Get | Drop
 _request_decoder: MessageDecoder[Request] = MessageDecoder(cast("type[Request]", Request))
 _done_decoder: MessageDecoder[Done | Refused] = MessageDecoder(cast("type[Done | Refused]", Done | Refused))
+_allocated_decoder: MessageDecoder[Allocated | Refused] = MessageDecoder(
+    cast("type[Allocated | Refused]", Allocated | Refused)
+)
 _values_decoder: MessageDecoder[Values | Refused] = MessageDecoder(cast("type[Values | Refused]", Values | Refused))
 
 
 class StorageUnit:
-    """One unit, serving while it is started. max_bytes: a put that would pass it is refused.  endpoint: loopback."""
+    """One unit, serving while it is started.
 
-    def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None) -> None:
+    max_bytes: what would pass it is refused.  endpoint: loopback.  directory: where its segments are.
+    """
+
+    def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None, directory: Path = SHARED_MEMORY) -> None:
         self._max_bytes = max_bytes
         self._endpoint = endpoint or Endpoint()
         self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S)
         self._lock = threading.Lock()
         self._values: dict[str, bytearray] = {}
         self._group_keys: dict[GroupId, set[str]] = {}
+        self._segments = Segments(directory)
+        self._segment_groups: dict[str, set[GroupId]] = {}
+        self._group_segments: dict[GroupId, set[str]] = {}
         self._retained_bytes = 0
 
     def start(self) -> str:
@@ -101,6 +144,8 @@ class StorageUnit:
 
     def close(self) -> None:
         self._server.close()
+        with self._lock:
+            self._segments.close()
 
     @property
     def retained_bytes(self) -> int:
@@ -110,6 +155,8 @@ class StorageUnit:
         request = channel.receive(_request_decoder)
         channel.deadline = Deadline(REQUEST_S)
         match request:
+            case Allocate():
+                channel.send(self._allocate(request))
             case Put():
                 self._put(channel, request)
             case Get():
@@ -117,13 +164,33 @@ class StorageUnit:
             case Drop():
                 channel.send(self._drop(request))
 
+    def _allocate(self, request: Allocate) -> Allocated | Refused:
+        if request.host != host_id():
+            return Allocated(segment="", host=host_id())
+        with self._lock:
+            if request.nbytes < 0 or self._retained_bytes + request.nbytes > self._max_bytes:
+                return self._full()
+            try:
+                segment = self._segments.take(request.nbytes)
+            except SegmentSpaceError:
+                return Allocated(segment="", host=host_id())
+            self._retained_bytes += self._segments.size(segment)
+            self._segments.trim(max(0, self._max_bytes - self._retained_bytes))
+            self._segment_groups[segment] = set(request.group_ids)
+            for group_id in request.group_ids:
+                self._group_segments.setdefault(group_id, set()).add(segment)
+        return Allocated(segment=segment, host=host_id())
+
+    def _full(self) -> Refused:
+        return Refused(reason=f"the unit is full: it holds {self._retained_bytes} bytes", retry=True)
+
     def _put(self, channel: Channel, request: Put) -> None:
         parts = [part for group in request.groups for part in group.parts]
         nbytes = sum(part.nbytes for part in parts)
         if any(not 0 <= part.nbytes <= MAX_COLUMN_BYTES for part in parts):
             raise MessageError(f"{channel.address} puts a column of an impossible size")
         if self._retained_bytes + nbytes > self._max_bytes:
-            channel.send(Refused(reason=f"the unit is full: it holds {self._retained_bytes} bytes", retry=True))
+            channel.send(self._full())
             raise PeerUnavailableError(channel.address, "its bytes are not read: the connection ends")
         values = {part.key: _receive(channel, part) for part in parts}
         with self._lock:
@@ -132,13 +199,26 @@ class StorageUnit:
                 self._values[key] = value
             for group in request.groups:
                 self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
+            self._segments.trim(max(0, self._max_bytes - self._retained_bytes))
         channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
 
     def _get(self, channel: Channel, request: Get) -> None:
         with self._lock:
-            values = [self._values.get(key) for key in request.keys]
+            values: list[bytearray | memoryview | None] = [self._values.get(key) for key in request.keys]
+        ranges = self._read(request.ranges)
+        checksums = tuple("" if value is None else checksum(value) for value in ranges)
+        values += ranges
         sizes = tuple(-1 if value is None else len(value) for value in values)
-        channel.send(Values(sizes=sizes), [value for value in values if value is not None])
+        channel.send(Values(sizes=sizes, checksums=checksums), [value for value in values if value is not None])
+
+    def _read(self, ranges: Sequence[Range]) -> list[memoryview | None]:
+        """Ranges of segments, None where the segment is gone. Raises ChecksumError for one that is not in its segment.
+
+        The unit reads as every other reader does: what it sends is not being reused.
+        """
+        if sum(part.nbytes for part in ranges) > MAX_COLUMN_BYTES:
+            raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
+        return read_segments([(part.segment, part.offset, part.nbytes) for part in ranges], self._segments.directory)
 
     def _drop(self, request: Drop) -> Done:
         freed = 0
@@ -148,8 +228,28 @@ class StorageUnit:
                 keys |= self._group_keys.pop(group_id, set())
             for key in keys:
                 freed += len(self._values.pop(key, b""))
+            freed += sum(self._leave(segment, request) for segment in self._segments_of(request))
             self._retained_bytes -= freed
         return Done(nbytes=freed, retained_bytes=self._retained_bytes)
+
+    def _segments_of(self, request: Drop) -> set[str]:
+        named = {segment for segment in request.segments if segment in self._segment_groups}
+        return named.union(*(self._group_segments.get(group_id, set()) for group_id in request.group_ids))
+
+    def _leave(self, segment: str, request: Drop) -> int:
+        """Take the dropped groups out of a segment, all of them when it was named itself. Returns the bytes freed."""
+        groups = self._segment_groups[segment]
+        for group_id in set(groups) if segment in request.segments else groups.intersection(request.group_ids):
+            groups.discard(group_id)
+            self._group_segments[group_id].discard(segment)
+            if not self._group_segments[group_id]:
+                del self._group_segments[group_id]
+        if groups:
+            return 0
+        del self._segment_groups[segment]
+        nbytes = self._segments.size(segment)
+        self._segments.free(segment)
+        return nbytes
 
 
 def _receive(channel: Channel, part: Part) -> bytearray:
@@ -162,10 +262,14 @@ def _receive(channel: Channel, part: Part) -> bytearray:
 
 
 class UnitClient:
-    """Talks to one unit over one connection, opened when needed. Blocking; one caller at a time, others wait."""
+    """Talks to one unit over one connection, opened when needed. Blocking; one caller at a time, others wait.
+
+    shares_memory: whether it is worth asking for a segment; false once the unit was seen to be elsewhere.
+    """
 
     def __init__(self, address: str, *, secret: bytes = b"", timeout_s: float = REQUEST_S) -> None:
         self.address = address
+        self.shares_memory = True
         self._parsed = parse_address(address)
         self._secret = secret
         self._timeout_s = timeout_s
@@ -196,11 +300,40 @@ class UnitClient:
 
         return self._ask(request)
 
-    def drop(self, *, group_ids: Sequence[GroupId] = (), keys: Sequence[str] = ()) -> int:
-        """Free groups and single values. Returns the bytes freed."""
+    def allocate(self, group_ids: Sequence[GroupId], nbytes: int) -> str:
+        """Name of a segment for values of these groups; "" when they must be put instead: the unit is on another host,
+        or its shared memory is full. Raises PeerUnavailableError, also for a unit that is full."""
+
+        def request(channel: Channel) -> str:
+            channel.send(Allocate(host=host_id(), group_ids=tuple(group_ids), nbytes=nbytes))
+            answer = self._accepted(channel.receive(_allocated_decoder))
+            self.shares_memory = answer.host == host_id()
+            return answer.segment
+
+        return self._ask(request) if self.shares_memory else ""
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes | None]:
+        """Per range its bytes, None where its segment is gone. Raises ChecksumError for bytes that arrived damaged."""
+
+        def request(channel: Channel) -> list[bytes | None]:
+            channel.send(Get(ranges=tuple(ranges)))
+            answer = self._accepted(channel.receive(_values_decoder))
+            right = [size in (-1, part.nbytes) for part, size in zip(ranges, answer.sizes, strict=False)]
+            if not len(right) == len(answer.sizes) == len(answer.checksums) == len(ranges) or not all(right):
+                raise ChecksumError(f"{self.address} has values of another size in its segments")
+            parts = [
+                Part(key=part.segment, nbytes=size, checksum=text)
+                for part, size, text in zip(ranges, answer.sizes, answer.checksums, strict=True)
+            ]
+            return [None if part.nbytes < 0 else bytes(_receive(channel, part)) for part in parts]
+
+        return self._ask(request)
+
+    def drop(self, *, group_ids: Sequence[GroupId] = (), keys: Sequence[str] = (), segments: Sequence[str] = ()) -> int:
+        """Free groups, single values, segments. Returns the bytes freed."""
 
         def request(channel: Channel) -> int:
-            channel.send(Drop(group_ids=tuple(group_ids), keys=tuple(keys)))
+            channel.send(Drop(group_ids=tuple(group_ids), keys=tuple(keys), segments=tuple(segments)))
             return self._accepted(channel.receive(_done_decoder)).nbytes
 
         return self._ask(request)

@@ -18,7 +18,9 @@ from workers.client.consumer import balance
 from workers.client.leases import Leases
 from workers.client.loader import Ragged, to_field
 from workers.client.tasks import TaskOptions
-from workers.client.writer import COMMIT_BYTES, COMMIT_ROWS, Writer, pieces
+from workers.client.writer import BLOCK_ROWS, COMMIT_ROWS, Writer, block_pieces, pieces
+
+COMMIT_BYTES = BrokerRows.commit_bytes
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
@@ -41,27 +43,40 @@ def writer() -> Writer:
 
 def test_a_large_put_is_cut_into_pieces_that_bring_their_groups() -> None:
     few_large = writer().commit_of({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 6}, None, 3)
-    assert [len(piece.rows) for piece in pieces(few_large)] == [2, 2, 2]
-    assert [[g.group_id for g in piece.groups] for piece in pieces(few_large)] == [
+    assert [len(piece.rows) for piece in pieces(few_large, COMMIT_BYTES)] == [2, 2, 2]
+    assert [[g.group_id for g in piece.groups] for piece in pieces(few_large, COMMIT_BYTES)] == [
         ["client-me.1/0"],
         ["client-me.1/0", "client-me.1/1"],
         ["client-me.1/1"],
     ]
     many_small = writer().commit_of({"x_ids": [1] * (COMMIT_ROWS + 1)}, None, 1)
-    assert [(len(piece.rows), len(piece.groups)) for piece in pieces(many_small)] == [(COMMIT_ROWS,) * 2, (1, 1)]
-    assert [row for piece in pieces(many_small) for row in piece.rows] == list(many_small.rows)
-
-
-async def test_nothing_to_put_is_one_empty_commit() -> None:
-    assert [(len(piece.groups), len(piece.rows)) for piece in pieces(writer().commit_of({"x_ids": []}, None, 4))] == [
-        (0, 0)
+    assert [(len(piece.rows), len(piece.groups)) for piece in pieces(many_small, COMMIT_BYTES)] == [
+        (COMMIT_ROWS,) * 2,
+        (1, 1),
     ]
-    await writer().write(writer().commit_of({"x_ids": []}, None, 4))
+    assert [row for piece in pieces(many_small, COMMIT_BYTES) for row in piece.rows] == list(many_small.rows)
+
+
+def test_a_block_is_cut_between_groups_only() -> None:
+    few_large = writer().block_of({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 9}, 3)
+    cut = block_pieces(few_large, COMMIT_BYTES)
+    assert [piece.group_ids for piece in cut] == [["client-me.1/0"], ["client-me.1/1"], ["client-me.1/2"]]
+    many_small = writer().block_of({"x_ids": [1] * (BLOCK_ROWS + 2), "x_note": ["a"] * (BLOCK_ROWS + 2)}, 2)
+    cut = block_pieces(many_small, COMMIT_BYTES)
+    assert [len(piece.group_ids) for piece in cut] == [BLOCK_ROWS // 2, 1]
+    assert [row for piece in cut for row in piece.row_ids()] == many_small.row_ids()
+    assert [value for piece in cut for value in piece.values()] == list(many_small.values())
+
+
+async def test_nothing_to_put_is_no_commit() -> None:
+    empty = writer().block_of({"x_ids": []}, 4)
+    assert block_pieces(empty, COMMIT_BYTES) == []
+    await writer().write_block(empty)
 
 
 def test_rows_that_make_no_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="7 rows make no whole groups of 3"):
-        writer().commit_of({"x_ids": [1] * 7}, None, 3)
+        writer().block_of({"x_ids": [1] * 7}, 3)
 
 
 def test_fields_are_tensors_without_padding() -> None:

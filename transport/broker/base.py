@@ -31,13 +31,13 @@ the broker went away, the outage the client was told to sit out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
+from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, row_id
 
 ZERO_ID = "0-0"
 """Before the first entry of any stream."""
@@ -130,6 +130,29 @@ class GroupWrite:
     columns: Mapping[Column, bytes]
 
 
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""One value in pieces that follow one another, so that nobody has to join them; each is a buffer of single bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """New groups with all their rows, which have the same columns: what many GroupWrites and RowWrites say, in less.
+
+    size: rows of each group.  columns: per column its ``len(group_ids) * size`` values, group by group.
+    """
+
+    group_ids: Sequence[GroupId]
+    size: int
+    columns: Mapping[Column, Sequence[Pieces]]
+
+    def row_ids(self) -> list[RowId]:
+        return [row_id(group_id, sample) for group_id in self.group_ids for sample in range(self.size)]
+
+    def values(self) -> Iterator[Pieces]:
+        """Every value, row by row."""
+        return (value for row in zip(*self.columns.values(), strict=True) for value in row)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
     """End the lease on one delivery."""
@@ -145,12 +168,13 @@ class Commit:
     appends: appended in any case (unlike a row's ``on_insert``).
     if_held: nothing happens unless every delivery in ``acks`` is still pending: what was worked out from a row must not
     be written beside another one that took its place after the broker lost its tail.
-    Order: groups, rows (each with its on_insert and the notices that it completes), acks, appends.
+    Order: groups, rows (each with its on_insert and the notices that it completes), blocks, acks, appends.
     """
 
     fence: Fence | None = None
     groups: Sequence[GroupWrite] = ()
     rows: Sequence[RowWrite] = ()
+    blocks: Sequence[Block] = ()
     acks: Sequence[Ack] = ()
     appends: Sequence[Append] = ()
     if_held: bool = False
@@ -158,7 +182,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
-    """inserted: per row of the commit, whether its insert won.  retained_bytes: of the run, afterwards."""
+    """inserted: per row of the commit, then per row of its blocks, whether its insert won.  retained_bytes: of the run,
+    afterwards."""
 
     inserted: tuple[bool, ...]
     retained_bytes: int

@@ -7,8 +7,19 @@ call the same checks, so that a call refused by one is refused by the other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from transport.broker.base import Append, Commit, DeadLetter, Entry, StreamWrite, parse_entry_id
+from transport.broker.base import (
+    Append,
+    Block,
+    Commit,
+    DeadLetter,
+    Entry,
+    GroupWrite,
+    RowWrite,
+    StreamWrite,
+    parse_entry_id,
+)
 from transport.errors import MessageError
 from transport.messages import MAX_MESSAGE_BYTES
 from transport.types import USER_PREFIX, TaskSpec, is_user_name
@@ -49,7 +60,7 @@ def check_writes(writes: Iterable[StreamWrite]) -> None:
 
 
 def check_commit(commit: Commit) -> None:
-    """Raises ValueError for a row without columns or a group without samples; checks every entry."""
+    """Raises ValueError for a row without columns or a group without samples; checks every block and entry."""
     for group in commit.groups:
         if group.size < 1:
             raise ValueError(f"group {group.group_id} has size {group.size}")
@@ -57,7 +68,35 @@ def check_commit(commit: Commit) -> None:
         if not row.columns:
             raise ValueError(f"row {row.row_id} is written without a column")
         _check_appends(row.on_insert)
+    for block in commit.blocks:
+        _check_block(block)
     _check_appends(commit.appends)
+
+
+def _check_block(block: Block) -> None:
+    """Raises ValueError for groups without samples, rows without columns, or columns of another number of values."""
+    num_rows = block.size * len(block.group_ids)
+    lengths = {column: len(values) for column, values in block.columns.items()}
+    if block.size < 1 or not lengths or set(lengths.values()) != {num_rows}:
+        raise ValueError(f"a block of {len(block.group_ids)} groups of {block.size} rows has columns of {lengths}")
+
+
+def without_blocks(commit: Commit) -> Commit:
+    """The same step, its blocks written out; their groups then come before all rows, which makes no difference."""
+    written = [_as_writes(block) for block in commit.blocks]
+    groups = [*commit.groups, *(group for groups, _ in written for group in groups)]
+    rows = [*commit.rows, *(row for _, rows in written for row in rows)]
+    return replace(commit, groups=groups, rows=rows, blocks=())
+
+
+def _as_writes(block: Block) -> tuple[list[GroupWrite], list[RowWrite]]:
+    """The groups and rows of a block, one by one."""
+    columns = [[b"".join(value) for value in values] for values in block.columns.values()]
+    rows = [
+        RowWrite(row_id=row_id, columns=dict(zip(block.columns, values, strict=True)))
+        for row_id, *values in zip(block.row_ids(), *columns, strict=True)
+    ]
+    return [GroupWrite(group_id=group_id, size=block.size, columns={}) for group_id in block.group_ids], rows
 
 
 def _check_appends(appends: Sequence[Append]) -> None:

@@ -29,6 +29,8 @@ _KEY_NAMES: dict[str, str | int] = {
     "dead": keys.DEAD,
     "tasks": keys.tasks(""),
     "lease": keys.LEASE_PREFIX,
+    "row": keys.ROW_PREFIX,
+    "group": keys.GROUP_PREFIX,
     "user": USER_PREFIX,
     "max_dead": MAX_DEAD_LETTERS,
 }

@@ -39,6 +39,7 @@ from transport.broker.entries import (
     check_tasks,
     check_writes,
     dead_letter,
+    without_blocks,
 )
 from transport.broker.memory_server import Group, MemoryServer, RunState
 from transport.errors import FencedError, TailLostError
@@ -261,6 +262,7 @@ class MemoryBroker:
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
+        commit = without_blocks(commit)
         parsed = [parse_row_id(row.row_id) for row in commit.rows]
         await asyncio.sleep(0)
         with self._step(appends=True) as state:

@@ -16,6 +16,7 @@ import msgspec
 from transport.broker import keys
 from transport.broker.base import (
     Append,
+    Block,
     Commit,
     CommitResult,
     DeadLetter,
@@ -40,6 +41,7 @@ from transport.broker.entries import (
     check_writes,
     dead_letter,
     entry_from_fields,
+    without_blocks,
 )
 from transport.broker.lua import Request
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
@@ -49,10 +51,18 @@ from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId,
 
 ROWS_PER_ROUND_TRIP = 256
 """HMGETs in one pipeline: enough to hide the round trip, few enough to bound what the server buffers."""
+ROWS_FOR_SCRIPT = 16
+"""From so many rows on, a script reads them in one command, as long as they are small."""
+ROWS_PER_SCRIPT = 1024
+"""Some 3 ms in which others wait."""
+MAX_SMALL_BYTES = 1024 * 1024
+BULKY_BYTES = 1024
+"""Where the values of a block have more on average, each is sent on its own."""
 _GROUP = "workers"  # the consumer group, as in prelude.lua
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
 
+_lengths_decoder = msgspec.msgpack.Decoder(list[int])
 _Fields = list[bytes]
 _T = TypeVar("_T")
 
@@ -269,12 +279,15 @@ class RedisBroker:
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
+        if any(_is_bulky(block) for block in commit.blocks):
+            commit = without_blocks(commit)
         request = Request()
         request.body["groups"] = [
             [keys.group(self._run, group.group_id), group.size, _columns(request, group.columns)]
             for group in commit.groups
         ]
         request.body["rows"] = [self._row(request, row) for row in commit.rows]
+        request.body["blocks"] = [_block(request, block) for block in commit.blocks]
         request.body["if_held"] = int(commit.if_held)
         request.body["acks"] = [[ack.queue, ack.entry_id] for ack in commit.acks]
         request.body["appends"] = _appends(request, commit.appends)
@@ -290,7 +303,20 @@ class RedisBroker:
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         for row_id in row_ids:
             parse_row_id(row_id)
-        return await self._read_hashes([keys.row(self._run, row_id) for row_id in row_ids], columns)
+        found = await self._read_small(row_ids, columns) if columns and len(row_ids) >= ROWS_FOR_SCRIPT else []
+        rest = [keys.row(self._run, row_id) for row_id in row_ids[len(found) :]]
+        return found + await self._read_hashes(rest, columns)
+
+    async def _read_small(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        """The first of these rows, all of them when they are small (locators of storage units are)."""
+        found: list[dict[Column, bytes]] = []
+        for part in _parts(row_ids, ROWS_PER_SCRIPT):
+            body: dict[str, object] = {"rows": part, "columns": list(columns), "max_bytes": MAX_SMALL_BYTES}
+            number, lengths, values = cast("tuple[int, bytes, bytes]", await self._again("read_rows", body))
+            found += _cut_rows(columns, _lengths_decoder.decode(lengths), values)
+            if number < len(part):
+                break
+        return found
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._read_hashes([keys.group(self._run, group_id) for group_id in group_ids], columns)
@@ -360,6 +386,38 @@ def _appends(request: Request, appends: Iterable[Append]) -> list[object]:
 
 def _columns(request: Request, columns: Mapping[Column, bytes]) -> list[object]:
     return [part for column, value in columns.items() for part in (column, request.blob(value))]
+
+
+def _is_bulky(block: Block) -> bool:
+    """Whether joining its values and cutting them apart would cost more than naming each."""
+    lengths = [sum(map(len, value)) for value in block.values()]
+    return sum(lengths) > BULKY_BYTES * len(lengths)
+
+
+def _block(request: Request, block: Block) -> dict[str, object]:
+    """All values in one: a thousand arguments would cost more than the copy does."""
+    values = [b"".join(value) for value in block.values()]
+    return {
+        "groups": list(block.group_ids),
+        "size": block.size,
+        "columns": list(block.columns),
+        "values": request.blob(b"".join(values)),
+        "lengths": [len(value) for value in values],
+    }
+
+
+def _cut_rows(columns: Sequence[Column], lengths: Sequence[int], values: bytes) -> list[dict[Column, bytes]]:
+    """Rows from their values joined. lengths: per row and column, -1 for none."""
+    found: list[dict[Column, bytes]] = []
+    start = 0
+    for first in range(0, len(lengths), len(columns)):
+        row: dict[Column, bytes] = {}
+        for column, length in zip(columns, lengths[first : first + len(columns)], strict=True):
+            if length >= 0:
+                row[column] = values[start : start + length]
+                start += length
+        found.append(row)
+    return found
 
 
 def _log_entries(raw: Iterable[tuple[bytes, _Fields]]) -> list[LogEntry]:

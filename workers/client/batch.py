@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from transport.rows import COLUMN_DTYPES, RowStore, decode_array
 from transport.types import GROUP_COLUMNS, USER_PREFIX, Column, RowId, parse_row_id
-from transport.user_columns import Value, decode_value
+from transport.user_columns import ColumnBytes, Value, decode_values
 from workers.errors import ClientError
 
 TEXTS = frozenset({Column.PROMPT_TEXT, Column.TASK_ENTRY, Column.REWARD_COMPONENTS})
@@ -64,17 +64,17 @@ async def read_rows(
     own = [column for column in columns if column not in GROUP_COLUMNS]
     groups = list(dict.fromkeys(parse_row_id(row_id)[0] for row_id in row_ids)) if shared else []
     of_group = dict(zip(groups, await rows.read_groups(groups, shared), strict=True))
-    of_row = await rows.read_rows(row_ids, own) if own else [{} for _ in row_ids]
+    of_row = await rows.read_views(row_ids, own) if own else [{} for _ in row_ids]
     found = [
         (row_id, {**of_group.get(parse_row_id(row_id)[0], {}), **values})
         for row_id, values in zip(row_ids, of_row, strict=True)
     ]
     whole = [(row_id, values) for row_id, values in found if len(values) == len(columns)]
-    by_column = {column: [_decode(column, values[column]) for _, values in whole] for column in columns}
+    by_column = {column: _decode(column, [values[column] for _, values in whole]) for column in columns}
     return [row_id for row_id, _ in whole], {str(column): values for column, values in by_column.items()}
 
 
-def _decode(column: Column, raw: bytes) -> Value:
+def _decode(column: Column, raws: Sequence[ColumnBytes]) -> list[Value]:
     if column.startswith(USER_PREFIX):
-        return decode_value(column, raw)
-    return raw.decode("utf-8", "replace") if column in TEXTS else decode_array(column, raw)
+        return decode_values(column, raws)
+    return [str(raw, "utf-8", "replace") if column in TEXTS else decode_array(column, raw) for raw in raws]

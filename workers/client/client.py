@@ -26,8 +26,9 @@ from transport.settings import BrokerSettings
 from transport.tensors.endpoint import Endpoint
 from transport.types import RowId, RunName, WorkerKind
 from transport.unit_rows import UnitRows
+from transport.user_columns import Value, Values
 from workers.client import engines, tasks
-from workers.client.batch import ExperienceBatch, known_columns
+from workers.client.batch import ExperienceBatch, known_columns, read_rows
 from workers.client.consumer import FirstCome, Policy, TokenBalanced
 from workers.client.consumption import Consumption, Source, Stream
 from workers.client.loop_thread import LoopThread
@@ -165,7 +166,7 @@ class Client:
 
     def put_experience_data(
         self,
-        data: Mapping[str, Sequence[object]],
+        data: Mapping[str, Values],
         *,
         index: Sequence[RowId] | None = None,
         group_size: int = 1,
@@ -173,7 +174,7 @@ class Client:
     ) -> list[RowId]:
         """Write columns of rows.
 
-        Args:    data: column (``x_...``) -> [N] values, each a text or an array of any shape.
+        Args:    data: column (``x_...``) -> [N] values, each a text or an array of any shape; or one array [N, ...].
                  index: [N] rows to add these columns to, as they came in a batch; None: new rows.
                  group_size: so many new rows, one after another, are cleared together.
                  done: the batch that these results were made from: acknowledged in the same atomic step.
@@ -182,6 +183,10 @@ class Client:
                  is not a client's, or rows that have one of these columns or were cleared.  LeaseLostError: ``done``
                  went to another consumer; nothing is written.
         """
+        if index is None and done is None:
+            block = self._writer.block_of(data, group_size)
+            self._loop.call(self._writer.write_block(block), what="put_experience_data")
+            return block.row_ids()
         commit = self._writer.commit_of(data, index, group_size)
         if done is None:
             self._loop.call(self._writer.write(commit), what="put_experience_data")
@@ -206,6 +211,17 @@ class Client:
             self._consumptions[task] = Consumption(self._broker, self._rows, task, task, self._source(task))
         work = self._consumptions[task].next(known, count, timeout_s)
         return self._loop.call(work, what="get_experience_data", wait_s=timeout_s)
+
+    def read_experience_data(
+        self, index: Sequence[RowId], columns: Sequence[str]
+    ) -> tuple[list[RowId], dict[str, list[Value]]]:
+        """Columns of rows whose ids are known, of any task or none; nobody consumes them with it.
+
+        Returns: ids of the rows that have all ``columns``, in order, and by column the value of each. Arrays are
+                 read-only views of one copy, which lives as long as any of them.
+        """
+        known = known_columns(columns)
+        return self._loop.call(read_rows(self._rows, index, known), what="read_experience_data")
 
     def done(self, batch: ExperienceBatch) -> None:
         """Acknowledge a batch now. Raises LeaseLostError as ``get_experience_data``."""

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-from transport.broker.base import Commit, GroupWrite, RowWrite
+from transport.broker.base import Block, Commit, GroupWrite, RowWrite
 from transport.rows import RowStore
 from transport.types import USER_PREFIX, Column, GroupId, RowId, is_user_name, parse_row_id, row_id
-from transport.user_columns import encode_value
+from transport.user_columns import Values, encode_value, encode_values
 from workers.errors import ClientError
 
-COMMIT_BYTES = 4 * 1024 * 1024
-"""A commit blocks the server: 4 MiB for some 10 ms, in which others wait."""
 COMMIT_ROWS = 128
+BLOCK_ROWS = 1024
+"""A row of a block costs the server some 5 us, in which others wait."""
 COMMITS_AT_ONCE = 2
 """One is encoded and sent while the server works on the other."""
 GROUP_PREFIX = "client-"
@@ -34,7 +34,14 @@ class Writer:
         self._name = name
         self._numbers = count()
 
-    def commit_of(self, data: Mapping[str, Sequence[object]], index: Sequence[RowId] | None, group_size: int) -> Commit:
+    def block_of(self, data: Mapping[str, Values], group_size: int) -> Block:
+        """New rows; arguments and errors as Client.put_experience_data. Arrays are not copied (``encode_pieces``)."""
+        num_rows = check_lengths(data, None)
+        groups = self._new_groups(num_rows, group_size)
+        columns = {_own_column(name): encode_values(values) for name, values in data.items()}
+        return Block(group_ids=[group.group_id for group in groups], size=group_size, columns=columns)
+
+    def commit_of(self, data: Mapping[str, Values], index: Sequence[RowId] | None, group_size: int) -> Commit:
         """All rows as one commit. Arguments and errors as Client.put_experience_data."""
         num_rows = check_lengths(data, index)
         columns = {_own_column(name): values for name, values in data.items()}
@@ -53,8 +60,21 @@ class Writer:
         return [GroupWrite(group_id=group_id, size=size, columns={}) for group_id in ids]
 
     async def write(self, commit: Commit) -> None:
-        """As ``write_in_pieces``."""
-        await write_in_pieces(self._rows, commit)
+        """Write rows in commits of bounded size; each of them is atomic. Raises as ``check_inserted``."""
+        await self._write_all(pieces(commit, self._rows.commit_bytes))
+
+    async def write_block(self, block: Block) -> None:
+        """As ``write``, for new rows: a group is never cut."""
+        await self._write_all([Commit(blocks=[part]) for part in block_pieces(block, self._rows.commit_bytes)])
+
+    async def _write_all(self, commits: Sequence[Commit]) -> None:
+        room = asyncio.Semaphore(COMMITS_AT_ONCE)
+
+        async def write_one(commit: Commit) -> None:
+            async with room:
+                check_inserted(commit, (await self._rows.commit(commit)).inserted)
+
+        await asyncio.gather(*(write_one(commit) for commit in commits))
 
     async def clear(self, index: Sequence[RowId]) -> int:
         groups = list(dict.fromkeys(parse_row_id(row)[0] for row in index))
@@ -64,7 +84,7 @@ class Writer:
         return await self._rows.drop_groups(groups)
 
 
-def check_lengths(data: Mapping[str, Sequence[object]], index: Sequence[RowId] | None) -> int:
+def check_lengths(data: Mapping[str, Values], index: Sequence[RowId] | None) -> int:
     """The number of rows. Raises ValueError when columns, or columns and index, differ in it."""
     lengths = {name: len(values) for name, values in data.items()}
     if index is not None:
@@ -80,35 +100,49 @@ def _own_column(name: str) -> Column:
     return Column(name)
 
 
-async def write_in_pieces(rows: RowStore, commit: Commit) -> None:
-    """Write rows in commits of bounded size, a few at once; each of them is atomic. Raises as ``check_inserted``."""
-    room = asyncio.Semaphore(COMMITS_AT_ONCE)
-
-    async def write_piece(piece: Commit) -> None:
-        async with room:
-            check_inserted(piece, (await rows.commit(piece)).inserted)
-
-    await asyncio.gather(*(write_piece(piece) for piece in pieces(commit)))
-
-
 def check_inserted(commit: Commit, inserted: Sequence[bool]) -> None:
     """Raises ClientError for a row that has one of these columns already, or is not there any more."""
-    refused = [row.row_id for row, was_inserted in zip(commit.rows, inserted, strict=True) if not was_inserted]
+    if all(inserted):
+        return
+    row_ids = [row.row_id for row in commit.rows] + [row for block in commit.blocks for row in block.row_ids()]
+    refused = [row for row, was_inserted in zip(row_ids, inserted, strict=True) if not was_inserted]
     if refused:
         raise ClientError(
-            f"{len(refused)} of {len(commit.rows)} rows are not written: they have one of these columns already, "
+            f"{len(refused)} of {len(row_ids)} rows are not written: they have one of these columns already, "
             f"or were cleared: {', '.join(refused[:3])}"
         )
 
 
-def pieces(commit: Commit) -> list[Commit]:
+def block_pieces(block: Block, max_bytes: int) -> list[Block]:
+    """Whole groups in blocks of bounded size."""
+    bounds, nbytes = [0], 0
+    values = list(block.values())
+    step = block.size * len(block.columns)
+    for place in range(len(block.group_ids)):
+        of_group = sum(len(piece) for value in values[place * step : (place + 1) * step] for piece in value)
+        num_rows = (place + 1 - bounds[-1]) * block.size
+        if place > bounds[-1] and (nbytes + of_group > max_bytes or num_rows > BLOCK_ROWS):
+            bounds.append(place)
+            nbytes = 0
+        nbytes += of_group
+    cuts = zip(bounds, [*bounds[1:], len(block.group_ids)], strict=True)
+    return [_cut(block, first, end) for first, end in cuts if first < end]
+
+
+def _cut(block: Block, first: int, end: int) -> Block:
+    rows = slice(first * block.size, end * block.size)
+    columns = {column: values[rows] for column, values in block.columns.items()}
+    return replace(block, group_ids=block.group_ids[first:end], columns=columns)
+
+
+def pieces(commit: Commit, max_bytes: int) -> list[Commit]:
     """The rows in commits of bounded size, each behind its own groups."""
     groups = {group.group_id: group for group in commit.groups}
     result: list[list[RowWrite]] = [[]]
     size = 0
     for row in commit.rows:
         num_bytes = sum(map(len, row.columns.values()))
-        if result[-1] and (size + num_bytes > COMMIT_BYTES or len(result[-1]) == COMMIT_ROWS):
+        if result[-1] and (size + num_bytes > max_bytes or len(result[-1]) == COMMIT_ROWS):
             result.append([])
             size = 0
         result[-1].append(row)

@@ -1,21 +1,31 @@
 -- The one atomic step: groups, rows with what they append and complete, acks, appends.
 -- Request: fence?, groups {key, size, columns}, rows {key, group_key, row_id, group_id, sample, columns, on_insert},
---          acks {queue, id}, appends {stream, fields}, if_held (1 or 0).  Reply: {retained bytes, {1 or 0 per row}}.
+--          blocks {groups, size, columns, values: a number for ARGV, lengths}, acks {queue, id},
+--          appends {stream, fields}, if_held (1 or 0).
+-- Reply: {retained bytes, {1 or 0 per row, then per row of the blocks}}.
 
 local written_bytes = 0
 
--- Write columns {name, value, ...} into a hash; count their bytes in the group's hash and in the run's total.
-local function write_columns(hash, group_key, columns)
+-- Write columns {name, value, ...} into a hash.  Returns their bytes.
+local function write_hash(hash, columns)
   local bytes = 0
-  resolve(columns)
   for i = 2, #columns, 2 do
     bytes = bytes + #columns[i]
   end
   if #columns > 0 then
     redis.call('HSET', hash, unpack(columns))
   end
+  return bytes
+end
+
+-- Count bytes in a group's hash and in the run's total.
+local function count_bytes(group_key, bytes)
   redis.call('HINCRBY', group_key, 'bytes', bytes)
   written_bytes = written_bytes + bytes
+end
+
+local function write_columns(hash, group_key, columns)
+  count_bytes(group_key, write_hash(hash, resolve(columns)))
 end
 
 local function insert_group(group)
@@ -89,6 +99,42 @@ local function insert_row(row, specs)
   return 1
 end
 
+-- A function that gives the columns {name, value, ...} of one row of a block after another.
+local function rows_of(block)
+  local values, place, start = ARGV[block.values], 0, 1
+  return function()
+    local columns = {}
+    for i, name in ipairs(block.columns) do
+      local length = block.lengths[place + i]
+      columns[2 * i - 1] = name
+      columns[2 * i] = string.sub(values, start, start + length - 1)
+      start = start + length
+    end
+    place = place + #block.columns
+    return columns
+  end
+end
+
+-- Insert a block by the rules of groups and rows; in a group that is new with it, no row can be there yet.
+local function insert_block(block, specs, inserted)
+  local next_columns = rows_of(block)
+  for _, group_id in ipairs(block.groups) do
+    local group_key, bytes = key(KEY.group .. group_id), 0
+    local is_new = redis.call('HSETNX', group_key, 'size', block.size) == 1
+    for sample = 0, block.size - 1 do
+      local columns, row_id = next_columns(), group_id .. '/' .. sample
+      local row_key = key(KEY.row .. row_id)
+      local wins = is_new or may_insert(row_key, group_key, sample, columns)
+      inserted[#inserted + 1] = wins and 1 or 0
+      if wins then
+        bytes = bytes + write_hash(row_key, columns)
+        complete_units(specs, row_key, group_key, row_id, group_id)
+      end
+    end
+    count_bytes(group_key, bytes)
+  end
+end
+
 local function holds_all(acks)
   for _, ack in ipairs(acks) do
     if not is_pending(ack[1], ack[2]) then
@@ -98,9 +144,12 @@ local function holds_all(acks)
   return true
 end
 
-local function none_of(rows)
-  local inserted = {}
-  for i = 1, #rows do
+local function none_of(request)
+  local number, inserted = #request.rows, {}
+  for _, block in ipairs(request.blocks) do
+    number = number + #block.groups * block.size
+  end
+  for i = 1, number do
     inserted[i] = 0
   end
   return inserted
@@ -112,15 +161,18 @@ return once(function(request)
     return refused
   end
   if request.if_held == 1 and not holds_all(request.acks) then
-    return { redis.call('INCRBY', key(KEY.retained_bytes), 0), none_of(request.rows) }
+    return { redis.call('INCRBY', key(KEY.retained_bytes), 0), none_of(request) }
   end
   for _, group in ipairs(request.groups) do
     insert_group(group)
   end
-  local specs = #request.rows > 0 and task_specs() or {}
+  local specs = (#request.rows > 0 or #request.blocks > 0) and task_specs() or {}
   local inserted = {}
   for i, row in ipairs(request.rows) do
     inserted[i] = insert_row(row, specs)
+  end
+  for _, block in ipairs(request.blocks) do
+    insert_block(block, specs, inserted)
   end
   for _, ack in ipairs(request.acks) do
     acknowledge(ack[1], ack[2])
