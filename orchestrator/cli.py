@@ -14,8 +14,10 @@ import typer
 
 from orchestrator import config
 from orchestrator.errors import ConfigError
+from orchestrator.plan_cli import plan
 from orchestrator.rank_cli import rank
 from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
+from orchestrator.simulate_cli import simulate
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -32,6 +34,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(rank, name="rank")
+app.command(
+    help="Choose among GPUs: which generate, which train, how each stage is split; with the iteration time, the idle "
+    "shares and the cost to expect, by simulation. Nothing is started. [docs/planning.md]"
+)(plan)
+app.command(
+    help="Simulate a scenario with the code that decides live: seconds of an iteration, bubbles by cause, distance to "
+    "the physical bound. --paper: the papers' results beside ours. Nothing is started. [docs/simulation.md]"
+)(simulate)
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
 
@@ -260,7 +270,6 @@ def serve(
     ] = None,
     directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's config.toml, made by `run`.")] = None,
     or_resume: Annotated[
         bool,
         typer.Option(
@@ -268,6 +277,7 @@ def serve(
             help="Go on with the run of this name where there is one, as it was (paused, if it was); else start it.",
         ),
     ] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's config.toml, made by `run`.")] = None,
     model_dir: Annotated[
         Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
     ] = None,
