@@ -1,4 +1,5 @@
-"""Figure ``core``: events a second through ``PipelineState.handle``, and whether a replay decides the same.
+"""Figure ``core``: events a second through ``PipelineState.handle``, whether a replay decides the same, and the memory
+that a million rollouts take (million.py).
 
 The stream is a whole simulated run of thousands of groups on 32 workers, with kills, failures and repeated events,
 recorded once and then fed to fresh states. Seconds are those of the one core that decides (CPU time), and the best of a
@@ -16,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.million import memory_of
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.runtime.journal import Journal
@@ -68,13 +70,18 @@ def replay_identical(log: SimulationLog) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smaller run")
-    num_batches = 4 if parser.parse_args().quick else 20
+    quick = parser.parse_args().quick
+    num_batches = 4 if quick else 20
+    num_rollouts = 100_000 if quick else 1_000_000
+    memory = memory_of(num_rollouts)  # first: what the other parts record would be reused by it
+    print(f"{num_rollouts:,} rollouts: {memory.early_mb:.1f} MB after the first tenth, {memory.peak_mb:.1f} MB at most")
     log = simulate(scenario(num_batches))
     groups = len(log.trained) * scenario(num_batches).core.groups_per_batch
     print(f"{len(log.history)} events of a run of {groups} groups on 32 workers, {log.end_s:.0f} virtual seconds")
     rate = events_per_s(log)
     print(f"{rate:,.0f} events/s through handle")
-    print(json.dumps({"events_per_s": round(rate), "replay_identical": replay_identical(log)}))
+    peak_mb = {} if quick else {"peak_mb_million": round(memory.peak_mb, 1)}
+    print(json.dumps({"events_per_s": round(rate), **peak_mb, "replay_identical": replay_identical(log)}))
 
 
 if __name__ == "__main__":
