@@ -79,7 +79,7 @@ class Evaluating:
                 self._close(lane.current, "" if whole else "attempts at some problems are used up")
             elif lane.current.newer_s is None and self._is_newer(lane.current):
                 lane.current.newer_s = p.now_s
-        if lane.current is None and self._may_open():
+        if lane.current is None and p.settings.eval_every and self._may_open():
             self._open()
 
     def _is_newer(self, current: Evaluation) -> bool:

@@ -155,13 +155,10 @@ class Planning:
         The batch is taken as the mean of what its share began with and what is left now.
         """
         p = self._p
+        if not (p.settings.plans or p.settings.move_running):
+            return
         group, worker = p.groups.get(parse_row_id(event.row_id)[0]), p.fleet.workers.get(event.worker_id)
-        if (
-            not (p.settings.plans or p.settings.move_running)
-            or group is None
-            or worker is None
-            or group.worker_id != event.worker_id
-        ):
+        if group is None or worker is None or group.worker_id != event.worker_id:
             return
         in_flight = min(worker.capacity, worker.in_flight)
         batch = (p.plans.limits.get(worker.worker_id, in_flight) + in_flight) / 2

@@ -72,7 +72,7 @@ class Plans(msgspec.Struct, kw_only=True):
 
     def earliest_batch(self) -> int | None:
         """The earliest of any planned group, None when nothing is planned."""
-        return min([queue[0].batch for queue in self.queues.values()], default=None)
+        return min([queue[0].batch for queue in self.queues.values()]) if self.queues else None
 
     def forget_worker(self, worker_id: WorkerId) -> list[GroupId]:
         """It takes nothing any more. Returns the groups that were planned for it, in its order."""
