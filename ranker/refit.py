@@ -1,6 +1,6 @@
 """Training beside a run: in a process of its own, with a deadline, so that no event loop and no thread waits for it.
 
-    python -m ranker.refit < request > model        (both MessagePack)
+    python -m ranker.refit PARENT < request > model        (both MessagePack; it ends when process PARENT does)
 
 A text model takes about a CPU-second per 1,000 prompts; in a thread the vocabulary would hold the interpreter's lock
 for a fifth of that. Source: ours, for StreamRL sec. 5.2's online fine-tuning.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from ranker.lengths import PromptLengths, shuffled
 from ranker.model import StoredModel, TextModel
 
 VALIDATION_SHARE = 0.2
+PARENT_POLL_S = 0.5
 NICE = 10
 """Decoding and training go first."""
 ENOUGH_ANEW = 1.0
@@ -57,7 +60,7 @@ def refit_in_process(
     search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ranker.refit"],
+            [sys.executable, "-m", "ranker.refit", str(os.getpid())],
             input=request,
             capture_output=True,
             timeout=deadline_s,
@@ -75,9 +78,17 @@ def refit_in_process(
     return TextModel(stored)
 
 
+def _end_with_parent(parent: int) -> None:
+    """Nobody is left to want the model once the run's process is gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
 def main() -> None:
     """The child: one request in, one model out."""
     os.nice(NICE)
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[1]),), name="parent", daemon=True).start()
     try:
         request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RefitRequest)
         model = refit(request)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 
 from ranker.errors import RefitError
@@ -57,3 +63,21 @@ def test_training_past_its_deadline_is_ended_and_the_old_model_stays():
 def test_training_that_fails_says_why():
     with pytest.raises(RefitError, match="too few to learn from"):
         refit_in_process(None, SAMPLES[:2], 0, 50.0)
+
+
+def test_a_refit_ends_with_the_process_that_wanted_it():
+    reader, writer = os.pipe()  # open here, so that the child does not end of its own accord
+    argv = "[sys.executable, '-m', 'ranker.refit', str(os.getpid())]"
+    starts = f"import os, subprocess, sys; print(subprocess.Popen({argv}, stdout=sys.stderr).pid)"
+    try:
+        parent = subprocess.run(
+            [sys.executable, "-c", starts], stdin=reader, stdout=subprocess.PIPE, timeout=30, check=True
+        )
+        child = int(parent.stdout)
+        deadline_s = time.monotonic() + 20.0
+        while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, "it outlives its parent"
+            time.sleep(0.05)
+    finally:
+        os.close(reader)
+        os.close(writer)
