@@ -1,8 +1,8 @@
 """StreamRL Figure 11: 7B, 32 H800, responses that grow from 10K to 20K; nodes of 8 GPUs are added to generation.
 
-The paper adds a node after iterations 10 and 16; its rule does so here after 6 and 14, ours after 2 and 11. Stage times here come from the cost model and the exact forecast of
-each instance; the start is what Algorithm 1 picks at 10K in whole nodes (8 + 24), and the first node, which that start
-lacks, is added while lengths still stand.
+The paper adds a node after iterations 10 and 16; its rule does so here after 6 and 14, ours after 2 and 11. Stage times
+come from the cost model and the exact forecast of each instance; the start is what Algorithm 1 picks at 10K in whole
+nodes (8 + 24), and the first node, which that start lacks, is added while lengths still stand.
 """
 
 from __future__ import annotations
