@@ -26,8 +26,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from transport.errors import ChecksumError, MessageError, SegmentSpaceError
 from transport.tensors.shm import SHARED_MEMORY, choose_directory, sweep_stale
 
@@ -78,53 +76,49 @@ def write_buffers(fd: int, buffers: Sequence[Buffer]) -> None:
         offset += written
 
 
-def read_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """The bytes of each (offset, size), read-only views of one copy. Raises ChecksumError outside of the segment."""
+def read_ranges(fd: int, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> None:
+    """Copy each (offset, size) into its buffer. Raises ChecksumError outside of the segment."""
     size = os.fstat(fd).st_size
-    order = sorted(range(len(ranges)), key=ranges.__getitem__)
-    runs: list[tuple[int, int]] = []
-    bases: list[int] = [0] * len(ranges)  # of each range, in the copy
-    total = 0
-    for place in order:
-        start, nbytes = ranges[place]
-        if start < 0 or nbytes < 0 or start + nbytes > size:
-            raise ChecksumError(f"a segment of {size} bytes has no {nbytes} bytes at {start}")
-        if runs and start <= runs[-1][1] + _MERGED_GAP_BYTES:
-            first, end = runs.pop()
-        else:
-            first, end = start, start
-        bases[place] = total - (end - first) + (start - first)
-        total += max(end, start + nbytes) - end
-        runs.append((first, max(end, start + nbytes)))
-    copy = np.empty(total, np.uint8).data  # numpy asks for huge pages, whose faults cost next to nothing
-    _read_runs(fd, runs, copy)
-    whole = copy.toreadonly()
-    return [whole[base : base + nbytes] for base, (_, nbytes) in zip(bases, ranges, strict=True)]
+    gap_buffer = memoryview(bytearray(_MERGED_GAP_BYTES))
+    buffers: list[memoryview] = []
+    start = end = 0
+    for place in sorted(range(len(ranges)), key=ranges.__getitem__):
+        offset, nbytes = ranges[place]
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise ChecksumError(f"a segment of {size} bytes has no {nbytes} bytes at {offset}")
+        if not 0 <= offset - end <= _MERGED_GAP_BYTES or len(buffers) > _BUFFERS_AT_ONCE - 2:
+            _fill(fd, buffers, start, end)
+            buffers, start, end = [], offset, offset
+        if offset > end:
+            buffers.append(gap_buffer[: offset - end])
+        buffers.append(into[place])
+        end = offset + nbytes
+    _fill(fd, buffers, start, end)
 
 
-def _read_runs(fd: int, runs: Sequence[tuple[int, int]], into: memoryview) -> None:
-    position = 0
-    for start, end in runs:
-        length = end - start
-        if os.preadv(fd, [into[position : position + length]], start) != length:
-            raise ChecksumError(f"a segment ended before its byte {end}")
-        position += length
+def _fill(fd: int, buffers: Sequence[memoryview], start: int, end: int) -> None:
+    if buffers and os.preadv(fd, buffers, start) != end - start:
+        raise ChecksumError(f"a segment ended before its byte {end}")
 
 
-def read_segments(ranges: Sequence[tuple[str, int, int]], directory: Path = SHARED_MEMORY) -> list[memoryview | None]:
-    """The bytes of each (segment, offset, size); None where the segment cannot be opened from here (any more).
+def read_segments(
+    ranges: Sequence[tuple[str, int, int]], into: Sequence[memoryview], directory: Path = SHARED_MEMORY
+) -> list[bool]:
+    """Copy each (segment, offset, size) into its buffer. Returns for each whether it was there: not, where the segment
+    cannot be opened from here (any more).
 
     Raises ChecksumError: a range that is not in its segment.
     """
     by_segment: dict[str, list[int]] = {}
     for place, (segment, _, _) in enumerate(ranges):
         by_segment.setdefault(segment, []).append(place)
-    values: list[memoryview | None] = [None] * len(ranges)
+    found = [False] * len(ranges)
     for segment, places in by_segment.items():
         with contextlib.suppress(OSError), open_segment(segment, directory=directory) as fd:
-            for place, value in zip(places, read_ranges(fd, [ranges[place][1:] for place in places]), strict=True):
-                values[place] = value
-    return values
+            read_ranges(fd, [ranges[place][1:] for place in places], [into[place] for place in places])
+            for place in places:
+                found[place] = True
+    return found
 
 
 class Segments:
@@ -137,9 +131,10 @@ class Segments:
         self._sizes: dict[str, int] = {}
         self._swept = False
 
-    def take(self, nbytes: int) -> str:
-        """Name of a segment of at least ``nbytes``. Raises SegmentSpaceError: shared memory has no room."""
-        fitting = [name for name in self._spare if nbytes <= self._sizes[name] <= 2 * nbytes]
+    def take(self, nbytes: int, at_most: int) -> str:
+        """Name of a segment of ``nbytes`` to ``at_most`` bytes. Raises SegmentSpaceError: shared memory has no room."""
+        largest = min(2 * nbytes, at_most)
+        fitting = [name for name in self._spare if nbytes <= self._sizes[name] <= largest]
         if fitting:
             name = min(fitting, key=self._sizes.__getitem__)
             self._held[name] = self._spare.pop(name)

@@ -22,12 +22,14 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, RowWrite
-from transport.errors import PeerUnavailableError
+from transport.errors import ChecksumError, PeerUnavailableError
 from transport.messages import MessageDecoder, encode
 from transport.rows import MAX_COLUMN_BYTES, check_commit
 from transport.segments import Buffer, open_segment, read_segments, write_buffers
@@ -245,26 +247,29 @@ class UnitRows:
         return [{column: bytes(value) for column, value in row.items()} for row in rows]
 
     async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
-        """As ``read_rows``, without the copy that makes ``bytes`` of each value."""
+        """As ``read_rows``, without the copy that makes ``bytes`` of each value.
+
+        What came through shared memory lies in one buffer, column by column, each value aligned.
+        """
         rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
-        held = list(_by_unit(rows).items())
-        read = (asyncio.to_thread(self._get, unit, [at for _, _, at in places]) for unit, places in held)
+        held = list(_by_unit(rows, columns).items())
+        read = (asyncio.to_thread(self._get, unit, places) for unit, places in held)
         for (_, places), values in zip(held, await asyncio.gather(*read), strict=True):
-            for (row, column, _), value in zip(places, values, strict=True):
+            for place, value in zip(places, values, strict=True):
                 if value is None:
-                    del row[column]
+                    del place.row[place.column]
                 else:
-                    row[column] = value
+                    place.row[place.column] = value
         return rows
 
-    def _get(self, unit: str, wanted: Sequence[Locator | SegmentLocator]) -> list[ColumnBytes | None]:
+    def _get(self, unit: str, places: Sequence[_Place]) -> list[ColumnBytes | None]:
         """What there is of one unit's values, through shared memory where that can be."""
-        shared = [(at.segment, at.offset, at.nbytes) for at in wanted if isinstance(at, SegmentLocator)]
-        found = iter(read_segments(shared, self._directory))
-        values = [next(found) if isinstance(at, SegmentLocator) else None for at in wanted]
-        missing = [place for place, value in enumerate(values) if value is None]
-        sent = iter(self._ask(unit, [wanted[place] for place in missing]))
-        return [next(sent) if value is None else value for value in values]
+        shared = [(at.segment, at.offset, at.nbytes) for _, _, at, _ in places if isinstance(at, SegmentLocator)]
+        into = [place.buffer for place in places if isinstance(place.at, SegmentLocator)]
+        found = iter(read_segments(shared, into, self._directory))
+        is_read = [isinstance(place.at, SegmentLocator) and next(found) for place in places]
+        sent = iter(self._ask(unit, [place.at for place, was in zip(places, is_read, strict=True) if not was]))
+        return [place.buffer.toreadonly() if was else next(sent) for place, was in zip(places, is_read, strict=True)]
 
     def _ask(self, unit: str, wanted: Sequence[Locator | SegmentLocator]) -> Iterator[bytes | None]:
         client = self._client(unit)
@@ -349,15 +354,25 @@ def _requests(ranges: Sequence[Range]) -> Iterator[list[Range]]:
         yield some
 
 
-_Place = tuple[dict[Column, ColumnBytes], Column, Locator | SegmentLocator]
+class _Place(NamedTuple):
+    """A column of a row whose bytes are in a unit. buffer: for what comes through shared memory."""
+
+    row: dict[Column, ColumnBytes]
+    column: Column
+    at: Locator | SegmentLocator
+    buffer: memoryview
 
 
-def _by_unit(rows: Sequence[dict[Column, ColumnBytes]]) -> Mapping[str, list[_Place]]:
-    """Per unit what it holds of these rows: the row, the column, and where it is."""
+def _by_unit(rows: Sequence[dict[Column, ColumnBytes]], columns: Sequence[Column]) -> Mapping[str, list[_Place]]:
+    """Per unit what it holds of these rows, with room for it in one buffer."""
+    bulky = [column for column in columns if in_unit(column)]
+    held = [(row, column, decode_locator(bytes(row[column]))) for column in bulky for row in rows if column in row]
+    sizes = [at.nbytes if isinstance(at, SegmentLocator) else 0 for _, _, at in held]
+    ends = list(accumulate(size + -size % _ALIGNMENT for size in sizes))
+    if any(not 0 <= size <= MAX_COLUMN_BYTES for size in sizes):
+        raise ChecksumError("a locator names a value of an impossible size")
+    whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # numpy asks for huge pages, whose faults cost little
     result: dict[str, list[_Place]] = {}
-    for row in rows:
-        for column, raw in row.items():
-            if in_unit(column):
-                at = decode_locator(bytes(raw))
-                result.setdefault(at.unit, []).append((row, column, at))
+    for (row, column, at), size, start in zip(held, sizes, chain([0], ends), strict=False):
+        result.setdefault(at.unit, []).append(_Place(row, column, at, whole[start : start + size]))
     return result

@@ -171,7 +171,7 @@ class StorageUnit:
             if request.nbytes < 0 or self._retained_bytes + request.nbytes > self._max_bytes:
                 return self._full()
             try:
-                segment = self._segments.take(request.nbytes)
+                segment = self._segments.take(request.nbytes, self._max_bytes - self._retained_bytes)
             except SegmentSpaceError:
                 return Allocated(segment="", host=host_id())
             self._retained_bytes += self._segments.size(segment)
@@ -218,7 +218,10 @@ class StorageUnit:
         """
         if sum(part.nbytes for part in ranges) > MAX_COLUMN_BYTES:
             raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
-        return read_segments([(part.segment, part.offset, part.nbytes) for part in ranges], self._segments.directory)
+        values = [memoryview(bytearray(max(0, part.nbytes))) for part in ranges]
+        wanted = [(part.segment, part.offset, part.nbytes) for part in ranges]
+        found = read_segments(wanted, values, self._segments.directory)
+        return [value if is_there else None for value, is_there in zip(values, found, strict=True)]
 
     def _drop(self, request: Drop) -> Done:
         freed = 0

@@ -114,6 +114,34 @@ def decode_values(column: Column, raws: Iterable[ColumnBytes]) -> list[Value]:
     return values
 
 
+def decode_table(column: Column, raws: Sequence[ColumnBytes]) -> NDArray[Any] | list[Value]:
+    """All values as one read-only array [N, ...] where they are arrays of one type and shape, else one by one.
+
+    Values that lie in one buffer at equal distances are not copied.
+    """
+    keys = {(bytes(raw[: _start(raw)]), len(raw)) for raw in raws if len(raw) > 1}
+    if len(keys) != 1 or raws[0][0] == _TEXT:
+        return decode_values(column, raws)
+    kind, shape, start = _read_header(column, raws[0])
+    table = _as_table(raws)
+    elements = table[:, start : len(raws[0])].view(_KINDS[kind])
+    return elements.reshape(len(raws), *shape)
+
+
+def _as_table(raws: Sequence[ColumnBytes]) -> NDArray[np.uint8]:
+    """[N, bytes or more] of values of one size, which do not overlap and lie in their order where they share a buffer:
+    then the ends tell that they are at equal distances."""
+    rows = [np.frombuffer(raw, np.uint8) for raw in (raws[0], raws[-1])]
+    first, last = (row.__array_interface__["data"][0] for row in rows)
+    stride = len(raws[0]) + -len(raws[0]) % 8
+    shared = {id(raw.obj) if isinstance(raw, memoryview) else id(raw) for raw in raws}
+    if len(shared) == 1 and last - first == (len(raws) - 1) * stride:
+        return np.lib.stride_tricks.as_strided(rows[0], (len(raws), len(raws[0])), (stride, 1), writeable=False)
+    table = np.stack([np.frombuffer(raw, np.uint8) for raw in raws])
+    table.flags.writeable = False
+    return table
+
+
 def _value(column: Column, raw: ColumnBytes, kind: int, shape: tuple[int, ...], start: int) -> Value:
     if kind == _TEXT:
         return _text(column, raw[start:])

@@ -23,7 +23,7 @@ from transport.tensors.shm import SHARED_MEMORY
 from transport.types import Column, GroupId, RowId, TaskSpec, group_id, row_id
 from transport.unit_rows import UNIT_COLUMNS, SegmentLocator, UnitRows, decode_locator
 from transport.units import GroupParts, Part, Range, StorageUnit, UnitClient
-from transport.user_columns import decode_value, encode_value, encode_values
+from transport.user_columns import decode_table, decode_value, encode_value, encode_values
 
 GROUP = group_id(0, 0)
 VALUE = GroupParts(group_id=GROUP, parts=(Part(key="key", nbytes=5, checksum=checksum(b"value")),))
@@ -349,6 +349,30 @@ async def test_rows_are_read_without_asking_the_unit(
     rows.close()
 
 
+async def test_rows_of_one_shape_are_one_array_without_a_copy(
+    broker: Broker, units: list[StorageUnit], large: np.ndarray
+) -> None:
+    column = Column("x_ids")
+    rows = UnitRows(broker, [new_unit(units), new_unit(units)])
+    groups = [group_id(0, slot) for slot in range(40)]
+    wide = np.tile(large, (20, 1))[:, :4_999]  # 19,996 bytes: padded between two values
+    block = ids_block(groups, wide)
+    await rows.commit(Commit(blocks=[block]))
+    views = [row[column] for row in await rows.read_views(block.row_ids(), [column])]
+    table = decode_table(column, views)
+    assert isinstance(table, np.ndarray)
+    assert np.array_equal(table, wide)
+    assert np.shares_memory(table, np.frombuffer(views[3], np.uint8))
+    assert not table.flags.writeable
+    some = [views[place] for place in (0, 5, 2, 2)]
+    assert np.array_equal(np.asarray(decode_table(column, some)), wide[[0, 5, 2, 2]])
+    mixed = [views[0], encode_value(np.array([1, 2]))]
+    assert [np.size(value) for value in decode_table(column, mixed)] == [4_999, 2]
+    assert decode_table(column, [encode_value("a")] * 2) == ["a", "a"]
+    assert decode_table(column, []) == []
+    rows.close()
+
+
 async def test_a_reader_on_another_host_asks_the_unit(
     broker: Broker, units: list[StorageUnit], large: np.ndarray, tmp_path: Path
 ) -> None:
@@ -437,9 +461,10 @@ async def test_a_segment_in_use_is_not_reused_and_an_old_locator_finds_nothing(
     with open_segment(segment) as fd:
         await rows.drop_groups(GROUPS)
         await rows.commit(Commit(blocks=[ids_block([group_id(1, 0), group_id(1, 1)], -large)]))
-        (value,) = read_ranges(fd, [(0, len(encode_value(large[0])))])
+        value = memoryview(bytearray(len(encode_value(large[0]))))
+        read_ranges(fd, [(0, len(value))], [value])
         assert np.array_equal(decode_value(Column("x_ids"), value), large[0])
-    assert read_segments([(segment, 0, 8)]) == [None]
+    assert read_segments([(segment, 0, 8)], [memoryview(bytearray(8))]) == [False]
     rows.close()
 
 
@@ -523,7 +548,7 @@ def test_files_of_a_unit_that_was_killed_are_swept_by_the_next(units: list[Stora
 _DYING_UNIT = """
 import os, signal
 from transport.segments import Segments
-print(Segments().take(100_000), flush=True)
+print(Segments().take(100_000, 1 << 20), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -531,4 +556,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("name", ["../../etc/passwd", "1@zz", "", "1@0123456789ab/../x"])
 def test_no_message_opens_a_file_that_is_no_segment(name: str) -> None:
     with pytest.raises(MessageError):
-        read_segments([(name, 0, 1)])
+        read_segments([(name, 0, 1)], [memoryview(bytearray(1))])

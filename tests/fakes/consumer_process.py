@@ -29,6 +29,7 @@ class ConsumerProcess:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # a line that readline had taken along would be invisible to select
         )
 
     def read_line(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ ROWS_PER_SCRIPT = 1024
 """Some 3 ms in which others wait."""
 MAX_SMALL_BYTES = 1024 * 1024
 BULKY_BYTES = 1024
-"""Where the values of a block have more on average, each is sent on its own."""
+"""Where the values of a row have more on average, each is sent on its own."""
 _GROUP = "workers"  # the consumer group, as in prelude.lua
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
@@ -389,9 +389,9 @@ def _columns(request: Request, columns: Mapping[Column, bytes]) -> list[object]:
 
 
 def _is_bulky(block: Block) -> bool:
-    """Whether joining its values and cutting them apart would cost more than naming each."""
-    lengths = [sum(map(len, value)) for value in block.values()]
-    return sum(lengths) > BULKY_BYTES * len(lengths)
+    """Whether joining its values and cutting them apart would cost more than naming each; the first row tells."""
+    first_row = [value for values in block.columns.values() for value in values[:1]]
+    return sum(len(piece) for value in first_row for piece in value) > BULKY_BYTES * len(first_row)
 
 
 def _block(request: Request, block: Block) -> dict[str, object]:

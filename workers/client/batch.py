@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from transport.rows import COLUMN_DTYPES, RowStore, decode_array
 from transport.types import GROUP_COLUMNS, USER_PREFIX, Column, RowId, parse_row_id
-from transport.user_columns import ColumnBytes, Value, decode_values
+from transport.user_columns import ColumnBytes, Value, decode_table, decode_values
 from workers.errors import ClientError
 
 TEXTS = frozenset({Column.PROMPT_TEXT, Column.TASK_ENTRY, Column.REWARD_COMPONENTS})
@@ -56,22 +59,43 @@ def known_columns(names: Sequence[str]) -> list[Column]:
 async def read_rows(
     rows: RowStore, row_ids: Sequence[RowId], columns: Sequence[Column]
 ) -> tuple[list[RowId], dict[str, list[Value]]]:
-    """The rows that have all ``columns``, in order, and their values by column. Raises MessageError for damaged bytes.
+    """The rows that have all ``columns``, in order, and their values by column. Raises MessageError: damaged bytes."""
+    whole, raws = await _read_whole(rows, row_ids, columns)
+    return whole, {str(column): _decode(column, raws[column]) for column in columns}
+
+
+async def read_tables(
+    rows: RowStore, row_ids: Sequence[RowId], columns: Sequence[Column]
+) -> tuple[list[RowId], dict[str, NDArray[Any] | list[Value]]]:
+    """As ``read_rows``; users' columns as ``decode_table`` gives them."""
+    whole, raws = await _read_whole(rows, row_ids, columns)
+    tables = {
+        str(column): decode_table(column, raws[column])
+        if column.startswith(USER_PREFIX)
+        else _decode(column, raws[column])
+        for column in columns
+    }
+    return whole, tables
+
+
+async def _read_whole(
+    rows: RowStore, row_ids: Sequence[RowId], columns: Sequence[Column]
+) -> tuple[list[RowId], dict[Column, list[ColumnBytes]]]:
+    """The rows that have all ``columns``, in order, and their bytes by column.
 
     Columns of the group (a run's prompt) are read once for each group.
     """
     shared = [column for column in columns if column in GROUP_COLUMNS]
     own = [column for column in columns if column not in GROUP_COLUMNS]
-    groups = list(dict.fromkeys(parse_row_id(row_id)[0] for row_id in row_ids)) if shared else []
-    of_group = dict(zip(groups, await rows.read_groups(groups, shared), strict=True))
     of_row = await rows.read_views(row_ids, own) if own else [{} for _ in row_ids]
-    found = [
-        (row_id, {**of_group.get(parse_row_id(row_id)[0], {}), **values})
-        for row_id, values in zip(row_ids, of_row, strict=True)
-    ]
+    if shared:
+        group_of = [parse_row_id(row_id)[0] for row_id in row_ids]
+        groups = list(dict.fromkeys(group_of))
+        of_group = dict(zip(groups, await rows.read_groups(groups, shared), strict=True))
+        of_row = [{**of_group[group], **values} for group, values in zip(group_of, of_row, strict=True)]
+    found = zip(row_ids, of_row, strict=True)
     whole = [(row_id, values) for row_id, values in found if len(values) == len(columns)]
-    by_column = {column: _decode(column, [values[column] for _, values in whole]) for column in columns}
-    return [row_id for row_id, _ in whole], {str(column): values for column, values in by_column.items()}
+    return [row_id for row_id, _ in whole], {column: [values[column] for _, values in whole] for column in columns}
 
 
 def _decode(column: Column, raws: Sequence[ColumnBytes]) -> list[Value]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count as numbers
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from transport.broker.base import Broker
 from transport.broker.connect import connect as connect_broker
@@ -28,7 +30,7 @@ from transport.types import RowId, RunName, WorkerKind
 from transport.unit_rows import UnitRows
 from transport.user_columns import Value, Values
 from workers.client import engines, tasks
-from workers.client.batch import ExperienceBatch, known_columns, read_rows
+from workers.client.batch import ExperienceBatch, known_columns, read_tables
 from workers.client.consumer import FirstCome, Policy, TokenBalanced
 from workers.client.consumption import Consumption, Source, Stream
 from workers.client.loop_thread import LoopThread
@@ -214,14 +216,14 @@ class Client:
 
     def read_experience_data(
         self, index: Sequence[RowId], columns: Sequence[str]
-    ) -> tuple[list[RowId], dict[str, list[Value]]]:
+    ) -> tuple[list[RowId], dict[str, NDArray[Any] | list[Value]]]:
         """Columns of rows whose ids are known, of any task or none; nobody consumes them with it.
 
-        Returns: ids of the rows that have all ``columns``, in order, and by column the value of each. Arrays are
-                 read-only views of one copy, which lives as long as any of them.
+        Returns: ids of the rows that have all ``columns``, in order, and by column their values: one array [N, ...]
+                 of a column of yours whose values have one type and shape, else one value each. Arrays are read-only.
         """
         known = known_columns(columns)
-        return self._loop.call(read_rows(self._rows, index, known), what="read_experience_data")
+        return self._loop.call(read_tables(self._rows, index, known), what="read_experience_data")
 
     def done(self, batch: ExperienceBatch) -> None:
         """Acknowledge a batch now. Raises LeaseLostError as ``get_experience_data``."""
