@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -44,7 +45,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
 PROMPTS = (16, 96, 192, 320)
 MOST_PASSES = 8
 ENOUGH_S = 40.0
-"""Two passes at least; with a small model more of them take no longer than this."""
+"""After one pass: with a large model that is all, with a small one there are several."""
 REPEATS = 3
 """Of each of the trainer's measurements."""
 TRAIN_SHAPES = (
@@ -77,23 +78,22 @@ def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
         from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 
         return EmbeddedEngine(EmbeddedSettings.of(generation, directory), MonotonicClock())
-    from workers.build import ServerChoice, sglang_engine
+    from workers.build import ServerChoice, server_engine
 
-    log = Path(tempfile.gettempdir()) / f"streamrl-profile-sglang-{os.getpid()}.log"
+    log = Path(tempfile.gettempdir()) / f"streamrl-profile-{generation.engine}-{os.getpid()}.log"
     choice = ServerChoice(
         url=generation.engine_url, command=(*generation.server_command,), args=(*generation.server_args,)
     )
-    return sglang_engine(settings, directory, log, False, choice)
+    return server_engine(settings, directory, log, False, choice)
 
 
 class EngineProfile:
     """Measures one engine that has been started."""
 
-    def __init__(self, engine: GenerationEngine, capacity: int, max_context: int, settings: Settings) -> None:
+    def __init__(self, engine: GenerationEngine, capacity: int, max_context: int) -> None:
         self._engine = engine
         self._capacity = capacity
         self._max_context = max_context
-        self._settings = settings
         self._numbers = itertools.count()
 
     async def seconds(self, prompt_tokens: int, lengths: Sequence[int]) -> float:
@@ -121,38 +121,38 @@ class EngineProfile:
     async def runs(self) -> tuple[list[DecodeRun], list[PrefillRun]]:
         """Every batch with every prompt length that fits, and prompts alone.
 
-        All are measured in turn, then all again, and the fastest of each counts: what else the machine does only ever
-        adds, and comes in bursts.
+        All are measured in turn, then all again while there is time, and the median of each counts: what else the
+        machine does comes in bursts, and runs will meet it, too.
         """
         prompts = [tokens for tokens in PROMPTS if tokens + MOST_STEPS + FIRST_TOKENS <= self._max_context]
         batches = [batch for batch in BATCHES if batch <= self._capacity]
         long = FIRST_TOKENS + MOST_STEPS
         shapes = [(prompt, batch, tokens) for batch in batches for prompt in prompts for tokens in (FIRST_TOKENS, long)]
         shapes += [(prompt, 1, 1) for prompt in prompts]
-        fastest = await self._fastest(shapes)
+        seconds = await self._medians(shapes)
         decode = [
             DecodeRun(
                 batch=batch,
                 context_tokens=float(batch * (prompt + FIRST_TOKENS)),
                 steps=MOST_STEPS,
-                seconds=max(1e-9, fastest[prompt, batch, long] - fastest[prompt, batch, FIRST_TOKENS]),
+                seconds=max(1e-9, seconds[prompt, batch, long] - seconds[prompt, batch, FIRST_TOKENS]),
             )
             for batch in batches
             for prompt in prompts
         ]
-        return decode, [PrefillRun(tokens=prompt, seconds=fastest[prompt, 1, 1]) for prompt in prompts]
+        return decode, [PrefillRun(tokens=prompt, seconds=seconds[prompt, 1, 1]) for prompt in prompts]
 
-    async def _fastest(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
+    async def _medians(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
         """Seconds of each (prompt tokens, samples, tokens of each)."""
-        fastest = dict.fromkeys(shapes, float("inf"))
+        measured: dict[Shape, list[float]] = {shape: [] for shape in shapes}
         started_s = time.perf_counter()
         for passed in range(MOST_PASSES):
-            if passed > 1 and time.perf_counter() - started_s > ENOUGH_S:
+            if passed and time.perf_counter() - started_s > ENOUGH_S:
                 break
             for shape in shapes:
                 prompt, batch, tokens = shape
-                fastest[shape] = min(fastest[shape], await self.seconds(prompt, [tokens] * batch))
-        return fastest
+                measured[shape].append(await self.seconds(prompt, [tokens] * batch))
+        return {shape: median(seconds) for shape, seconds in measured.items()}
 
 
 def samples_of(shape: tuple[int, int, int], number: int) -> PromptGroup:
@@ -182,7 +182,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def train_runs(learner: PolicyLearner) -> Iterator[TrainRun]:
-    """One micro-batch of each shape, in turn and again, the fastest of each; the first call of all warms up."""
+    """One micro-batch of each shape, in turn and again, the median of each; the first call of all warms up."""
     groups = [samples_of(shape, number) for number, shape in enumerate(TRAIN_SHAPES)]
     learner.accumulate(groups[:1])
     passes = [[timed(partial(learner.accumulate, [group])) for group in groups] for _ in range(REPEATS)]
@@ -190,7 +190,7 @@ def train_runs(learner: PolicyLearner) -> Iterator[TrainRun]:
         yield TrainRun(
             tokens=prompt + num_samples * response,
             squared_tokens=float(num_samples * (prompt + response) ** 2),
-            seconds=min(seconds),
+            seconds=median(seconds),
         )
 
 
@@ -223,10 +223,15 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
     try:
         info = await engine.start()
         say(f"decode steps of the {info.name} engine, {info.capacity} slots")
-        async with asyncio.timeout(ANSWER_S):
-            measured = EngineProfile(engine, info.capacity, info.max_context, settings)
-            await measured.seconds(PROMPTS[0], [FIRST_TOKENS])  # warms up
-            decode, prefill = await measured.runs()
+        measured = EngineProfile(engine, info.capacity, info.max_context)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await measured.seconds(PROMPTS[0], [FIRST_TOKENS])  # warms up
+                decode, prefill = await measured.runs()
+        except TimeoutError:
+            raise ModelError(
+                f"the batches of the profile took longer than {ANSWER_S:.0f} s: measure with fewer generation.slots"
+            ) from None
         train, optimizer, publish, load = await _trained(settings, directory, engine, say)
     finally:
         await engine.close()
