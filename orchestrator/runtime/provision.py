@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from orchestrator.errors import ChildFailedError, ExitCode
+from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
 
 log = structlog.get_logger(__name__)
 
@@ -152,7 +152,8 @@ def python_module(module: str, *args: str) -> list[str]:
 async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
     """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
 
-    note: hears what is prepared, and that it still is.  Raises ChildFailedError with its last words, see ``logs``.
+    note: hears what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
+    ChildFailedError with its last words, see ``logs``.
     """
     note(f"model {path}")
     log_path = logs / "prepare.log"
@@ -170,7 +171,10 @@ async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> P
         raise
     if process.returncode != 0:
         code = process.returncode if process.returncode is not None else -1
-        raise ChildFailedError("prepare", code, Children(logs, max_restarts=0).last_words("prepare"))
+        last_words = Children(logs, max_restarts=0).last_words("prepare")
+        if code == ExitCode.FATAL:
+            raise ConfigError(last_words, key="model.path", where="model.path")
+        raise ChildFailedError("prepare", code, last_words)
     return Path(output.decode().strip().splitlines()[-1])
 
 

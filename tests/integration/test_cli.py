@@ -87,6 +87,13 @@ def test_a_mistake_is_one_line_exit_code_2_and_nothing_started(tmp_path: Path, a
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_is_not_there_is_bad_configuration_and_leaves_the_name_free(tmp_path: Path):
+    done = cli("run", "--preset", "tiny", "--set", "model.path=/absent", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "streamrl-orchestrator: model.path: model directory /absent does not exist\n"
+    assert not (tmp_path / "runs/tiny/config.toml").exists()
+
+
 def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
     (tmp_path / "runs/x").mkdir(parents=True)
     started = cli("run", "--preset", "tiny", "--name", "x", "--set", "trainer.lr=0.5", "--dry-run", cwd=tmp_path)
