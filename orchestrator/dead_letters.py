@@ -52,6 +52,8 @@ async def _main(run_dir: Path, letter_ids: Sequence[str], *, drop: bool) -> int:
     rundir, settings = find_run(run_dir)
     async with open_run_broker(rundir, settings) as broker:
         letters = {letter.letter_id: letter for letter in await broker.dead_letters(count=MAX_DEAD_LETTERS)}
+        if not letter_ids and not letters:
+            print("there are no dead letters", flush=True)
         kept = 0
         for letter_id in letter_ids or list(letters):
             problem = await _take(broker, letters.get(letter_id), drop=drop)

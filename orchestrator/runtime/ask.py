@@ -23,7 +23,7 @@ from transport.broker import keys
 from transport.broker.base import Broker, parse_entry_id
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.errors import TransientError
+from transport.errors import BrokerUnavailableError, TransientError
 from transport.messages import Event
 from transport.settings import Settings
 from transport.types import RunName
@@ -36,7 +36,7 @@ CONNECT_S = 3.0
 SAID = {
     "pause": "paused: running samples finish, nothing new is dispatched; go on with: streamrl-orchestrator resume {}",
     "resume": "it goes on",
-    "drain": "draining: the batch in training finishes, then come the last checkpoint and the final model",
+    "drain": "draining: what is under way finishes and is saved, then the run ends",
     "checkpoint": "a checkpoint follows the batch in training",
 }
 
@@ -115,7 +115,13 @@ async def _live_broker(rundir: RunDir, settings: Settings) -> AsyncIterator[Brok
         server = EmbeddedServer(rundir.broker)
         server.attach()
         url, password = server.url, server.password
-    broker = await connect(settings.broker, RunName(settings.run.name), url=url, password=password, outage_s=CONNECT_S)
+    run = RunName(settings.run.name)
+    try:
+        broker = await connect(settings.broker, run, url=url, password=password, outage_s=CONNECT_S)
+    except BrokerUnavailableError as error:
+        if settings.broker.url:
+            raise
+        raise RunFailedError(f"{rundir.path} is not running: the broker that it brought has ended") from error
     try:
         yield broker
     finally:

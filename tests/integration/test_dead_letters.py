@@ -55,6 +55,10 @@ async def test_dead_letters_are_shown_retried_and_dropped(tmp_path: Path):
 
     dropped = cli("drop", RUN, "--all", cwd=tmp_path)
     assert (dropped.returncode, len(dropped.stdout.splitlines())) == (0, 2)
+    assert cli("drop", RUN, "--all", cwd=tmp_path).stdout == "there are no dead letters\n"
+    asked = cli("pause", RUN, cwd=tmp_path)
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert asked.stderr.endswith(f"{RUN} is not running: the broker that it brought has ended\n")
     shown = cli("inspect", RUN, "--follow", cwd=tmp_path).stdout
     assert re.search(r"tasks:reward\s+\d+-\d+\s+\d+\.\d s\s+0/1/0", shown), "the retried unit waits for a worker"
     assert "raised" not in shown
