@@ -365,17 +365,21 @@ class Supervisor:
 
     def _summary(self, seconds: float) -> str:
         lines = read_metrics(self._rundir.metrics)
-        if not lines:
-            return f"finished in {seconds:.0f} s without a trained batch; see {self._rundir.logs}"
-        first, last = lines[0], lines[-1]
+        done = f"finished in {seconds:.0f} s"
+        if self._settings.trainer.engine == "none":
+            parts = [done]
+        elif not lines:
+            parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
+        else:
+            rewards = " -> ".join(f"{line.get('reward', 0.0):.2f}" for line in (lines[0], lines[-1]))
+            parts = [f"{done}: {len(lines)} batches", f"reward {rewards}"]
+            results = {
+                "model": self._rundir.model,
+                "metrics": self._rundir.metrics,
+                "report": self._rundir.path / REPORT,
+            }
+            parts += [f"{name} {os.path.relpath(path)}" for name, path in results.items() if path.exists()]
         restarts = sum(self._children.restarts.values())
-        parts = [
-            f"finished in {seconds:.0f} s: {len(lines)} batches",
-            f"reward {first.get('reward', 0.0):.2f} -> {last.get('reward', 0.0):.2f}",
-            f"model {os.path.relpath(self._rundir.model)}",
-            f"metrics {os.path.relpath(self._rundir.metrics)}",
-            f"report {os.path.relpath(self._rundir.path / REPORT)}",
-        ]
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
 
 
