@@ -17,6 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.plan_cli import plan
 from orchestrator.rank_cli import rank
 from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
+from orchestrator.simulate_cli import simulate
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -37,6 +38,10 @@ app.command(
     help="Choose among GPUs: which generate, which train, how each stage is split; with the iteration time, the idle "
     "shares and the cost to expect, by simulation. Nothing is started. [docs/planning.md]"
 )(plan)
+app.command(
+    help="Simulate a scenario with the code that decides live: seconds of an iteration, bubbles by cause, distance to "
+    "the physical bound. --paper: the papers' results beside ours. Nothing is started. [docs/simulation.md]"
+)(simulate)
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
 

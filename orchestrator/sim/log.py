@@ -67,3 +67,9 @@ class SimulationLog:
         """Versions that a trained token was behind, on average."""
         total = sum(self.token_ages.values())
         return sum(age * tokens for age, tokens in self.token_ages.items()) / total if total else 0.0
+
+
+def counted(iterations: int) -> tuple[int, int]:
+    """(how many at the start fill the pipeline, how many at the end empty it): they do not count."""
+    warm_up = min(4, iterations // 2)
+    return warm_up, min(2, (iterations - warm_up) // 3)

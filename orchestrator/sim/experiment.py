@@ -1,0 +1,245 @@
+"""What can be measured in simulation, as values that travel to other processes: pipelines, generation, transfers.
+
+Owns: how a setting of an LLM, GPUs and lengths becomes one number of seconds. Never: what is compared with what
+(``paper_rows.py``). Invariant: equal experiments, seeds and assumptions give equal seconds, in any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Protocol
+
+from orchestrator.core.analytic import Algorithm, decode_cost, train_cost, transfer_cost
+from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
+from orchestrator.core.forecast import bound_s, finish_times
+from orchestrator.core.hardware import H800, Assumptions, Gpu
+from orchestrator.core.llms import QWEN_72B, Llm
+from orchestrator.core.scaling import Change, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.sim.bounds import bound
+from orchestrator.sim.engine import Scenario
+from orchestrator.sim.lengths import RecordedLengths, long_tailed
+from orchestrator.sim.log import SimulationLog, counted
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
+from orchestrator.sim.simulate import simulate
+from transport.types import GroupId, WorkerId
+
+FULL_LENGTH = 20_000
+FULL_MEDIAN = 4_500.0
+QUESTION_TOKENS = 500
+PAPER_RECALL = 0.87
+"""Of StreamRL's 7B ranker for the longest 20% (Table 4)."""
+MAX_RUNNING = 1024
+"""Slots of an instance where generation is measured alone: memory is the limit."""
+
+
+class Experiment(Protocol):
+    """Something that takes seconds under assumptions."""
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """Raises DoesNotFitError where the assumptions leave no room."""
+        ...
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """What nothing can beat; 0 where there is no such bound."""
+        ...
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        """Equal for assumptions that make no difference here."""
+        ...
+
+
+@lru_cache(maxsize=8)
+def lengths_of(max_tokens: int, prompts: int, seed: int, recall: float | None) -> RecordedLengths:
+    """StreamRL's data set of that maximum: the 20K one, scaled (sec. 7)."""
+    return long_tailed(
+        prompts,
+        seed=seed,
+        median_tokens=FULL_MEDIAN * max_tokens / FULL_LENGTH,
+        max_tokens=max_tokens,
+        question_tokens=QUESTION_TOKENS,
+        recall=recall,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """Seconds of an iteration of one pipeline on one split of the GPUs."""
+
+    layout: Layout
+    pipeline: str
+    dispatch: str
+    llm: Llm = QWEN_72B
+    max_tokens: int = FULL_LENGTH
+    recall: float | None = PAPER_RECALL
+    batch: int = 1024
+    algorithm: Algorithm = "ppo"
+
+    def workload(self, seed: int, iterations: int) -> Workload:
+        lengths = lengths_of(self.max_tokens, self.batch * iterations, seed, self.recall)
+        return Workload(llm=self.llm, lengths=lengths, batch=self.batch, algorithm=self.algorithm)
+
+    def scenario(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> Scenario:
+        return scenario(
+            self.workload(seed, iterations),
+            self.layout,
+            PIPELINES[self.pipeline],
+            iterations=iterations,
+            assumed=assumed,
+            dispatch=self.dispatch,
+            record=record,
+        )
+
+    def run(self, seed: int, iterations: int, assumed: Assumptions, *, record: bool = False) -> SimulationLog:
+        return simulate(self.scenario(seed, iterations, assumed, record=record))
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return steady_s(self.run(seed, iterations, assumed))
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """max(work / capacity, longest alone) of the slower stage; of both stages where they work in turn."""
+        limit = bound(self.workload(seed, iterations), replace(self.layout, slots=100_000), assumed)
+        if self.layout.colocated:
+            return max(limit.generation_s, limit.longest_s) + limit.training_s
+        return limit.iteration_s(PIPELINES[self.pipeline].max_staleness)
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        prepared = self.scenario(0, 1, assumed)
+        return prepared.decode[0], prepared.costs
+
+
+def steady_s(log: SimulationLog) -> float:
+    """Seconds of an iteration, without those that fill and empty the pipeline."""
+    return log.iteration_s(*counted(len(log.published_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Seconds until the last sample of one batch ends, nothing else going on; samples stay where they start."""
+
+    dispatch: str
+    llm: Llm
+    gpus: int
+    tensor_parallel: int
+    gpu: Gpu = H800
+    recall: float | None = PAPER_RECALL
+    batch: int = 1024
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """Mean over ``iterations`` batches."""
+        cost = decode_cost(self.llm, self.gpu, self.tensor_parallel, assumed)
+        return fmean(self._batch_s(cost, 1000 * seed + batch) for batch in range(iterations))
+
+    def _batch_s(self, cost: DecodeCost, seed: int) -> float:
+        drawn = self._lengths(seed)
+        actual = [float(samples[0]) for samples in drawn.lengths]
+        groups = tuple(
+            GroupLength(group_id=GroupId(f"0/{place}"), mean_tokens=tokens, sigma=drawn.sigma)
+            for place, tokens in enumerate(drawn.predicted)
+        )
+        instances = tuple(
+            Instance(worker_id=WorkerId(f"generate-{place}"), cost=cost, max_running=MAX_RUNNING)
+            for place in range(self.gpus // self.tensor_parallel)
+        )
+        problem = Problem(
+            groups=groups, instances=instances, prompt_tokens=QUESTION_TOKENS, max_tokens=FULL_LENGTH, seed=seed
+        )
+        by_group = dict(zip((group.group_id for group in groups), actual, strict=True))
+        shares = plan_dispatch(self.dispatch, problem).shares
+        return max(_end_s(cost, [by_group[group.group_id] for group in share]) for share in shares)
+
+    def _lengths(self, seed: int) -> RecordedLengths:
+        return lengths_of(FULL_LENGTH, self.batch, seed, self.recall)
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """That no placement can beat, samples staying where they start (``forecast.bound_s``)."""
+        cost = decode_cost(self.llm, self.gpu, self.tensor_parallel, assumed)
+        batches = [self._lengths(1000 * seed + batch).lengths for batch in range(iterations)]
+        count = self.gpus // self.tensor_parallel
+        return fmean(
+            bound_s(cost, [float(samples[0]) for samples in batch], count, prompt_tokens=QUESTION_TOKENS)
+            for batch in batches
+        )
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return decode_cost(self.llm, self.gpu, self.tensor_parallel, assumed)
+
+
+def _end_s(cost: DecodeCost, lengths: list[float]) -> float:
+    return max(finish_times(cost, lengths, prompt_tokens=QUESTION_TOKENS, max_running=MAX_RUNNING), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Seconds of one version over a link, to one instance, which passes it on inside its datacenter."""
+
+    bytes_per_s: float
+    llm: Llm = QWEN_72B
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return transfer_cost(self.llm, self.bytes_per_s, 1, assumed).transfer_s()
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        """The link at its rate."""
+        return self.llm.weight_bytes / self.bytes_per_s
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return transfer_cost(self.llm, self.bytes_per_s, 1, assumed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growing:
+    """The iteration after which instances are added for the ``nth`` time, as lengths grow linearly (StreamRL fig. 11).
+
+    Lengths double over ``ramp`` iterations; a unit is a node of eight GPUs. 0: there is no such addition.
+    Generation and training are the forecast's and the cost model's, the rule is the live one (``core/scaling.py``).
+    """
+
+    nth: int
+    llm: Llm
+    layout: Layout
+    ramp: int = 20
+    batch: int = 1024
+
+    def changes(self, seed: int, assumed: Assumptions) -> list[Change]:
+        layout = self.layout
+        decode = decode_cost(self.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
+        train = train_cost(self.llm, layout.training_gpu, layout.training_gpus, layout.ranks, "ppo", assumed)
+        unit = 8 // layout.tensor_parallel
+        settings = ScalingSettings(min_workers=layout.instances, max_workers=layout.instances + 4 * unit, unit=unit)
+        scaling, workers, changes = Scaling(), layout.instances, list[Change]()
+        for batch in range(self.ramp + 1):
+            lengths = self._lengths(seed, batch)
+            estimate = estimate_of(decode, lengths, prompt_tokens=QUESTION_TOKENS, max_running=MAX_RUNNING)
+            whole = [length + QUESTION_TOKENS for length in lengths]
+            rank_s = train.micro_batch_s(sum(whole) / layout.ranks, sum(one * one for one in whole) / layout.ranks)
+            measured = Iteration(
+                batch=batch, workers=workers, generation_s=estimate(workers), training_s=rank_s + train.step_s()
+            )
+            change = scaling.observe(settings, measured, estimate)
+            if change is not None:
+                changes.append(change)
+                workers = change.to_workers
+        return changes
+
+    def _lengths(self, seed: int, batch: int) -> list[float]:
+        max_tokens = round(FULL_LENGTH * (1 + batch / self.ramp) / 2)
+        return [float(samples[0]) for samples in lengths_of(max_tokens, self.batch, 1000 * seed + batch, None).lengths]
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        added = [change.batch for change in self.changes(seed, assumed) if change.to_workers > change.from_workers]
+        return float(added[self.nth - 1]) if len(added) >= self.nth else 0.0
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return 0.0
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        layout = self.layout
+        return (
+            decode_cost(self.llm, layout.generation_gpu, layout.tensor_parallel, assumed),
+            train_cost(self.llm, layout.training_gpu, layout.training_gpus, layout.ranks, "ppo", assumed),
+        )

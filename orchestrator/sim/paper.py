@@ -1,0 +1,158 @@
+"""The papers' results and ours beside each other, with what each of ours rests on.
+
+Owns: which trials a table needs, and what is read off them. Never: published numbers (``paper_rows.py``), layout of the
+table (``paper_table.py``). Invariant: the swing of a row is that of its ratio: both sides move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from orchestrator.core.hardware import ASSUMED, Assumptions
+from orchestrator.sim.experiment import Experiment
+from orchestrator.sim.paper_rows import Cell, Row
+from orchestrator.sim.trials import Progress, Results, Trial, moves, run_trials
+
+SHORT = 7
+"""Iterations of a moved trial: both sides of its change are as short, so that what they lack cancels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swing:
+    """A row's numbers when one constant moves by 20%.
+
+    worst, best: the lowest of the lowest cell and the highest of the highest, and which move does it.  most: the
+    constant that changes the row most, by ``share`` of it.  refused: moves under which something does not fit.
+    """
+
+    worst: float
+    worst_by: str
+    best: float
+    best_by: str
+    most: str
+    share: float
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A row with ours.
+
+    values: [cells] means over seeds.  over_bounds: [cells] seconds over what nothing can beat, 0 where there is no
+    bound.  swing: None where it was not asked for.
+    moved: move -> [extreme cells] their change, as a factor; for a drawing.
+    """
+
+    row: Row
+    values: tuple[float, ...]
+    over_bounds: tuple[float, ...]
+    swing: Swing | None = None
+    moved: dict[str, tuple[float, ...]] | None = None
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+
+def compare(
+    rows: Sequence[Row],
+    *,
+    seeds: Sequence[int],
+    iterations: int,
+    sensitivity: bool,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> list[Compared]:
+    """Run what the rows need, and what the sensitivity of their extreme cells needs."""
+    wanted = [Trial(one, seed, iterations) for one in _experiments(rows) for seed in seeds]
+    found = run_trials(wanted, jobs=jobs, progress=progress)
+    plain = [_compared(row, found, seeds, iterations) for row in rows]
+    if not sensitivity:
+        return plain
+    extremes = {one.row.key: _extreme_cells(one) for one in plain}
+    moved = [ASSUMED, *moves().values()]
+    sides = dict.fromkeys(side for cells in extremes.values() for cell in cells for side in _sides(cell))
+    short = run_trials(
+        [Trial(side, seeds[0], SHORT, assumed) for side in sides for assumed in moved], jobs=jobs, progress=progress
+    )
+    return [_with_swing(one, extremes[one.row.key], short, seeds[0]) for one in plain]
+
+
+def _experiments(rows: Iterable[Row]) -> list[Experiment]:
+    return list(dict.fromkeys(side for row in rows for cell in row.cells for side in _sides(cell)))
+
+
+def _sides(cell: Cell) -> list[Experiment]:
+    return [cell.of] if cell.over is None else [cell.of, cell.over]
+
+
+def _compared(row: Row, found: Results, seeds: Sequence[int], iterations: int) -> Compared:
+    values: list[float] = []
+    over_bounds: list[float] = []
+    for cell in row.cells:
+        values.append(fmean(_must_fit(_value(cell, found, seed, iterations, ASSUMED)) for seed in seeds))
+        least_s = cell.of.bound_s(seeds[0], iterations, ASSUMED)
+        seconds = found[Trial(cell.of, seeds[0], iterations)]
+        over_bounds.append(seconds / least_s if least_s and not isinstance(seconds, str) else 0.0)
+    return Compared(row=row, values=tuple(values), over_bounds=tuple(over_bounds))
+
+
+def _value(cell: Cell, found: Results, seed: int, iterations: int, assumed: Assumptions) -> float | str:
+    """The cell's number, or why one of its sides does not fit."""
+    of_s = found[Trial(cell.of, seed, iterations, assumed)]
+    over_s = 1.0 if cell.over is None else found[Trial(cell.over, seed, iterations, assumed)]
+    if isinstance(of_s, str) or isinstance(over_s, str):
+        return of_s if isinstance(of_s, str) else str(over_s)
+    return cell.factor * (of_s if cell.over is None else over_s / of_s)
+
+
+def _must_fit(value: float | str) -> float:
+    if isinstance(value, str):
+        raise ValueError(f"a row of the table does not fit under its own assumptions: {value}")
+    return value
+
+
+def _extreme_cells(compared: Compared) -> tuple[Cell, ...]:
+    """The cells with the lowest and the highest number, once where they are one."""
+    by_value = sorted(zip(compared.values, range(len(compared.values)), strict=True))
+    places = dict.fromkeys((by_value[0][1], by_value[-1][1]))
+    return tuple(compared.row.cells[place] for place in places)
+
+
+def _with_swing(plain: Compared, cells: Sequence[Cell], short: Results, seed: int) -> Compared:
+    """The changes of short trials, applied to the numbers of the long ones."""
+    moved: dict[str, tuple[float, ...]] = {}
+    refused: list[str] = []
+    for name, assumed in moves().items():
+        changes = [_change(cell, short, seed, assumed) for cell in cells]
+        if any(change is None for change in changes):
+            refused.append(name)
+        else:
+            moved[name] = tuple(change for change in changes if change is not None)
+    lows = [(plain.low * changes[0], name) for name, changes in moved.items()]
+    highs = [(plain.high * changes[-1], name) for name, changes in moved.items()]
+    share, most = max((max(abs(change - 1) for change in changes), name) for name, changes in moved.items())
+    swing = Swing(
+        worst=min(lows)[0],
+        worst_by=min(lows)[1],
+        best=max(highs)[0],
+        best_by=max(highs)[1],
+        most=most if share > 0 else "",
+        share=share,
+        refused=tuple(refused),
+    )
+    return Compared(row=plain.row, values=plain.values, over_bounds=plain.over_bounds, swing=swing, moved=moved)
+
+
+def _change(cell: Cell, short: Results, seed: int, assumed: Assumptions) -> float | None:
+    """By what factor the cell's number changes, None where something does not fit any more."""
+    before, after = (_value(cell, short, seed, SHORT, one) for one in (ASSUMED, assumed))
+    if isinstance(before, str) or isinstance(after, str):
+        return None
+    return after / before if before else 1.0

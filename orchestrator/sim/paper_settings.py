@@ -1,0 +1,158 @@
+"""The papers' settings in ours: GPUs, splits, pipelines and dispatch of every result that is compared.
+
+Owns: our reading of what the papers leave open, each said here. Never: published numbers (``paper_rows.py``).
+Invariant: splits and parallel degrees were chosen by enumeration on seed 0, which is not reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core.analytic import most_ranks
+from orchestrator.core.hardware import A100, H800
+from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.sim.experiment import FULL_LENGTH, Pipelined
+from orchestrator.sim.scenarios import Layout
+
+GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}
+"""GPUs of each LLM. StreamRL prints 32 for the 7B (fig. 11) and has 128; that of the 32B is ours."""
+LENGTHS = (5_000, 10_000, 20_000)
+MICRO_BATCH_TOKENS = 65_536
+"""Of a rank where batches overlap; half of it where the trainer waits for the first samples of a batch."""
+LINK_BYTES_PER_S = 10e9
+"""Bytes a second of the 80 Gbps between StreamRL's datacenters (sec. 7)."""
+SAMPLES_A_GPU = 8
+"""Of a batch: StreamRL's 1024 on 128 GPUs. AsyncFlow prints no batch."""
+ASYNCFLOW_TOKENS = 8_192
+"""Longest response: AsyncFlow prints none; the first stage of DeepScaleR's own recipe."""
+
+
+def tensor_parallel(llm: Llm) -> int:
+    """Of an instance: the degree at which the colocated baseline is fastest, chosen on a seed that is not reported."""
+    return 4 if llm is QWEN_7B else 8
+
+
+def colocated(llm: Llm, max_tokens: int = FULL_LENGTH, dispatch: str = "even", recall: float = 0.87) -> Pipelined:
+    """StreamRL's ColocationRL: all GPUs generate, then all train."""
+    layout = Layout(
+        generation_gpus=GPUS[llm], training_gpus=GPUS[llm], tensor_parallel=tensor_parallel(llm), colocated=True
+    )
+    return Pipelined(llm=llm, layout=layout, pipeline="serial", dispatch=dispatch, max_tokens=max_tokens, recall=recall)
+
+
+def split(llm: Llm, generation_gpus: int, **changes: int) -> Layout:
+    """So many of an LLM's GPUs generate; ranks of the trainer are of one node, of half a node for the 7B,
+    of more where memory wants it."""
+    training = GPUS[llm] - generation_gpus
+    layout = Layout(
+        generation_gpus=generation_gpus,
+        training_gpus=training,
+        tensor_parallel=tensor_parallel(llm),
+        ranks=min(training // (4 if llm is QWEN_7B else 8), most_ranks(llm, H800, training)),
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+    )
+    return replace(layout, **changes)
+
+
+SYNC_SPLIT = {
+    (QWEN_7B, 5_000): 12,
+    (QWEN_7B, 10_000): 12,
+    (QWEN_7B, 20_000): 16,
+    (QWEN_32B, 5_000): 16,
+    (QWEN_32B, 10_000): 24,
+    (QWEN_32B, 20_000): 32,
+    (QWEN_72B, 5_000): 40,
+    (QWEN_72B, 10_000): 48,
+    (QWEN_72B, 20_000): 56,
+}
+ASYNC_SPLIT = {
+    (QWEN_7B, 5_000): 12,
+    (QWEN_7B, 10_000): 12,
+    (QWEN_7B, 20_000): 16,
+    (QWEN_32B, 5_000): 16,
+    (QWEN_32B, 10_000): 24,
+    (QWEN_32B, 20_000): 24,
+    (QWEN_72B, 5_000): 40,
+    (QWEN_72B, 10_000): 40,
+    (QWEN_72B, 20_000): 48,
+}
+"""(LLM, longest response) -> GPUs that generate."""
+
+
+def sync_stream(llm: Llm, max_tokens: int = FULL_LENGTH) -> Pipelined:
+    layout = split(
+        llm, SYNC_SPLIT[llm, max_tokens], micro_batch_tokens=MICRO_BATCH_TOKENS // 2 * max_tokens // FULL_LENGTH
+    )
+    return Pipelined(llm=llm, layout=layout, pipeline="stream", dispatch="scored", max_tokens=max_tokens)
+
+
+def fully_async(llm: Llm, max_tokens: int = FULL_LENGTH, generation_gpus: int | None = None) -> Pipelined:
+    """The paper's own: one step behind, weights at batch boundaries, Algorithm 2 with the maximum."""
+    layout = split(
+        llm,
+        generation_gpus or ASYNC_SPLIT[llm, max_tokens],
+        micro_batch_tokens=MICRO_BATCH_TOKENS * max_tokens // FULL_LENGTH,
+    )
+    return Pipelined(llm=llm, layout=layout, pipeline="fully_async", dispatch="two_class_max", max_tokens=max_tokens)
+
+
+def in_flight() -> Pipelined:
+    """Ours: weights between two decode steps, and no trained token more than one version old."""
+    return Pipelined(layout=split(QWEN_72B, 40), pipeline="in_flight", dispatch="paced")
+
+
+def rolling() -> Pipelined:
+    """Ours: a finished sample takes the place of one that still runs, at most two versions behind."""
+    layout = split(QWEN_72B, 40, micro_batch_tokens=2 * MICRO_BATCH_TOKENS)
+    return Pipelined(layout=layout, pipeline="rolling_2", dispatch="paced")
+
+
+def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipelined:
+    """AsyncFlow's cluster of so many NPUs, as A100s: its NPU is not named, and the A100 is the nearest of ours.
+
+    batch: samples; 0: they grow with the cluster.
+    """
+    generation = gpus * 5 // 8
+    degree = 4 if llm is QWEN_7B else 8
+    layout = Layout(
+        generation_gpus=gpus if pipeline == "serial_colocated" else generation,
+        training_gpus=gpus if pipeline == "serial_colocated" else gpus - generation,
+        tensor_parallel=degree,
+        ranks=(gpus if pipeline == "serial_colocated" else gpus - generation) // degree,
+        generation_gpu=A100,
+        training_gpu=A100,
+        colocated=pipeline == "serial_colocated",
+        micro_batch_tokens=16_384,
+    )
+    return Pipelined(
+        llm=llm,
+        layout=layout,
+        pipeline="serial" if pipeline == "serial_colocated" else pipeline,
+        dispatch="even",
+        max_tokens=ASYNCFLOW_TOKENS,
+        batch=batch or SAMPLES_A_GPU * gpus,
+        algorithm="grpo_kl",
+    )
+
+
+SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
+"""GPUs of the scaling curve."""
+
+
+def scaled(gpus: int, *, colocated: bool) -> Pipelined:
+    """The 32B on so many H800, with as many samples a GPU as StreamRL has: ours, and its colocated baseline."""
+    generation = gpus * 3 // 8 // 8 * 8
+    layout = Layout(
+        generation_gpus=gpus if colocated else generation,
+        training_gpus=gpus if colocated else gpus - generation,
+        tensor_parallel=8,
+        ranks=(gpus if colocated else gpus - generation) // 8,
+        colocated=colocated,
+    )
+    return Pipelined(
+        llm=QWEN_32B,
+        layout=layout,
+        pipeline="serial" if colocated else "in_flight",
+        dispatch="even" if colocated else "paced",
+        batch=SAMPLES_A_GPU * gpus,
+    )

@@ -1,0 +1,246 @@
+"""``streamrl-orchestrator simulate``: a scenario of one's own, or the papers' results and ours beside each other.
+
+Owns: arguments, and what is printed and written. Never: simulating (``sim/own.py``, ``sim/paper.py``), drawing. How to
+read the answer: docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import msgspec
+import typer
+
+from orchestrator.core.allocation import Pool
+from orchestrator.core.analytic import Algorithm, DoesNotFitError, decode_cost, most_ranks, tensor_degrees
+from orchestrator.core.dispatch.policies import Planned
+from orchestrator.core.hardware import GPUS
+from orchestrator.core.llms import LLMS
+from orchestrator.errors import ConfigError
+from orchestrator.plan_cli import GBPS, one_of, parse_model, parse_pools
+from orchestrator.report.bubbles import Cause
+from orchestrator.sim import own
+from orchestrator.sim.allocating import SPARE_TOKENS
+from orchestrator.sim.bounds import bound
+from orchestrator.sim.decoding import SampleTooLongError
+from orchestrator.sim.length_files import read_lengths, representative
+from orchestrator.sim.lengths import RecordedLengths, long_tailed
+from orchestrator.sim.paper_output import PaperOptions, print_paper, write_timeline
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
+from transport.types import UpdateMode
+
+POLICIES = (*get_args(Planned), "least_loaded")
+FEWEST_ITERATIONS = 3
+"""One that fills the pipeline, one that counts, one beside which nothing more is generated."""
+
+
+def simulate(
+    paper: Annotated[
+        bool, typer.Option("--paper", help="StreamRL's and AsyncFlow's results beside ours; minutes on two cores.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; a minute.")
+    ] = False,
+    model: Annotated[str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json.")] = "Qwen2.5-72B",
+    generate: Annotated[
+        str, typer.Option(help=f"GPUs that generate, COUNTxTYPE[@SITE]. Types: {', '.join(GPUS)}.")
+    ] = "40xH800",
+    train: Annotated[str, typer.Option(help="GPUs that train; colocated: those that generate, in turn.")] = "88xH800",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=0, help="GPUs of a generation instance. [0: that with the lowest bound]")
+    ] = 0,
+    ranks: Annotated[int, typer.Option(min=0, help="Data-parallel ranks of the trainer. [0: as many as fit]")] = 0,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="Response lengths, tokens: one a line, or JSON lines. [StreamRL's 20K data set, simulated]"),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 500,
+    pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
+    dispatch: Annotated[
+        str, typer.Option(help=f"{', '.join(POLICIES)} (docs/dispatch.md). [paced in flight, else scored]")
+    ] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
+    algorithm: Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")] = "ppo",
+    recall: Annotated[
+        float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")
+    ] = 0.87,
+    slots: Annotated[int, typer.Option(min=1, help="Samples that an instance decodes at once, at most.")] = 256,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Of a rank of the trainer.")] = 65_536,
+    link_gbps: Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")] = 80.0,
+    iterations: Annotated[
+        int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
+    ] = 20,
+    seed: Annotated[int, typer.Option(help="Of lengths and of the ranker's errors.")] = 11,
+    jobs: Annotated[int, typer.Option(min=0, help="With --paper: processes. [0: one a core]")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for pictures (SVG; PNG with streamrl[plots]) and results.json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    if paper:
+        options = PaperOptions(seed=seed, iterations=iterations, quick=quick, jobs=jobs or os.cpu_count() or 1, out=out)
+        print_paper(options, as_json=as_json)
+        return
+    settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
+    llm = parse_model(model)
+    usual = "paced" if settings.max_staleness and settings.update is UpdateMode.IN_FLIGHT else "scored"
+    chosen = one_of("--dispatch", dispatch or usual, POLICIES)
+    groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed)
+    workload = Workload(
+        llm=llm,
+        lengths=groups,
+        batch=batch,
+        group_size=group_size,
+        algorithm=one_of("--algorithm", algorithm, get_args(Algorithm)),
+    )
+    try:
+        layout = _layout(workload, generate, train, tensor_parallel, ranks, link_gbps)
+        layout = replace(layout, slots=slots, micro_batch_tokens=micro_batch_tokens)
+        outcome = own.run(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
+    except (DoesNotFitError, SampleTooLongError) as error:
+        raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
+    typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
+    if out is not None:
+        for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
+            typer.echo(path, err=as_json)
+
+
+# -- arguments
+
+
+def _lengths(
+    path: Path | None, batch: int, batches: int, group_size: int, prompt_tokens: int, recall: float, seed: int
+) -> RecordedLengths:
+    known = None if recall >= 1.0 else recall
+    if path is None:
+        return long_tailed(batch * batches, seed=seed, recall=known, question_tokens=prompt_tokens)
+    groups = read_lengths(path, group_size)
+    return representative(groups, batch=batch, batches=batches, prompt_tokens=prompt_tokens, recall=known, seed=seed)
+
+
+def _layout(
+    workload: Workload, generate: str, train: str, tensor_parallel: int, ranks: int, link_gbps: float
+) -> Layout:
+    """Raises ConfigError, DoesNotFitError."""
+    generation = _pool("--generate", generate)
+    colocated = train == "colocated"
+    training = generation if colocated else _pool("--train", train)
+    link = link_gbps * GBPS if generation.site != training.site else 0.0
+    degrees = [tensor_parallel] if tensor_parallel else tensor_degrees(workload.llm)
+    layouts = [
+        Layout(
+            generation_gpus=generation.num_gpus,
+            training_gpus=training.num_gpus,
+            tensor_parallel=degree,
+            ranks=ranks or most_ranks(workload.llm, training.gpu, training.num_gpus),
+            generation_gpu=generation.gpu,
+            training_gpu=training.gpu,
+            colocated=colocated,
+            link_bytes_per_s=link,
+        )
+        for degree in degrees
+        if generation.num_gpus % degree == 0
+    ]
+    if not layouts:
+        raise ConfigError(f"{generation.num_gpus} GPUs are no whole instances of {tensor_parallel}", where="--generate")
+    return _fastest(workload, layouts)
+
+
+def _fastest(workload: Workload, layouts: list[Layout]) -> Layout:
+    """The layout whose generation has the lowest bound, of those that hold the longest sample.
+
+    Raises DoesNotFitError when none does.
+    """
+    need = max(max(samples) for samples in workload.lengths.lengths) + max(workload.lengths.questions) + SPARE_TOKENS
+    bounds: list[tuple[float, int]] = []
+    refused = ""
+    for place, layout in enumerate(layouts):
+        try:
+            room = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel).kv_capacity_tokens
+            if room < need:
+                raise DoesNotFitError(
+                    f"{layout.tensor_parallel} {layout.generation_gpu.name} have room for {room:.0f} tokens of context "
+                    f"of {workload.llm.name}, the longest sample needs {need}"
+                )
+            limit = bound(workload, layout)
+        except DoesNotFitError as error:
+            refused = str(error)
+        else:
+            bounds.append((max(limit.generation_s, limit.longest_s), place))
+    if not bounds:
+        raise DoesNotFitError(refused)
+    return layouts[min(bounds)[1]]
+
+
+def _pool(option: str, text: str) -> Pool:
+    try:
+        pools = parse_pools(text, {})
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.where}: "), where=option) from error
+    if len(pools) != 1:
+        raise ConfigError("one pool of GPUs, as 40xH800", where=option)
+    return pools[0]
+
+
+# -- the answer
+
+
+def _as_data(
+    outcome: own.Outcome, layout: Layout, workload: Workload, pipeline: str, dispatch: str, iterations: int
+) -> dict[str, Any]:
+    return {
+        "model": workload.llm.name,
+        "pipeline": pipeline,
+        "dispatch": dispatch,
+        "iterations": iterations,
+        "generation_gpus": layout.generation_gpus,
+        "training_gpus": layout.training_gpus,
+        "tensor_parallel": layout.tensor_parallel,
+        "ranks": layout.ranks,
+        "iteration_s": round(outcome.iteration_s, 3),
+        "bound_s": round(outcome.bound_s, 3),
+        "over_bound": round(outcome.iteration_s / outcome.bound_s, 4),
+        "bound_generation_s": round(outcome.bound.generation_s, 3),
+        "bound_training_s": round(outcome.bound.training_s, 3),
+        "longest_alone_s": round(outcome.bound.longest_s, 3),
+        "samples_per_s": round(outcome.samples_per_s, 4),
+        "tokens_per_s": round(outcome.tokens_per_s, 1),
+        "mean_token_age": round(outcome.mean_age, 4),
+        "oldest_token_age": outcome.oldest_age,
+        "idle": {
+            stage: {cause.value: round(usage.idle_s.get(cause, 0.0) / usage.present_s, 4) for cause in Cause}
+            for stage, usage in outcome.usage.items()
+            if usage.present_s
+        },
+    }
+
+
+def _as_text(outcome: own.Outcome, layout: Layout, data: dict[str, Any]) -> str:
+    gpus = f"{layout.generation_gpus} {layout.generation_gpu.name} generate ({layout.instances} instances of "
+    gpus += f"{layout.tensor_parallel}), "
+    gpus += "the same" if layout.colocated else f"{layout.training_gpus} {layout.training_gpu.name}"
+    gpus += f" train ({layout.ranks} ranks)"
+    idle = [
+        f"  {stage:<11} busy {1 - sum(causes.values()):4.0%}; idle: "
+        + ", ".join(f"{cause} {share:.1%}" for cause, share in causes.items() if share >= 0.0005)
+        for stage, causes in data["idle"].items()
+    ]
+    lines = [
+        f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {gpus}",
+        f"iteration   {outcome.iteration_s:.1f} s; {outcome.samples_per_s:.2f} samples/s, "
+        f"{outcome.tokens_per_s:,.0f} response tokens/s",
+        f"bound       {outcome.bound_s:.1f} s, so {outcome.iteration_s / outcome.bound_s:.3f} of it; generation "
+        f"{outcome.bound.generation_s:.1f} s, training {outcome.bound.training_s:.1f} s, longest sample alone "
+        f"{outcome.bound.longest_s:.1f} s",
+        f"token age   at most {outcome.oldest_age} versions, {outcome.mean_age:.2f} on average",
+        "time of slots and trainer (slots: the most that an instance ever used)",
+        *idle,
+    ]
+    return "\n".join(lines)
