@@ -42,7 +42,7 @@ def silent(done: int, most: int, best: Outcome) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """The answer. runner_up: of another size or place; None where there is no other.  even, algorithm_one: the usual
-    rules, with their best degrees; None where they find nothing that fits, or differ from the plan in nothing."""
+    rules, with their best degrees; None where they find nothing that fits, or the same sizes as the plan."""
 
     best: Prediction
     runner_up: Prediction | None
@@ -74,7 +74,7 @@ def advise(
             at_once=processes,
             progress=progress,
         )
-        finalists = _finalists(found, minimise)
+        finalists = _finalists(found, candidates, bounds, minimise)
         even, printed = bounds.quickest(_even(candidates)), bounds.quickest(_printed(bounds, candidates, finalists[0]))
         return _judged(job, simulate, finalists, even, printed, found, minimise)
 
@@ -96,11 +96,12 @@ def _judged(
     ]
     order = [outcome.split for outcome in ranked(measured, minimise)]
     others = [split for split in order[1:] if _place(split) != _place(order[0])]
+    even, printed = (rule if rule is not None and rule in others else None for rule in (even, printed))
     return Advice(
         best=predictions[order[0]],
         runner_up=predictions[others[0]] if others else None,
-        even=predictions[even] if even is not None and even != order[0] else None,
-        algorithm_one=predictions[printed] if printed is not None and printed != order[0] else None,
+        even=predictions[even] if even is not None else None,
+        algorithm_one=predictions[printed] if printed is not None else None,
         found=found,
     )
 
@@ -109,12 +110,15 @@ def _place(split: Split) -> tuple[str, int, str, int]:
     return split.generation.place, split.generation_gpus, split.training.place, split.training_gpus
 
 
-def _finalists(found: Found, minimise: Objective) -> list[Split]:
-    """The close ones, and in any case the best of another size."""
+def _finalists(found: Found, candidates: Sequence[Split], bounds: Bounds, minimise: Objective) -> list[Split]:
+    """The close ones, and in any case one of another size: the best measured, else the one with the best bound."""
     order = ranked(found.outcomes, minimise)
     limit = (1 + CLOSE) * score(order[0], minimise)
     close = [outcome.split for outcome in order if score(outcome, minimise) <= limit][:FINALISTS]
-    others = [outcome.split for outcome in order if _place(outcome.split) != _place(order[0].split)]
+    others = [outcome.split for outcome in order if _place(outcome.split) != _place(close[0])]
+    if not others:
+        elsewhere = [split for split in candidates if _place(split) != _place(close[0])]
+        others = [outcome.split for outcome in ranked(map(bounds.outcome, elsewhere), minimise)]
     return list(dict.fromkeys([*close, *others[:1]]))
 
 
@@ -133,6 +137,11 @@ class Bounds:
     def iteration_s(self, split: Split) -> float:
         """What no schedule of the job's pipeline beats."""
         return bound_of(self._job, self._workload, split).iteration_s(self._job.settings.max_staleness)
+
+    def outcome(self, split: Split) -> Outcome:
+        """As if it were reached."""
+        bound_s = self.iteration_s(split)
+        return Outcome(split=split, bound_s=bound_s, iteration_s=bound_s)
 
     def stages_s(self, split: Split) -> tuple[float, float]:
         """Each stage by itself: generation with even shares, longest first; training without waiting."""

@@ -70,6 +70,13 @@ def test_a_synchronous_plan_trains_nothing_that_is_old(lengths: Path):
     assert answer["plan"]["iteration_s"] > planned(*GPUS, *MODEL, "--lengths", lengths)["plan"]["iteration_s"]
 
 
+def test_there_is_a_runner_up_also_where_bounds_leave_no_doubt(lengths: Path):
+    answer = planned(*GPUS, *MODEL, "--lengths", lengths, "--pipeline", "rolling")
+    sizes = [(answer[row]["generation_gpus"], answer[row]["training_gpus"]) for row in ("plan", "runner_up")]
+    assert sizes[0] != sizes[1]
+    assert answer["why"].startswith(f"the runner-up, {sizes[1][0]} + {sizes[1][1]}, is ")
+
+
 def test_cheap_gpus_with_bandwidth_generate_and_fast_ones_train_when_cost_counts(lengths: Path):
     """StreamRL sec. 7.3. With little to train the optimizer's step would be what counts, which no GPU hastens."""
     goal = ("--algorithm", "ppo", "--minimise", "cost")
