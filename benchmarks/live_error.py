@@ -2,8 +2,9 @@
 
 Both sides decide with the same code from the same settings and forced lengths. What the simulator must be told is how
 long things take: of the replay engine and the emulated trainer, what they were told themselves; of the embedded engine
-and the real trainer, what ``streamrl-orchestrator profile`` measures here. The seconds between them (a plan on its way,
-scoring, publishing) come from one run of each kind that is not among those predicted.
+and the real trainer, what ``streamrl-orchestrator profile`` measures here. From one run of each kind that is not among
+those predicted come the seconds between them (a plan on its way, scoring, publishing), and how much slower a profiled
+engine and trainer are in the company of the other processes, and of the broker traffic in their own.
 
     python -m benchmarks.live_error [--only replay|embedded]      called by ``make bench NAME=sim``
 """
@@ -18,27 +19,32 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
 from orchestrator.fitting import Profile, read_profile
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.metrics import batch_of, read_metrics
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id
+from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
 from transport.messages import (
     DispatchGroups,
     GroupScored,
+    JournalRecord,
     PromptRef,
     PromptsArrived,
     RolloutFinished,
+    RoundDone,
     WeightsLoaded,
 )
 from transport.settings import Settings
@@ -132,12 +138,16 @@ SETTINGS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """Seconds between the parts of a live run, medians of one: a plan until it is claimed, a group's scores, the rest
-    of a load beyond what the engine was told to take, the publishing of a version."""
+    of a load beyond what the engine was told to take, the publishing of a version.
+
+    decode_pace, train_pace: seconds of samples in their slots, and of micro-batches, over those that were profiled."""
 
     dispatch_s: float
     scoring_s: float
     load_s: float
     publish_s: float
+    decode_pace: float = 1.0
+    train_pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +242,14 @@ def predicted(
     setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int = 0
 ) -> float:
     """Seconds per iteration by the simulator. each_prompt: tokens; the emulated hardware counts none of them."""
-    decode, train, load_s = emulated(settings) if profile is None else measured(profile)
+    return iteration_s(simulated(setting, settings, found, profile, each_prompt).published_s)
+
+
+def simulated(
+    setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int
+) -> SimulationLog:
+    """The simulated run."""
+    decode, train, load_s = emulated(settings) if profile is None else measured(profile, found)
     costs = CostModel(
         decode=decode,
         train=train,
@@ -253,9 +270,9 @@ def predicted(
         lengths=Forced(forced, each_prompt),
         costs=costs,
         max_s=1e6,
-        record=False,
+        record=True,
     )
-    return iteration_s(simulate(scenario).published_s)
+    return simulate(scenario)
 
 
 def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
@@ -270,11 +287,37 @@ def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
     return decode, train, replay.load_s * scale
 
 
-def measured(profile: Profile) -> tuple[DecodeCost, TrainCost, float]:
-    """What was profiled."""
+def measured(profile: Profile, found: Overheads) -> tuple[DecodeCost, TrainCost, float]:
+    """What was profiled, at the pace of live runs."""
     if profile.train is None:
         raise SystemExit("the profile has no trainer in it")
-    return profile.decode, profile.train, profile.load_s
+    return scaled(profile.decode, found.decode_pace), scaled(profile.train, found.train_pace), profile.load_s
+
+
+Cost = TypeVar("Cost", DecodeCost, TrainCost)
+
+
+def scaled(cost: Cost, factor: float) -> Cost:
+    """Every second of it ``factor`` times as long."""
+    seconds = {name: factor * getattr(cost, name) for name in cost.__struct_fields__ if name.endswith("_s")}
+    return msgspec.structs.replace(cost, **seconds)
+
+
+def paced(found: Overheads, setting: Setting, run_dir: Path, profile: Profile) -> Overheads:
+    """``found`` with both paces: of a live run over the simulated one with the profile's own coefficients."""
+    settings = resolve(None, [run_dir / "config.toml"], [], os.environ).settings
+    log = simulated(setting, settings, found, profile, prompt_tokens(run_dir))
+    real = work_s([record for record, _ in recorded_commands(run_dir / "journal")])
+    expected = work_s([record for record, _ in log.history])
+    return replace(found, decode_pace=real[0] / expected[0], train_pace=real[1] / expected[1])
+
+
+def work_s(records: Iterable[JournalRecord]) -> tuple[float, float]:
+    """(seconds of samples in slots, of micro-batches), without the first batches."""
+    events = [record.event for record in records]
+    samples = [one for one in events if isinstance(one, RolloutFinished) and batch_of(one.row_id) >= WARM_UP]
+    rounds = [one for one in events if isinstance(one, RoundDone)]
+    return sum(one.engine_s for one in samples), sum(one.busy_s for one in rounds)
 
 
 # -- the comparison
@@ -285,6 +328,8 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> list[float]
     profile = profiled(work) if engine == "embedded" else None
     _, calibrated = live(CALIBRATION[engine], work / "calibration")
     found = overheads(calibrated, 0.02 if engine == "replay" else (profile.load_s if profile else 0.0))
+    if profile is not None:
+        found = paced(found, CALIBRATION[engine], calibrated, profile)
     print(f"{engine}: between the parts, from one other run: {found}", flush=True)
     errors: list[float] = []
     for number, setting in enumerate(settings):

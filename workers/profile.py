@@ -49,19 +49,21 @@ ENOUGH_S = 40.0
 REPEATS = 3
 """Of each of the trainer's measurements."""
 TRAIN_SHAPES = (
-    (32, 2, 32),
-    (32, 4, 32),
-    (32, 4, 64),
-    (32, 8, 64),
-    (64, 2, 192),
-    (64, 4, 128),
-    (16, 8, 96),
-    (32, 4, 256),
+    (1, 32, 2, 32),
+    (1, 32, 4, 64),
+    (1, 64, 4, 192),
+    (2, 32, 4, 32),
+    (2, 32, 4, 128),
+    (4, 32, 4, 64),
+    (4, 64, 4, 192),
+    (8, 64, 4, 64),
+    (8, 64, 4, 192),
 )
-"""(prompt tokens, samples, response tokens) of the group in a micro-batch."""
+"""(groups, prompt tokens, samples of each, response tokens) of a micro-batch; none is past ``micro_batch_tokens``."""
 TOKEN_ID = 5
 """Exists in every vocabulary; which token it is does not change what computing it takes."""
 Shape: TypeAlias = tuple[int, int, int]
+TrainShape: TypeAlias = tuple[int, int, int, int]
 ANSWER_S = 900.0
 """All batches together may take so long; a model of 135M on one core takes three minutes."""
 
@@ -155,9 +157,9 @@ class EngineProfile:
         return {shape: median(seconds) for shape, seconds in measured.items()}
 
 
-def samples_of(shape: tuple[int, int, int], number: int) -> PromptGroup:
-    """A group to train, every sample with a gradient."""
-    prompt_tokens, num_samples, response_tokens = shape
+def samples_of(shape: TrainShape, number: int) -> PromptGroup:
+    """One of the groups to train, every sample with a gradient."""
+    _, prompt_tokens, num_samples, response_tokens = shape
     group_id = GroupId(f"profile/{number}")
     responses: NDArray[np.int32] = np.full(response_tokens, TOKEN_ID, dtype=np.int32)
     return PromptGroup(
@@ -181,17 +183,25 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def train_runs(learner: PolicyLearner) -> Iterator[TrainRun]:
-    """One micro-batch of each shape, in turn and again, the median of each; the first call of all warms up."""
-    groups = [samples_of(shape, number) for number, shape in enumerate(TRAIN_SHAPES)]
-    learner.accumulate(groups[:1])
-    passes = [[timed(partial(learner.accumulate, [group])) for group in groups] for _ in range(REPEATS)]
-    for (prompt, num_samples, response), seconds in zip(TRAIN_SHAPES, zip(*passes, strict=True), strict=True):
+def train_runs(learner: PolicyLearner, max_tokens: int) -> Iterator[TrainRun]:
+    """Each shape of at most ``max_tokens``, in turn and again, the median of each; the first call warms up."""
+    shapes = [shape for shape in TRAIN_SHAPES if tokens_of(shape) <= max_tokens] or [TRAIN_SHAPES[0]]
+    batches = [[samples_of(shape, number) for number in range(shape[0])] for shape in shapes]
+    learner.accumulate(batches[0])
+    passes = [[timed(partial(learner.accumulate, batch)) for batch in batches] for _ in range(REPEATS)]
+    for shape, seconds in zip(shapes, zip(*passes, strict=True), strict=True):
+        groups, prompt, num_samples, response = shape
         yield TrainRun(
-            tokens=prompt + num_samples * response,
-            squared_tokens=float(num_samples * (prompt + response) ** 2),
+            tokens=tokens_of(shape),
+            squared_tokens=float(groups * num_samples * (prompt + response) ** 2),
             seconds=median(seconds),
         )
+
+
+def tokens_of(shape: TrainShape) -> int:
+    """Packed: prompts once, and responses."""
+    groups, prompt, num_samples, response = shape
+    return groups * (prompt + num_samples * response)
 
 
 def optimizer_runs(learner: PolicyLearner) -> Iterator[float]:
@@ -199,7 +209,7 @@ def optimizer_runs(learner: PolicyLearner) -> Iterator[float]:
     group = samples_of(TRAIN_SHAPES[0], 0)
     for batch in range(REPEATS + 1):
         learner.accumulate([group])
-        num_tokens = len(group.samples) * TRAIN_SHAPES[0][2]
+        num_tokens = len(group.samples) * TRAIN_SHAPES[0][3]
         yield timed(partial(learner.close, batch=batch, num_rows=len(group.samples), num_tokens=num_tokens))
 
 
@@ -262,7 +272,10 @@ async def _trained(
         try:
             learner.load(None)
             say("micro-batches, optimizer steps and versions of the trainer")
-            train, optimizer = list(train_runs(learner)), [*optimizer_runs(learner)]
+            train, optimizer = (
+                list(train_runs(learner, settings.trainer.micro_batch_tokens)),
+                [*optimizer_runs(learner)],
+            )
             publish: list[float] = []
             load: list[float] = []
             for version in range(1, REPEATS + 2):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted
+from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted, scaled
 from orchestrator.config import resolve
+from orchestrator.core.cost_model import DecodeCost
 
 NO_OVERHEADS = Overheads(dispatch_s=0.0, scoring_s=0.0, load_s=0.0, publish_s=0.0)
 
@@ -22,6 +23,13 @@ def test_there_are_enough_settings_and_none_of_them_calibrates():
     assert len([one for one in SETTINGS if one.engine == "embedded"]) >= 4
     assert len(set(SETTINGS)) == len(SETTINGS) >= 12
     assert not set(CALIBRATION.values()) & set(SETTINGS)
+
+
+def test_a_pace_scales_every_second_and_no_capacity():
+    cost = DecodeCost(fixed_s=0.1, sample_s=0.01, kv_token_s=1e-6, kv_capacity_tokens=500.0)
+    slower = scaled(cost, 1.5)
+    assert slower.step_s(8, 100) == pytest.approx(1.5 * cost.step_s(8, 100))
+    assert slower.kv_capacity_tokens == 500.0
 
 
 def test_the_first_batches_do_not_count():
