@@ -4,8 +4,11 @@ Figure ``sglang``. One real server, started by the worker, with a random tiny mo
 so every overhead shows. Two sides take turns on it with the same samples (groups of 4 share their prompt, forced
 lengths): the whole generation worker (claim, read, generate, write rows, acknowledge, over the in-memory broker), and
 plain HTTP requests with as many at a time. A ratio is the median of the turns. Then 16 samples run, one of them watched
-token by token, and new weights are loaded: nothing may be aborted or computed again, and the longest stall between two
-tokens is compared with the load itself and two decode steps.
+token by token, and new weights are loaded: nothing may be aborted or computed again. ``stall_over_load`` is the longest
+time between two tokens of that one, nothing taken off, over what it may be: the load and two decode steps. The load is
+what the loader inside the server takes, from its call to its return, by the server's own clock; a decode step is the
+median time between two tokens. The calls that pause the server, begin, end and go on are not in it, so they have to fit
+into the second step.
 
     SGLANG_VENV=DIR python -m benchmarks.sglang [--turns 3] [--samples 64]
 """
@@ -44,6 +47,7 @@ from workers.generation.engine import Completion, GenerationRequest
 from workers.generation.lengths import ForcedLengths
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
+from workers.generation.sglang_order import LoadOrder, read_outcome
 from workers.generation.sglang_upkeep import SglangSettings
 from workers.generation.weights import WeightPuller
 from workers.generation.worker import GenerationWorker
@@ -159,8 +163,8 @@ def plain(rid: str, prompt: msgspec.Raw, tokens: int, interval: int = NEVER) -> 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """aborted: samples that did not come whole.  step_s: median pause between two tokens.  stall_s: by how much the
-    longest one was longer.  load_s: of the server's own load of the weights.
+    """aborted: samples that did not come whole.  stall_s, step_s: longest and median time between two tokens.
+    load_s: of the loader inside the server.  call_s: of the call that had it load, as the worker sees it.
     """
 
     aborted: int
@@ -168,10 +172,11 @@ class Update:
     stall_s: float
     step_s: float
     load_s: float
+    call_s: float
 
     @property
     def over(self) -> float:
-        """The stall in units of what it may take: at most 1."""
+        """At most 1."""
         return self.stall_s / (self.load_s + 2 * self.step_s)
 
 
@@ -199,7 +204,7 @@ async def update(engine: SglangEngine, directory: Path, number: int) -> Update:
     async with asyncio.timeout(60):
         while engine.load().running < running or len(times) < 50:  # noqa: ASYNC110 nobody tells
             await asyncio.sleep(0.01)
-    load_s = _timed(engine.server.client)
+    timed = _Timed(engine.server.client)
     recomputed = engine.counters.recomputed
     await engine.load_weights(WeightIdentity(epoch=9, version=number, digest="bench"), tensors)
     found = []
@@ -212,24 +217,30 @@ async def update(engine: SglangEngine, directory: Path, number: int) -> Update:
     return Update(
         aborted=running - len(whole),
         recomputed=engine.counters.recomputed - recomputed,
-        stall_s=float(pauses.max() - np.median(pauses)),
+        stall_s=float(pauses.max()),
         step_s=float(np.median(pauses)),
-        load_s=load_s[0],
+        load_s=timed.load_s,
+        call_s=timed.call_s,
     )
 
 
-def _timed(client: SglangClient) -> list[float]:
-    """Seconds of the server's next load, filled in when it was."""
-    seconds: list[float] = []
-    original = client.update
+class _Timed:
+    """Listens to what ``client`` does for the next load."""
 
-    async def timed(payload: str, loader: str, ranks: int, label: str | None) -> None:
+    def __init__(self, client: SglangClient) -> None:
+        self.load_s = self.call_s = 0.0
+        self._update, self._outcome = client.update, client.outcome
+        client.update, client.outcome = self.update, self.outcome
+
+    async def update(self, order: LoadOrder, ranks: int, label: str | None) -> None:
         started_s = time.perf_counter()
-        await original(payload, loader, ranks, label)
-        seconds.append(time.perf_counter() - started_s)
+        await self._update(order, ranks, label)
+        self.call_s = time.perf_counter() - started_s
 
-    client.update = timed
-    return seconds
+    async def outcome(self, number: int) -> bytes:
+        raw = await self._outcome(number)
+        self.load_s = read_outcome(raw).seconds
+        return raw
 
 
 async def measure(turns: int, samples: int) -> dict[str, float]:
@@ -251,7 +262,7 @@ async def measure(turns: int, samples: int) -> dict[str, float]:
                 sides += [(worker, direct)] if turn >= 0 else []
             updates = [await update(engine, directory, number) for number in range(turns)]
             for one in updates:
-                print(one, f"stall over what it may take {one.over:.2f}", flush=True)
+                print(one, f"stall over load and two steps {one.over:.2f}", flush=True)
         finally:
             await engine.close()
     return _figures(sides, updates, samples)

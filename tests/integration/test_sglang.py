@@ -12,24 +12,35 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from tests.fakes.served_samples import (
+    EXACT,
+    NEW,
+    OLD,
+    assert_logprobs,
+    collected,
+    completions,
+    prompt,
+    request,
+    spans_of,
+    until_running,
+    weights_of,
+)
 from tests.fakes.sglang_servers import command, needs_sglang
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
 from transport.clock import MonotonicClock
 from transport.errors import PeerUnavailableError
-from transport.types import FinishReason, GroupId, SamplingParams, WeightIdentity
+from transport.types import FinishReason, GroupId, SamplingParams
 from workers.errors import WeightsMismatchError
-from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.engine import Completion, EngineFailure
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
 from workers.generation.sglang_server import PACKAGES, free_port
@@ -41,9 +52,6 @@ from workers.trainer.publish import WeightPublisher
 pytestmark = [pytest.mark.sglang, needs_sglang, pytest.mark.timeout(300)]
 
 STARTUP_S = 240.0
-EXACT = 1e-4
-"""Between float32 logprobs of two implementations; the tiny models' are apart by 1 and more under other weights."""
-OLD, NEW = WeightIdentity(epoch=1, version=1, digest="aa"), WeightIdentity(epoch=1, version=2, digest="bb")
 
 
 @pytest.fixture(scope="module")
@@ -106,61 +114,6 @@ async def engine(
         await made.close()
 
 
-def weights_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
-    return dict(model.named_parameters())
-
-
-def prompt(seed: int, tokens: int = 12) -> NDArray[np.int32]:
-    return np.random.default_rng(seed).integers(2, VOCAB, tokens).astype(np.int32)
-
-
-def request(
-    group: str,
-    prompt_ids: NDArray[np.int32],
-    *,
-    tokens: int = 24,
-    samples: int = 1,
-    temperature: float = 0.0,
-    **changes: object,
-) -> GenerationRequest:
-    sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, ignore_eos=True)
-    made = GenerationRequest(
-        group_id=GroupId(group), prompt_ids=prompt_ids, samples=tuple(range(samples)), sampling=sampling
-    )
-    return replace(made, **changes)
-
-
-async def completions(engine: SglangEngine, *requests: GenerationRequest) -> dict[tuple[str, int], Completion]:
-    """All samples of ``requests``, by group and sample."""
-    for one in requests:
-        engine.submit(one)
-    return await collected(engine, sum(len(one.samples) for one in requests))
-
-
-async def collected(engine: SglangEngine, count: int, deadline_s: float = 60) -> dict[tuple[str, int], Completion]:
-    found: list[Completion | EngineFailure] = []
-    async with asyncio.timeout(deadline_s):
-        while len(found) < count:
-            found += await engine.results()
-    assert [one for one in found if isinstance(one, EngineFailure)] == []
-    return {(one.group_id, one.sample): one for one in found if isinstance(one, Completion)}
-
-
-async def until_running(engine: SglangEngine, count: int) -> None:
-    async with asyncio.timeout(20):
-        while engine.load().running < count:  # noqa: ASYNC110 the engine tells nobody of a first token
-            await asyncio.sleep(0.01)
-
-
-def spans_of(completion: Completion) -> list[tuple[int, int, WeightIdentity]]:
-    return [(span.start, span.end, span.weights) for span in completion.spans]
-
-
-def assert_logprobs(model: PreTrainedModel, prompt_ids: NDArray[np.int32], completion: Completion, t: float) -> None:
-    expected = full_logprobs(model, prompt_ids, completion.response_ids, t)
-    np.testing.assert_allclose(completion.logprobs, expected, atol=EXACT)
-
-
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +171,7 @@ async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: Sglang
         engine.submit(request(group, prompt(1), tokens=400))
     for number in range(14):
         engine.submit(request(f"2/{number}", prompt(2), tokens=400))
-    await until_running(engine, 16)
+    await until_running(engine, 3)  # one of 17 waits until one of them has ended
     await engine.abort([(GroupId("1/1"), 0), (GroupId("2/13"), 0)])
     found: list[Completion | EngineFailure] = []
     async with asyncio.timeout(20):

@@ -40,4 +40,4 @@ def test_a_run_learns_with_either_engine(tmp_path: Path, engine: str) -> None:
         if engine == "sglang":
             log = run.run_dir / "logs" / "sglang-generate-0.log"
             assert "fired up" in log.read_text(errors="replace")
-        assert not run.survivors(), "no server outlives the run"
+        run.wait_until_gone()  # no server outlives the run; the kernel takes a moment to end one

@@ -75,6 +75,8 @@ class SglangCounters:
 class SglangEngine:
     """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
 
+    name = "sglang"
+
     def __init__(self, settings: SglangSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
@@ -116,7 +118,7 @@ class SglangEngine:
         """Once it was started."""
         model = self.server.model
         return EngineInfo(
-            name="sglang", capacity=self._capacity, max_context=self.server.max_context, vocab_size=model.vocab_size
+            name=self.name, capacity=self._capacity, max_context=self.server.max_context, vocab_size=model.vocab_size
         )
 
     def submit(self, request: GenerationRequest) -> None:

@@ -1,4 +1,4 @@
-"""Whether a server is what the run needs: SGLang of a tested version, a model of this kind, our loader.
+"""Whether a server is what the run needs: of a tested version, a model of this kind, our loader.
 
 Owns: these checks and what each refusal says. Never: changes the server. What it does not tell, its vocabulary and the
 shapes of its tensors, the loader looks at.
@@ -15,12 +15,8 @@ import structlog
 
 from workers.errors import ModelError
 from workers.generation.sglang_http import ServerInfo, SglangClient
-from workers.generation.sglang_order import LOADER
 
 log = structlog.get_logger(__name__)
-
-TESTED_VERSIONS = ("0.5.23",)
-"""Its HTTP interface has changed between minor versions before: another one may work, and is told about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +56,12 @@ async def check_server(client: SglangClient, model: ModelFacts) -> ServerInfo:
             f"{client.url} serves {served.model_path!r} of type {served.model_type!r}, "
             f"the run's model is of type {model.model_type!r}"
         )
-    info = await client.server_info()
-    if info.version not in TESTED_VERSIONS:
-        log.warning("untested SGLang version", version=info.version, tested=TESTED_VERSIONS, url=client.url)
-    if LOADER not in (info.custom_weight_loader or ()):
+    info, kind = await client.server_info(), client.kind
+    if info.version not in kind.tested:
+        log.warning(f"untested {kind.name} version", version=info.version, tested=kind.tested, url=client.url)
+    if kind.loader not in (info.custom_weight_loader or ()):
         raise ModelError(
-            f"{client.url} cannot take new weights: install streamrl beside its SGLang and start it with "
-            f"--custom-weight-loader {LOADER}"
+            f"{client.url} cannot take new weights: install streamrl beside its {kind.name} and start it with "
+            f"{kind.option} {kind.loader}"
         )
     return info

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from workers.errors import ServerAnswerError, ServerUnavailableError
+from workers.generation.sglang_order import LOADER, LoadOrder, outcome_name, to_payload
 
 CALL_S = 10.0
 """For what the server answers from memory."""
@@ -142,8 +144,19 @@ class Loads(Answer, frozen=True, kw_only=True):
     loads: tuple[Load, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """tested: its versions; the interface has changed between minor ones before, so another is told about.  loader: of
+    ours, that it has to have, as ``option`` says.
+    """
+
+    name: str
+    tested: tuple[str, ...]
+    loader: str
+    option: str
+
+
 _encoder = msgspec.json.Encoder()
-_chunks = msgspec.json.Decoder(Chunk)
 
 
 class SglangClient:
@@ -151,6 +164,8 @@ class SglangClient:
 
     connections: samples that run at once.  request_s: limit of one sample.
     """
+
+    kind = ServerKind(name="SGLang", tested=("0.5.23",), loader=LOADER, option="--custom-weight-loader")
 
     def __init__(self, url: str, *, connections: int, request_s: float) -> None:
         self.url = url.rstrip("/")
@@ -188,22 +203,24 @@ class SglangClient:
     async def generate(self, body: GenerateBody) -> AsyncGenerator[Chunk, None]:
         """The chunks of one sample; the last one has a finish_reason. Raises also when the stream ends before it."""
         finished = False
-        async with self._request("POST", "/generate", _encoder.encode(body), self._request_s) as response:
-            async for event in _events(response):
-                chunk = self._chunk(event)
+        path, data = self._samples(body)
+        async with self._request("POST", path, data, self._request_s) as response:
+            async for chunk in self._told(_events(response)):
+                if chunk.error is not None:
+                    raise ServerAnswerError(self.url, chunk.error.code, chunk.error.message)
                 finished = finished or (chunk.meta_info is not None and chunk.meta_info.finish_reason is not None)
                 yield chunk
         if not finished:
             raise ServerUnavailableError(self.url, "its answer ended before the sample did")
 
-    def _chunk(self, line: bytes) -> Chunk:
-        try:
-            chunk = _chunks.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ServerAnswerError(self.url, 0, f"{error}: {_shown(line)}") from error
-        if chunk.error is not None:
-            raise ServerAnswerError(self.url, chunk.error.code, chunk.error.message)
-        return chunk
+    def _samples(self, body: GenerateBody) -> tuple[str, bytes]:
+        """Where to ask for a sample, and how."""
+        return "/generate", _encoder.encode(body)
+
+    async def _told(self, events: AsyncIterator[bytes]) -> AsyncGenerator[Chunk, None]:
+        """What the events say."""
+        async for event in events:
+            yield self._read(Chunk, event)
 
     async def abort(self, rid: str) -> None:
         """Stop one sample: its stream ends with what it has. The server stops every rid that begins with ``rid``."""
@@ -224,22 +241,22 @@ class SglangClient:
     async def end_update(self) -> None:
         await self._call("POST", "/end_weight_update", {}, UPDATE_S)
 
-    async def update(self, payload: str, loader: str, ranks: int, label: str | None) -> None:
-        """Have ``loader`` run in each of its ``ranks`` processes. label: of tokens from then on, whatever the loader
-        did; None: as before.
+    async def update(self, order: LoadOrder, ranks: int, label: str | None) -> None:
+        """Have the loader carry out ``order`` in each of its ``ranks`` processes. label: of tokens from then on,
+        whatever the loader did; None: as before.
         """
         body = {
-            "serialized_named_tensors": [payload] * ranks,
-            "load_format": loader,
+            "serialized_named_tensors": [to_payload(order)] * ranks,
+            "load_format": LOADER,
             "flush_cache": False,  # refused while samples run; the cache is divided by extra_key
             "abort_all_requests": False,
             "weight_version": label,
         }
         await self._call("POST", "/update_weights_from_tensor", body, UPDATE_S)
 
-    async def outcome(self, name: str) -> bytes:
-        """What the loader left to be asked for under ``name`` (sglang_loader.py)."""
-        raw = await self._call("POST", "/get_weights_by_name", {"name": name, "truncate_size": 1})
+    async def outcome(self, number: int) -> bytes:
+        """What the loader left to be asked for of the order ``number`` (sglang_loader.py)."""
+        raw = await self._call("POST", "/get_weights_by_name", {"name": outcome_name(number), "truncate_size": 1})
         return bytes(self._read(list[int], raw))
 
     async def label(self, version: str) -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from transport.secret import SHARED_SECRET, read_secret
 from workers.errors import WeightsMismatchError
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out the order that is the name of the only tensor. model: SGLang's, on its device."""
     try:
-        outcome = _carry_out(model, from_name(named_tensors[0][0]))
+        order = from_name(named_tensors[0][0])
+        outcome = carry_out(model, order, lambda tensors: model.load_weights(iter(tensors.items())), _processes)
     except Exception:  # no order of ours: whoever gave it finds no outcome
         log.exception("not an order to load weights")
         return
@@ -40,12 +43,19 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     _leave(model, outcome)
 
 
-def _carry_out(model: Any, order: LoadOrder) -> Outcome:
+def carry_out(
+    model: Any, order: LoadOrder, take: Callable[[Mapping[str, torch.Tensor]], object], processes: Callable[[], Any]
+) -> Outcome:
+    """What is the same in any server. take: has ``model`` take tensors.  processes: gloo's group of those that share
+    it, asked for only where there are several.
+    """
+    started_s = time.perf_counter()
     with ExitStack() as stack:
         tensors, failure = _prepare(stack, model, order)
-        if not _all_ready(failure is None):
+        if not _all_ready(failure is None, processes):
             return failure or Outcome(number=order.number, error="another process of the server could not; see its log")
-        return _write(model, order, tensors)
+        outcome = _write(order, tensors, take)
+    return replace(outcome, seconds=time.perf_counter() - started_s)
 
 
 def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[str, torch.Tensor], Outcome | None]:
@@ -73,12 +83,14 @@ def _check_vocabulary(model: Any, order: LoadOrder) -> None:
         )
 
 
-def _write(model: Any, order: LoadOrder, tensors: Mapping[str, torch.Tensor]) -> Outcome:
+def _write(
+    order: LoadOrder, tensors: Mapping[str, torch.Tensor], take: Callable[[Mapping[str, torch.Tensor]], object]
+) -> Outcome:
     """From here on the old weights are gone."""
     try:
         if tensors:
-            model.load_weights(iter(tensors.items()))
-    except Exception as error:  # SGLang's model code may raise anything, and the server would end of it
+            take(tensors)
+    except Exception as error:  # the server's model code may raise anything, and the server would end of it
         log.exception("order %d failed half-way", order.number)
         return Outcome(number=order.number, error=f"{type(error).__name__}: {error}", spoiled=True)
     return Outcome(number=order.number)
@@ -103,15 +115,19 @@ def _expected(model: Any) -> Mapping[str, torch.Tensor]:
     return known
 
 
-def _all_ready(ready: bool) -> bool:
+def _all_ready(ready: bool, processes: Callable[[], Any]) -> bool:
     """Whether every tensor-parallel process of the server is ready: all write, or none does."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return ready
+    flag = torch.tensor([int(ready)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=processes())
+    return bool(flag.item())
+
+
+def _processes() -> Any:
     from sglang.srt.distributed import get_tp_group  # pyright: ignore[reportMissingImports]  only inside the server
 
-    flag = torch.tensor([int(ready)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return bool(flag.item())
+    return get_tp_group().cpu_group
 
 
 def _leave(model: Any, outcome: Outcome) -> None:

@@ -41,12 +41,15 @@ class LoadOrder(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """How an order went. mismatch: the tensors do not fit the model.  spoiled: it failed when some were written."""
+    """How an order went. mismatch: the tensors do not fit the model.  spoiled: it failed when some were written.
+    seconds: that the loader took, from its call to its return.
+    """
 
     number: int
     error: str = ""
     mismatch: bool = False
     spoiled: bool = False
+    seconds: float = 0.0
 
 
 _orders = MessageDecoder(LoadOrder)

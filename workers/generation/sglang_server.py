@@ -13,8 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -39,11 +39,14 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """command: program and its first arguments; ours follow.  arguments: which ours are.  log: where it writes."""
+    """command: program and its first arguments; ours follow.  arguments: which ours are.  log: where it writes.
+    environment: variables beside the worker's own.
+    """
 
     command: Sequence[str]
     arguments: Sequence[str]
     log: Path
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def link_packages(directory: Path) -> Path:
@@ -93,7 +96,7 @@ class ServerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, "PYTHONPATH": path},
+                    env={**os.environ, **settings.environment, "PYTHONPATH": path},
                     start_new_session=True,
                     preexec_fn=_die_with_parent,
                 )

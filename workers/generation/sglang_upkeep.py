@@ -7,8 +7,10 @@ the server is what the run needs and holds the version that was last loaded here
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 
@@ -40,7 +42,7 @@ class SglangSettings:
     directory: the model.  log: where a server of our own writes.  url: of a server elsewhere; empty: our own.
     command: program and first arguments of our own server.  slots: samples at once.  max_context: tokens, 0: the
     model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one
-    sample.
+    sample.  environment: variables that our own server needs.
     """
 
     directory: Path
@@ -54,6 +56,12 @@ class SglangSettings:
     startup_s: float = 300.0
     silence_s: float = 30.0
     request_s: float = 300.0
+    environment: ClassVar[Mapping[str, str]] = {}
+    default_command: ClassVar[tuple[str, ...]] = DEFAULT_COMMAND
+
+    def client(self, url: str) -> SglangClient:
+        """For the server at ``url``."""
+        return SglangClient(url, connections=self.slots, request_s=self.request_s)
 
     def arguments(self) -> list[str]:
         """Of our own server, after ``command``."""
@@ -76,10 +84,15 @@ class ServerUpkeep:
     def __init__(self, settings: SglangSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        launch = LaunchSettings(command=settings.command, arguments=settings.arguments(), log=settings.log)
+        launch = LaunchSettings(
+            command=settings.command,
+            arguments=settings.arguments(),
+            log=settings.log,
+            environment=settings.environment,
+        )
         self.process = None if settings.url else ServerProcess(launch)
         url = self.process.url if self.process else settings.url
-        self.client = SglangClient(url, connections=settings.slots, request_s=settings.request_s)
+        self.client = settings.client(url)
         self.model = ModelFacts(model_type="", vocab_size=0, max_context=0)
         self.info = ServerInfo(version="", max_total_num_tokens=0)
         self.load = Load()

@@ -27,7 +27,7 @@ from transport.tensors.shm import held_address
 from transport.types import WeightIdentity
 from workers.errors import ServerAnswerError, WeightsMismatchError
 from workers.generation.sglang_http import SglangClient
-from workers.generation.sglang_order import LOADER, LoadOrder, Outcome, outcome_name, read_outcome, to_payload
+from workers.generation.sglang_order import LoadOrder, Outcome, read_outcome
 from workers.generation.weights import PulledTensors
 
 if TYPE_CHECKING:
@@ -162,11 +162,11 @@ class OrderDesk:
         client = self._client
         await client.begin_update()
         try:
-            await client.update(to_payload(order), LOADER, self.ranks, label or None)
+            await client.update(order, self.ranks, label or None)
         except BaseException:
             await client.end_update()
             raise
-        told = asyncio.gather(client.outcome(outcome_name(order.number)), client.end_update(), return_exceptions=True)
+        told = asyncio.gather(client.outcome(order.number), client.end_update(), return_exceptions=True)
         raw, ended = await told
         if isinstance(ended, BaseException):
             raise ended
