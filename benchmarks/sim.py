@@ -21,83 +21,53 @@ import msgspec
 
 from benchmarks.dispatch import over_bounds
 from benchmarks.live_error import live_errors
-from orchestrator.core.analytic import DoesNotFitError, decode_cost
-from orchestrator.core.hardware import ASSUMED, H800, Assumptions
+from orchestrator.core.analytic import decode_cost
+from orchestrator.core.hardware import ASSUMED, H800
 from orchestrator.core.llms import QWEN_72B
 from orchestrator.sim.bounds import best_bound, bound
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.experiment import PAPER_RECALL, Pipelined
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, colocated_72b, paper_72b, scenario
+from orchestrator.sim.paper import compare
+from orchestrator.sim.paper_rows import rows
+from orchestrator.sim.paper_settings import colocated, fully_async, in_flight, rolling, split, sync_stream
+from orchestrator.sim.scenarios import PIPELINES, Layout
 from orchestrator.sim.simulate import simulate
+from orchestrator.sim.trials import MOVE
 
 SEEDS = (11, 12, 13)
 BATCHES = 20
 WARM_UP, COOL_DOWN = 4, 2
-PAPER_RECALL = 0.87
-MOVE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A pipeline on a split of the GPUs, and what the paper has for it. oldest: no trained token may be older."""
+    """A pipeline on a split of the GPUs (``sim/paper_settings.py``), and what the paper has for it."""
 
     title: str
-    layout: Layout
-    pipeline: str
-    dispatch: str
+    experiment: Pipelined
     paper: str = "-"
-    recall: float | None = PAPER_RECALL
 
-    def run(self, seed: int, batches: int, assumed: Assumptions = ASSUMED) -> SimulationLog:
-        workload = paper_72b(seed, recall=self.recall, batches=batches)
-        return simulate(self.scenario(workload, batches, assumed))
+    @property
+    def layout(self) -> Layout:
+        return self.experiment.layout
 
-    def scenario(self, workload: Workload, batches: int, assumed: Assumptions = ASSUMED) -> Scenario:
-        return scenario(
-            workload,
-            self.layout,
-            PIPELINES[self.pipeline],
-            iterations=batches,
-            assumed=assumed,
-            dispatch=self.dispatch,
-        )
+    def run(self, seed: int, batches: int) -> SimulationLog:
+        return self.experiment.run(seed, batches, ASSUMED)
 
 
-def split(generation_gpus: int, ranks: int, **changes: int) -> Layout:
-    """128 H800, so many of them for generation."""
-    layout = Layout(generation_gpus=generation_gpus, training_gpus=128 - generation_gpus, ranks=ranks)
-    return replace(layout, **changes)
-
-
-BASELINE = Case(title="colocated", layout=colocated_72b(), pipeline="serial", dispatch="even", paper="1.00")
+BASELINE = Case(title="colocated", experiment=colocated(QWEN_72B), paper="1.00")
 CASES = {
     "colocated_ranked_72b": Case(
-        title="colocated, ranked", layout=colocated_72b(), pipeline="serial", dispatch="scored", paper="1.08"
+        title="colocated, ranked", experiment=colocated(QWEN_72B, dispatch="scored"), paper="1.08"
     ),
-    "sync_stream_72b": Case(
-        title="disaggregated stream, synchronous",
-        layout=split(56, 9, micro_batch_tokens=32_768),
-        pipeline="stream",
-        dispatch="scored",
-        paper="1.23",
-    ),
+    "sync_stream_72b": Case(title="disaggregated stream, synchronous", experiment=sync_stream(QWEN_72B), paper="1.23"),
     "async_paper_72b": Case(
-        title="fully asynchronous, the paper's dispatch",
-        layout=split(48, 5),
-        pipeline="fully_async",
-        dispatch="two_class_max",
-        paper="1.48",
+        title="fully asynchronous, the paper's dispatch", experiment=fully_async(QWEN_72B), paper="1.48"
     ),
-    "async_best_72b": Case(
-        title="in flight, at most one version old", layout=split(40, 11), pipeline="in_flight", dispatch="paced"
-    ),
-    "async_mean1_72b": Case(
-        title="rolling, at most two versions old",
-        layout=split(40, 11, micro_batch_tokens=131_072),
-        pipeline="rolling_2",
-        dispatch="paced",
-    ),
+    "async_best_72b": Case(title="in flight, at most one version old", experiment=in_flight()),
+    "async_mean1_72b": Case(title="rolling, at most two versions old", experiment=rolling()),
 }
+SPLITS = [split(QWEN_72B, generation_gpus) for generation_gpus in (24, 32, 40, 48, 56, 64)]
 
 
 def iteration_s(log: SimulationLog) -> float:
@@ -113,7 +83,7 @@ def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
     print(
         f"{BASELINE.title}: {fmean(base.values()):.0f} s an iteration; bound of its stages one after the other ", end=""
     )
-    serial = bound(paper_72b(seeds[0], batches=batches), BASELINE.layout)
+    serial = bound(BASELINE.experiment.workload(seeds[0], batches), BASELINE.layout)
     print(f"{max(serial.generation_s, serial.longest_s) + serial.training_s:.0f} s")
     figures: dict[str, float] = {}
     for name, case in CASES.items():
@@ -126,8 +96,8 @@ def report(seeds: Sequence[int], batches: int) -> dict[str, float]:
 
 def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], base: dict[int, float]) -> str:
     seed, log = next(iter(logs.items()))
-    staleness = PIPELINES[case.pipeline].max_staleness
-    workload = paper_72b(seed, batches=len(log.published_s))
+    staleness = PIPELINES[case.experiment.pipeline].max_staleness
+    workload = case.experiment.workload(seed, len(log.published_s))
     own_s = bound(workload, replace(case.layout, slots=100_000)).iteration_s(staleness)
     best_s, best_layout = best_bound(workload, SPLITS, staleness)
     text = f"{fmean(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), paper {case.paper}; {case.title}; "
@@ -142,32 +112,19 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
     )
 
 
-SPLITS = [split(24, 13), split(32, 12), split(40, 11), split(48, 10), split(56, 9), split(64, 4)]
-
-
 # -- what it rests on
 
 
-def sensitivity(batches: int, seed: int) -> None:
+def sensitivity(seed: int) -> None:
     """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what."""
-    found: dict[str, list[tuple[float, str]]] = {name: [] for name in CASES}
-    for field in msgspec.structs.fields(Assumptions):
-        for factor in (1 - MOVE, 1 + MOVE):
-            value = min(
-                getattr(ASSUMED, field.name) * factor, 1.0 if field.name.endswith("efficiency") else float("inf")
-            )
-            moved = msgspec.structs.replace(ASSUMED, **{field.name: value})
-            base_s = iteration_s(BASELINE.run(seed, batches, moved))
-            for name, case in CASES.items():
-                try:
-                    ratio = base_s / iteration_s(case.run(seed, batches, moved))
-                except DoesNotFitError as error:
-                    print(f"{name} with {field.name} x {factor:.1f}: {error}")
-                else:
-                    found[name].append((ratio, f"{field.name} x {factor:.1f}"))
-    for name, ratios in found.items():
-        (worst, low), (best, high) = min(ratios), max(ratios)
-        print(f"{name} when one constant moves by {MOVE:.0%}: {worst:.3f} ({low}) to {best:.3f} ({high})")
+    headlines = [row for row in rows() if row.key.startswith("table3")]
+    for one in compare(headlines, seeds=(seed,), iterations=9, sensitivity=True, jobs=2):
+        swing = one.swing
+        assert swing is not None
+        print(
+            f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {swing.worst:.3f} "
+            f"({swing.worst_by}) to {swing.best:.3f} ({swing.best_by}); does not fit: {', '.join(swing.refused) or '-'}"
+        )
 
 
 # -- speed
@@ -177,7 +134,7 @@ def speed() -> tuple[float, float]:
     """(actions of the heap and events of the core per CPU second, without planning; CPU seconds of 20 iterations on 128
     GPUs, with it), the best of three."""
     case = CASES["async_best_72b"]
-    prepared = case.scenario(paper_72b(0, batches=20), 20)
+    prepared = case.experiment.scenario(0, BATCHES, ASSUMED)
     log, run_s = _timed(lambda: simulate(prepared))
     without_planning = replace(prepared, core=msgspec.structs.replace(prepared.core, dispatch="least_loaded"))
     plain, plain_s = _timed(lambda: simulate(without_planning))
@@ -206,7 +163,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     figures |= report(SEEDS[:1] if quick else SEEDS, 9 if quick else BATCHES)
     if not quick:
-        sensitivity(9, SEEDS[0])
+        sensitivity(SEEDS[0])
     cost = decode_cost(QWEN_72B, H800, 8)
     for key, recall in (("generation_over_bound", PAPER_RECALL), ("generation_over_bound_oracle", None)):
         physical, reachable = over_bounds(cost, SEEDS, recall)["scored"]

@@ -196,7 +196,7 @@ class Decoding:
 
     def _youngest(self) -> tuple[int, int, Sample]:
         """The running sample with the fewest tokens to prefill again: the cheapest to lose."""
-        return min(self.running, key=lambda entry: (entry[2].context - entry[2].start_step, -entry[1]))
+        return min(self.running, key=_tokens_to_lose)
 
     def _retract(self, entry: tuple[int, int, Sample]) -> None:
         """It gives up its cache and waits again; its tokens stay. Source: SGLang's retraction."""
@@ -205,6 +205,12 @@ class Decoding:
         self._leave(entry[2])
         heapq.heappush(self.waiting, (-entry[2].plan.priority, entry[1], entry[2]))
         self.num_retracted += 1
+
+
+def _tokens_to_lose(entry: tuple[int, int, Sample]) -> tuple[int, int]:
+    """What would be prefilled again, but for the steps done so far, which all share; of equal ones the later."""
+    sample = entry[2]
+    return sample.prompt_tokens + sample.generated - sample.start_step, -entry[1]
 
 
 def _is_of(sample: Sample, group_id: GroupId, attempt: int) -> bool:

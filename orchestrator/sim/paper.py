@@ -15,7 +15,7 @@ from orchestrator.sim.experiment import Experiment
 from orchestrator.sim.paper_rows import Cell, Row
 from orchestrator.sim.trials import Progress, Results, Trial, moves, run_trials
 
-SHORT = 7
+SHORT = 5
 """Iterations of a moved trial: both sides of its change are as short, so that what they lack cancels."""
 
 

@@ -15,7 +15,7 @@ from orchestrator.core.hardware import ASSUMED, H800, Assumptions, Gpu
 from orchestrator.core.llms import QWEN_72B, Llm
 from orchestrator.core.settings import CoreSettings
 from orchestrator.sim.engine import Scenario
-from orchestrator.sim.lengths import RecordedLengths, long_tailed
+from orchestrator.sim.lengths import RecordedLengths
 from orchestrator.sim.models import CostModel
 from transport.types import UpdateMode
 
@@ -147,13 +147,3 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
         return costs
     switch = switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed)
     return replace(costs, switch_s=switch)
-
-
-def paper_72b(seed: int = 0, *, recall: float | None = 0.87, batches: int = 20) -> Workload:
-    """StreamRL's Table 3: the 72B model on the 20K data set, batches of 1024, ranked by the paper's 7B ranker."""
-    return Workload(lengths=long_tailed(1024 * batches, seed=seed, recall=recall))
-
-
-def colocated_72b(gpus: int = 128) -> Layout:
-    """The same GPUs for both stages, in turn."""
-    return Layout(generation_gpus=gpus, training_gpus=gpus, colocated=True)

@@ -13,7 +13,7 @@ from orchestrator.core.llms import QWEN_7B
 from orchestrator.sim.bounds import best_bound, bound
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, colocated_72b, scenario
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from orchestrator.sim.simulate import simulate
 from transport.messages import TrainRound
 
@@ -43,7 +43,7 @@ def test_the_papers_order_of_pipelines_holds():
 
 
 def test_colocated_gpus_pay_for_switching_and_work_in_turn():
-    layout = replace(colocated_72b(32), ranks=1)
+    layout = Layout(generation_gpus=32, training_gpus=32, colocated=True, ranks=1)
     free = msgspec.structs.replace(ASSUMED, switch_s=0.0, host_efficiency=1e9)
     paid, unpaid = (run("serial", layout, trace=True, assumed=assumed) for assumed in (ASSUMED, free))
     assert paid.published_s[-1] - unpaid.published_s[-1] == pytest.approx(
