@@ -10,7 +10,7 @@ TESTS ?= tests
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test test-chaos test-sglang compose-test check fmt bench setup clean
+.PHONY: help run test test-chaos test-sglang test-vllm compose-test check fmt bench setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
 
 test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR
 	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)
+
+test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
+	@$(BIN)/python -m pytest tests/integration/test_vllm.py $(ARGS)
 
 compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
 	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/compose $(ARGS)

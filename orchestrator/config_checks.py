@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transport.settings import Settings
+from transport.settings import SERVER_ENGINES, Settings
 from transport.tensors.endpoint import parse_ports
 
 
@@ -228,8 +228,8 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
     ),
     (
         ("generation.engine_url", "generation.engine"),
-        lambda s: not s.generation.engine_url or s.generation.engine == "sglang",
-        'needs generation.engine "sglang"',
+        lambda s: not s.generation.engine_url or s.generation.engine in SERVER_ENGINES,
+        'needs generation.engine "sglang" or "vllm"',
     ),
     (
         ("generation.workers", "generation.engine_url"),
@@ -238,8 +238,15 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
     ),
     (
         ("generation.server_command", "generation.engine"),
-        lambda s: s.generation.engine == "sglang" or not (s.generation.server_command or s.generation.server_args),
-        'and generation.server_args need generation.engine "sglang"',
+        lambda s: (
+            s.generation.engine in SERVER_ENGINES or not (s.generation.server_command or s.generation.server_args)
+        ),
+        'and generation.server_args need generation.engine "sglang" or "vllm"',
+    ),
+    (
+        ("sampling.top_p", "sampling.top_k"),
+        lambda s: s.generation.engine != "vllm" or (s.sampling.top_p == 1 and s.sampling.top_k == 0),
+        'must be 1 and 0 with generation.engine "vllm", whose logprobs are of what they leave over',
     ),
     (
         ("generation.server_command", "generation.engine_url"),

@@ -65,14 +65,18 @@ class SamplingSettings(Section, frozen=True, kw_only=True):
     top_k: int = 0  # 0: off
 
 
+SERVER_ENGINES = ("sglang", "vllm")
+"""Engines that are servers, started by a worker or running elsewhere."""
+
+
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers."""
 
-    engine: Literal["embedded", "sglang", "replay"] = "embedded"  # replay: timed emulation, see the section replay
-    engine_url: str = ""  # sglang: a server that runs elsewhere; empty: every worker starts one of its own
-    server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang; empty: of this Python
-    server_args: list[str] = msgspec.field(default_factory=list[str])  # sglang: more arguments, e.g. ["--tp-size", "2"]
-    server_silence_s: float = 30.0  # sglang: a server that says nothing for so long hangs, and is started again
+    engine: Literal["embedded", "sglang", "vllm", "replay"] = "embedded"  # replay: emulated, see the section replay
+    engine_url: str = ""  # sglang, vllm: a server that runs elsewhere; empty: every worker starts one of its own
+    server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
+    server_args: list[str] = msgspec.field(default_factory=list[str])  # of that server, e.g. ["--tp-size", "2"]
+    server_silence_s: float = 30.0  # a server that says nothing for so long hangs, and is started again
     workers: int = 1  # at the start
     min_workers: int = 0  # fewer are never left when lengths shrink; 0: as many as workers
     max_workers: int = 0  # more are never started when lengths grow; 0: as many as workers

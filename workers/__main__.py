@@ -98,10 +98,10 @@ def generate(
     outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
     engine_url: Annotated[
-        str, typer.Option("--engine-url", help="SGLang server to use, http://host:port  [one of this worker's own]")
+        str, typer.Option("--engine-url", help="SGLang or vLLM server to use, http://host:port  [its own]")
     ] = "",
     server_command: Annotated[
-        str, typer.Option("--server-command", help="how to start SGLang  [python -m sglang.launch_server]")
+        str, typer.Option("--server-command", help="how to start SGLang or vLLM  [that of this Python]")
     ] = "",
     server_args: Annotated[str, typer.Option("--server-args", help="more arguments for that server")] = "",
 ) -> None:

@@ -18,7 +18,7 @@ from transport.clock import MonotonicClock
 from transport.files import writing
 from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
-from transport.settings import Settings, TensorSettings
+from transport.settings import SERVER_ENGINES, Settings, TensorSettings
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.types import WeightIdentity, WorkerId
 from workers.errors import ModelError, ModelMismatchError
@@ -74,7 +74,7 @@ def _prepare(path: str, trust_remote_code: bool) -> Path:
 class ServerChoice:
     """Which inference server a worker uses: this machine's decision, as it names a program to run.
 
-    url: of one that runs elsewhere.  command, args: of one of its own; empty: this Python's SGLang.
+    url: of one that runs elsewhere.  command, args: of one of its own; empty: of this Python.
     """
 
     url: str = ""
@@ -100,9 +100,9 @@ def generation_worker(
         from workers.generation.worker import GenerationWorker
 
         clock = MonotonicClock()
-        if settings.generation.engine == "sglang":
-            log_path = run_dir / "logs" / f"sglang-{worker_id.partition('.')[0]}.log"
-            engine = sglang_engine(settings, model_dir, log_path, trust_remote_code, server)
+        if settings.generation.engine in SERVER_ENGINES:
+            log_path = run_dir / "logs" / f"{settings.generation.engine}-{worker_id.partition('.')[0]}.log"
+            engine = server_engine(settings, model_dir, log_path, trust_remote_code, server)
         else:
             engine = _embedded_engine(settings, model_dir, trust_remote_code)
         stops = stop_token_ids(model_dir)
@@ -121,20 +121,23 @@ def _embedded_engine(settings: Settings, model_dir: Path, trust_remote_code: boo
     return EmbeddedEngine(made_of, MonotonicClock())
 
 
-def sglang_engine(
+def server_engine(
     settings: Settings, model_dir: Path, log_path: Path, trust_remote_code: bool, server: ServerChoice
 ) -> GenerationEngine:
     """An engine that speaks to the server of ``server``. log_path: of a server of its own."""
-    from workers.generation.sglang import SglangEngine
-    from workers.generation.sglang_server import DEFAULT_COMMAND
-    from workers.generation.sglang_upkeep import SglangSettings
-
     generation = settings.generation
-    made_of = SglangSettings(
+    if generation.engine == "vllm":
+        from workers.generation.vllm import VllmEngine as Engine
+        from workers.generation.vllm import VllmSettings as EngineSettings
+    else:
+        from workers.generation.sglang import SglangEngine as Engine
+        from workers.generation.sglang_upkeep import SglangSettings as EngineSettings
+
+    made_of = EngineSettings(
         directory=model_dir,
         log=log_path,
         url=server.url,
-        command=(*(server.command or DEFAULT_COMMAND), *server.args),
+        command=(*(server.command or EngineSettings.default_command), *server.args),
         slots=generation.slots,
         dtype=generation.dtype,
         max_context=generation.max_context,
@@ -143,7 +146,7 @@ def sglang_engine(
         silence_s=generation.server_silence_s,
         request_s=settings.pipeline.rollout_timeout_s,
     )
-    return SglangEngine(made_of, MonotonicClock())
+    return Engine(made_of, MonotonicClock())
 
 
 def _forced_lengths(settings: Settings) -> ForcedLengths | None:

@@ -247,7 +247,8 @@ def test_out_of_range(argument: str, message: str):
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
-        (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang"'),
+        (["generation.engine_url=http://h:1"], 'needs generation.engine "sglang" or "vllm"'),
+        (["generation.engine=vllm", "sampling.top_p=0.9"], 'must be 1 and 0 with generation.engine "vllm"'),
         (['generation.server_command=["x"]'], 'generation.server_args need generation.engine "sglang"'),
         (
             ["generation.engine=sglang", "generation.engine_url=http://h:1", 'generation.server_command=["x"]'],
