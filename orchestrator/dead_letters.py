@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.inspect import find_run, open_run_broker
-from orchestrator.runtime.live import printable
+from orchestrator.printable import printable
 from transport.broker.base import Broker, DeadLetter, parse_entry_id
 from transport.broker.lua import MAX_DEAD_LETTERS
 from transport.types import Column, GroupId

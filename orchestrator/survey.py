@@ -15,7 +15,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runtime.live import blocked_line, printable, ranker_line, scaling_line
+from orchestrator.printable import printable
+from orchestrator.runtime.live import blocked_line, ranker_line, scaling_line
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id
 from transport.errors import MessageError

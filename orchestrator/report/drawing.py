@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.live import printable
+from orchestrator.printable import printable
 
 FONT_SIZE = 12
 PNG_SCALE = 2

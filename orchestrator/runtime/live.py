@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.printable import printable
+
 QUEUES_SHOWN = 6
 
 
@@ -214,8 +216,3 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             str(worker["weights"]),
         )
     return table
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters other than newline: model output may carry terminal escapes."""
-    return "".join(char for char in text if char == "\n" or (char.isprintable()))

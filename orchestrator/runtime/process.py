@@ -76,17 +76,27 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
     settings = resolved.settings
     name = RunName(settings.run.name)
     broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
-    await broker.close()  # it answers: worth a directory and a model
     reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+    await broker.close()  # it answers: worth a directory and a model
     rundir = RunDir(Path(settings.run.dir) / name)
     rundir.claim(render(resolved), resume=resume)
     try:
         model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, say)
         say(f"run {name} in {rundir.path}; workers join with")
-        say(f"  streamrl-worker generate|score|train --broker {without_password(settings.broker.url)[0]} --run {name}")
+        for line in join_commands(settings):
+            say(f"  {line}")
         return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen)
     finally:
         rundir.unlock()
+
+
+def join_commands(settings: Settings) -> list[str]:
+    """What to type, on any host, for each kind of worker that the run needs."""
+    serves_only = settings.trainer.engine == "none"
+    reward = f" --reward {settings.scoring.reward}" if settings.scoring.reward else ""
+    kinds = ["publish", "generate"] if serves_only else ["generate", f"score{reward}", "train"]
+    where = f"--broker {without_password(settings.broker.url)[0]} --run {settings.run.name}"
+    return [f"streamrl-worker {kind} {where}" for kind in kinds]
 
 
 def say(line: str) -> None:

@@ -112,7 +112,7 @@ def test_help_tells_the_exit_codes(tmp_path: Path):
     done = cli("run", "--help", cwd=tmp_path)
     assert done.returncode == 0
     words = " ".join(done.stdout.split())
-    for code in ("0 finished", "1 failed", "2 bad configuration", "3 stalled", "130 interrupted"):
+    for code in ("0 finished", "1 failed", "2 bad configuration", "3 stalled", "5 the disk", "130 interrupted"):
         assert code in words
 
 

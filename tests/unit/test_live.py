@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from orchestrator.core.settings import CoreSettings
-from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line, printable
+from orchestrator.printable import printable
+from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import RankerJudged
 

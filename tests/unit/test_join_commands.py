@@ -1,0 +1,25 @@
+"""What `serve` tells people to type."""
+
+from __future__ import annotations
+
+import msgspec
+
+from orchestrator.runtime.process import join_commands
+from transport.settings import BrokerSettings, RunSettings, ScoringSettings, Settings, TrainerSettings
+
+SETTINGS = Settings(run=RunSettings(name="mine"), broker=BrokerSettings(url="redis://user:secret@host:6379"))
+WHERE = "--broker redis://user@host:6379 --run mine"
+
+
+def test_each_kind_of_worker_has_a_line_without_the_password():
+    assert join_commands(SETTINGS) == [f"streamrl-worker {kind} {WHERE}" for kind in ("generate", "score", "train")]
+
+
+def test_a_reward_of_the_users_is_named_to_the_worker_that_runs_it():
+    settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine.rewards:exact"))
+    assert join_commands(settings)[1] == f"streamrl-worker score --reward mine.rewards:exact {WHERE}"
+
+
+def test_a_service_has_a_publisher_and_neither_scoring_nor_training():
+    settings = msgspec.structs.replace(SETTINGS, trainer=TrainerSettings(engine="none"))
+    assert join_commands(settings) == [f"streamrl-worker publish {WHERE}", f"streamrl-worker generate {WHERE}"]
