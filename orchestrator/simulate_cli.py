@@ -39,10 +39,13 @@ FEWEST_ITERATIONS = 3
 
 def simulate(
     paper: Annotated[
-        bool, typer.Option("--paper", help="StreamRL's and AsyncFlow's results beside ours; minutes on two cores.")
+        bool,
+        typer.Option(
+            "--paper", help="StreamRL's and AsyncFlow's results beside ours; a quarter of an hour or more on two cores."
+        ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; a minute.")
+        bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; minutes.")
     ] = False,
     model: Annotated[str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json.")] = "Qwen2.5-72B",
     generate: Annotated[
