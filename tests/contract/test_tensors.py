@@ -22,12 +22,13 @@ from transport.errors import (
     StreamError,
 )
 from transport.messages import encode
-from transport.tensors.address import parse_address, reader_for
+from transport.tensors.address import parse_address
 from transport.tensors.base import Deadline, SegmentStore
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.tensors.inproc import InprocStore
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import ShmStore, sweep_stale
+from transport.tensors.sources import reader_for
 from transport.tensors.tcp import RangeFollows, ServedStore, TcpReader
 from transport.tensors.wire import Channel, Hello, Proof
 from transport.types import PROTOCOL_VERSION

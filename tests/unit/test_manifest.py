@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from transport.errors import ChecksumError, MessageError
 from transport.messages import TensorSpec, WeightManifest
-from transport.tensors.address import choose_sources, host_id, parse_address, process_token
+from transport.tensors.address import host_id, parse_address, process_token
 from transport.tensors.manifest import (
     ALIGNMENT_BYTES,
     check_manifest,
@@ -18,6 +18,7 @@ from transport.tensors.manifest import (
     verify_tensors,
     with_checksums,
 )
+from transport.tensors.sources import choose_sources
 from transport.types import WeightIdentity
 
 

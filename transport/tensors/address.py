@@ -1,39 +1,28 @@
-"""Addresses of segments, and which backend reads them from here.
+"""Addresses of segments, and the names of this host and process in them.
 
     shm://<host id>/<absolute path>     a file that readers on that host map
     tcp://<host>:<port>/<segment>       a server that sends it
     inproc://<process token>/<segment>  the same process
 
-A backend is imported when an address first needs it. Owns: syntax and choice. Never: bytes. Invariant: an address that
-cannot be reached from here (another host's memory, another machine's loopback) is never tried.
+Owns: their syntax. Never: which of several is read (``sources.py``), nor bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import ipaddress
 import os
 import socket
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from transport.errors import MessageError
 
-if TYPE_CHECKING:
-    from transport.tensors.base import SegmentReader
-
-BACKENDS = {
-    "shm": "transport.tensors.shm",
-    "inproc": "transport.tensors.inproc",
-    "tcp": "transport.tensors.tcp",
-}
-"""Scheme to module, the cheapest first. A module offers ``reader(secret: bytes) -> SegmentReader``."""
+SCHEMES = ("shm", "inproc", "tcp")
+"""The cheapest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +46,8 @@ def parse_address(text: str) -> Address:
         port = parts.port or 0
     except ValueError as error:
         raise MessageError(f"{text!r} is not an address: {error}") from error
-    if parts.scheme not in BACKENDS:
-        schemes = ", ".join(f"{scheme}://" for scheme in BACKENDS)
+    if parts.scheme not in SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise MessageError(f"{text!r} has no known scheme; valid are {schemes}")
     path = parts.path.removeprefix("/")
     if not parts.hostname or not path or (parts.scheme == "tcp") != bool(port):
@@ -93,33 +82,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def reachable_from_here(address: Address, publisher_host: str) -> bool:
-    """Whether bytes published on host id ``publisher_host`` can be read here through ``address``."""
-    match address.scheme:
-        case "shm":
-            return address.place == host_id()
-        case "inproc":
-            return address.place == process_token()
-        case _:
-            return publisher_host == host_id() or not is_loopback(address.place)
-
-
-def choose_sources(sources: Sequence[str], publisher_host: str) -> list[Address]:
-    """The sources that can be read from here, cheapest first.
-
-    A scheme that this version does not know is left out (a newer publisher may offer it), unless nothing else is
-    there: then MessageError names the valid ones.
-    """
-    known = [source for source in sources if urlsplit(source).scheme in BACKENDS]
-    addresses = [parse_address(source) for source in known or sources]
-    order = list(BACKENDS)
-    usable = [address for address in addresses if reachable_from_here(address, publisher_host)]
-    return sorted(usable, key=lambda address: order.index(address.scheme))
-
-
-def reader_for(address: Address, secret: bytes) -> SegmentReader:
-    """The backend that reads ``address``, imported on first use."""
-    module = importlib.import_module(BACKENDS[address.scheme])
-    return module.reader(secret)
