@@ -70,6 +70,13 @@ Index = Annotated[
 Gpus = Annotated[
     str, typer.Option("--gpus", help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
 ]
+Listen = Annotated[str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")]
+Advertise = Annotated[
+    str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
+]
+Ports = Annotated[
+    str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
@@ -146,15 +153,9 @@ def train(
     model_dir: ModelDirectory = None,
     index: Rank = 0,
     gpus: Gpus = "",
-    listen: Annotated[
-        str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")
-    ] = "",
-    advertise: Annotated[
-        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
-    ] = "",
-    ports: Annotated[
-        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
-    ] = "",
+    listen: Listen = "",
+    advertise: Advertise = "",
+    ports: Ports = "",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
@@ -164,7 +165,7 @@ def train(
 
     take_gpu(gpus)
     home, secret = run_dir or own_directory(run), _shared_secret()
-    own = {"host": listen, "advertise": advertise, "ports": _checked_ports(ports)}
+    own = _own_address(listen, advertise, ports)
     build = with_model(
         model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code, own, secret)
     )
@@ -184,15 +185,9 @@ def publish(
             "--weights-dir", help="where POST /update may take checkpoints from, on this machine  [no paths are taken]"
         ),
     ] = None,
-    listen: Annotated[
-        str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")
-    ] = "",
-    advertise: Annotated[
-        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
-    ] = "",
-    ports: Annotated[
-        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
-    ] = "",
+    listen: Listen = "",
+    advertise: Advertise = "",
+    ports: Ports = "",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
 ) -> None:
@@ -200,7 +195,7 @@ def publish(
     from workers.build import publishing_worker, with_model
 
     home, secret = run_dir or own_directory(run), _shared_secret()
-    own = {"host": listen, "advertise": advertise, "ports": _checked_ports(ports)}
+    own = _own_address(listen, advertise, ports)
     build = with_model(model_dir, False, lambda model: publishing_worker(home, model, weights_dir, own, secret))
     _serve(WorkerKind.PUBLISH, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
@@ -258,12 +253,13 @@ def _number(index: str) -> int | None:
     return None if index == "auto" else int(index)
 
 
-def _checked_ports(ports: str) -> str:
+def _own_address(listen: str, advertise: str, ports: str) -> dict[str, str]:
+    """Settings of the section tensors that this machine overrides, where they are not empty."""
     try:
         parse_ports(ports)
     except ValueError as error:
         raise typer.BadParameter(f"--ports: {error}") from error
-    return ports
+    return {"host": listen, "advertise": advertise, "ports": ports}
 
 
 def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
