@@ -45,28 +45,30 @@ app.command(
 )(simulate)
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}. [{DEFAULT_PRESET} without --config]"),
+]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
+]
+RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
 
 
 @app.command(help=f"Train: start every process of a run on this machine and see it through.\n\n{EXIT_CODES}")
 def run(
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Start from a preset: {', '.join(config.preset_names())}. [{DEFAULT_PRESET} without --config]"
-        ),
-    ] = None,
-    config_file: Annotated[
-        list[Path] | None,
-        typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
-    ] = None,
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the run: --set run.name=NAME. [the preset's, numbered when it is taken]")
     ] = None,
-    directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
+    directory: RunsDirectory = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
     ] = False,
@@ -80,12 +82,11 @@ def run(
     if resume:
         resolved = resolve_resumed(preset, files, overrides)
     else:
-        chosen = preset or (None if files else DEFAULT_PRESET)
-        resolved = config.resolve(chosen, files, overrides, os.environ)
+        resolved = _resolve(preset, files, overrides)
         named = resolved.settings.run.name
         free = next_free_name(Path(resolved.settings.run.dir), named)
         if free != named and not config.is_chosen(resolved, "run.name"):
-            resolved = config.resolve(chosen, files, [*overrides, f"run.name={free}"], os.environ)
+            resolved = _resolve(preset, files, [*overrides, f"run.name={free}"])
     if dry_run:
         typer.echo(config.render(resolved), nl=False)
         return
@@ -99,6 +100,11 @@ def run(
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 
+def _resolve(preset: str | None, files: list[Path], overrides: list[str]) -> config.Resolved:
+    """What the arguments of a command say. Raises ConfigError."""
+    return config.resolve(preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
+
+
 def _shorthand(key: str, value: str | None) -> list[str]:
     return [] if value is None else [f"{key}={value}"]
 
@@ -110,7 +116,7 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
     given; its own config.toml comes first.
     """
     of_run = [argument for argument in overrides if argument.startswith("run.")]
-    asked = config.resolve(preset or (None if files else DEFAULT_PRESET), files, of_run, os.environ)
+    asked = _resolve(preset, files, of_run)
     directory, name = Path(asked.settings.run.dir), asked.settings.run.name
     if not config.is_chosen(asked, "run.name"):
         name = newest_name(directory, name)
@@ -231,17 +237,12 @@ def set_(
     "and the number of workers (`run --config`), for `simulate` and `plan`. Settings as for `run` say which."
 )
 def profile(
-    preset: Annotated[
-        str | None, typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}.")
-    ] = None,
-    config_file: Annotated[list[Path] | None, typer.Option("--config", help="TOML file, as for `run`.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, as for `run`.")
-    ] = None,
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
     out: Annotated[Path, typer.Option(help="Files to write, without their endings .json and .toml.")] = Path("profile"),
 ) -> None:
-    chosen = preset or (None if config_file else DEFAULT_PRESET)
-    resolved = config.resolve(chosen, config_file or [], override or [], os.environ)
+    resolved = _resolve(preset, config_file or [], override or [])
     from orchestrator import profile_cli
 
     raise typer.Exit(profile_cli.main(resolved.settings, out))
@@ -262,14 +263,10 @@ def replay(run_dir: RunDirectory) -> None:
 def serve(
     broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run. [the preset's]")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}.")
-    ] = None,
-    config_file: Annotated[list[Path] | None, typer.Option("--config", help="TOML file, as for `run`.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, as for `run`.")
-    ] = None,
-    directory: Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")] = None,
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
+    directory: RunsDirectory = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
     or_resume: Annotated[
         bool,
@@ -286,12 +283,11 @@ def serve(
     if run_dir is not None:
         _serve_child(broker, run_name, run_dir, model_dir)
     named = [*_shorthand("run.name", run_name), *_shorthand("run.dir", directory), f"broker.url={broker}"]
-    overrides = [*(override or []), *named]
-    chosen = preset or (None if config_file else DEFAULT_PRESET)
-    resolved = config.resolve(chosen, config_file or [], overrides, os.environ)
+    files, overrides = config_file or [], [*(override or []), *named]
+    resolved = _resolve(preset, files, overrides)
     there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
     if resume or there:
-        resolved = resolve_resumed(preset, config_file or [], overrides)
+        resolved = resolve_resumed(preset, files, overrides)
     from orchestrator.runtime import process
 
     raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
