@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,7 +61,7 @@ from transport.broker.base import Broker, Commit, Fence
 from transport.clock import Clock, MonotonicClock
 from transport.errors import FencedError, RunExistsError
 from transport.ledger import checkpoint_dirs
-from transport.messages import Event, FinishRun, RunResumed, SlotOutcome, encode
+from transport.messages import FinishRun, RunResumed, SlotOutcome, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.rows import BrokerRows
 from transport.settings import Settings, public
@@ -109,7 +108,9 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     if ranking is not None:
         ranking.introduce(inbox)
     service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
-    on_events = service.on_events if service is not None else ignore
+    keeper = SampleKeeper(run_dir / SAMPLES)
+    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
+    on_events = service.on_events if service is not None else samples.on_events
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, Trimmer(broker), on_events)
 
     async def restore() -> None:
@@ -125,8 +126,6 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
 
     board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
-    keeper = SampleKeeper(run_dir / SAMPLES)
-    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
     look_back = LookBack(membership, metrics, samples, clock)
     ended.heed_signals()
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
@@ -151,6 +150,8 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
             group.create_task(watchdog.watch(state), name="watchdog"),
             group.create_task(look_back.watch(), name="look back"),
         ]
+        if service is None:
+            loops.append(group.create_task(samples.watch(), name="samples"))
         if ranking is not None:
             loops.append(group.create_task(ranking.judge(inbox), name="judge ranker"))
             if settings.ranker.kind == "text":
@@ -194,10 +195,6 @@ async def open_service(
     """The service of a run that trains nothing."""
     detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
     return Service(settings, state, broker, BrokerRows(broker), inbox, spool, detokenize)
-
-
-def ignore(_: Sequence[Event]) -> None:
-    """Nobody listens."""
 
 
 async def flush(decider: Decider) -> None:

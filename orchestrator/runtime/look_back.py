@@ -25,10 +25,10 @@ from transport.clock import Clock
 
 LOOK_S = 0.5
 """A cell of a lane is looked at twice."""
-SAMPLES_EVERY = 4
-"""Looks between two samples that are fetched: people do not read faster."""
+LOOKS_A_BUBBLE = 4
+"""A page asks every two seconds."""
 PATIENCE_S = 10.0
-"""Bubbles are accounted for while somebody asked not longer ago: a page asks every two seconds."""
+"""Bubbles are accounted for while somebody asked not longer ago."""
 
 
 class LookBack:
@@ -44,12 +44,11 @@ class LookBack:
         self._bubbles: dict[str, Any] = {}
 
     async def watch(self) -> None:
-        """Note what the workers do, and fetch a sample now and then, forever."""
+        """Note what the workers do, and account for bubbles while somebody looks, forever."""
         while True:
-            for _ in range(SAMPLES_EVERY):
+            for _ in range(LOOKS_A_BUBBLE):
                 self._lanes.note(self._membership.statuses, self._clock.now_s())
                 await asyncio.sleep(LOOK_S)
-            await self._samples.show(self._metrics.newest_group)
             if self._clock.now_s() - self._asked_s < PATIENCE_S:
                 self._bubbles = await asyncio.to_thread(recent_bubbles, self._metrics.recent.records())
 

@@ -82,8 +82,7 @@ def batch_of(group_or_row: str) -> int:
 class MetricsLog:
     """Tallies batches from the events and appends a line to ``path`` when one is trained.
 
-    For the live page it also keeps the curves, recent events, the names of the reward's components and the newest group
-    that was scored.
+    For the live page it also keeps the curves, recent events and the names of the reward's components.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +100,6 @@ class MetricsLog:
         self.evaluations = evaluations
         self.recent = RecentEvents()
         self.components: set[str] = set()
-        self.newest_group: GroupScored | None = None
 
     def recall(self, records: Iterable[JournalRecord]) -> None:
         """Take note of events of before a restart, so that the batches that were open then are whole in their lines."""
@@ -163,7 +161,6 @@ class MetricsLog:
         return self._open.setdefault(batch, _BatchTally())
 
     def _score(self, event: GroupScored) -> None:
-        self.newest_group = event
         self.components |= event.components.keys()
         tally = self._tally(batch_of(event.group_id))
         tally.rewards.extend(event.rewards)

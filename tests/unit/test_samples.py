@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from orchestrator.errors import DataError
-from orchestrator.runtime.samples import MAX_RESPONSE_CHARS, MAX_SHOWN, Detokenize, RecentSamples, best_and_worst
+from orchestrator.runtime.samples import (
+    GONE_REST_S,
+    MAX_RESPONSE_CHARS,
+    MAX_SHOWN,
+    REST_S,
+    Detokenize,
+    RecentSamples,
+    best_and_worst,
+)
 from transport.broker.base import Commit, GroupWrite, RowWrite
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
-from transport.messages import GroupScored, RolloutInfo, encode
+from transport.messages import Event, GroupScored, RolloutInfo, encode
 from transport.rows import BrokerRows, encode_array
-from transport.types import Column, FinishReason, GroupId, RunName, VersionSpan, WeightIdentity, WorkerId, row_id
+from transport.types import (
+    Column,
+    FinishReason,
+    GroupId,
+    RunName,
+    VersionSpan,
+    WeightIdentity,
+    WorkerId,
+    evaluation_id,
+    row_id,
+)
 
 HOSTILE = "<script>hacked = 1</script>\x1b[2J"
 
@@ -66,53 +87,80 @@ async def write(broker: MemoryBroker, group: GroupId, responses: Sequence[str]) 
     return GroupScored(group_id=group, rewards=rewards, response_tokens=(9,) * len(responses), signal=True)
 
 
-async def test_the_best_and_the_worst_of_a_group_are_shown_as_they_are(broker: MemoryBroker):
-    recent = RecentSamples(BrokerRows(broker), Tokenizer().load)
-    await recent.show(await write(broker, GroupId("0/0"), ["middling", "short", HOSTILE]))
-    best, worst = recent.newest_first
+class Watching:
+    """Samples that are watched for; a rest is over as soon as it is noted."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.kept: list[dict[str, Any]] = []
+        self._rests: asyncio.Queue[float] = asyncio.Queue()
+        self.recent = RecentSamples(BrokerRows(broker), Tokenizer().load, self.kept.append, self._rests.put)
+
+    async def tell(self, *events: Event) -> float:
+        """Let it hear of these at once. Returns how long it rests after what it did then, seconds."""
+        self.recent.on_events(events)
+        return await self._rests.get()
+
+
+@pytest_asyncio.fixture
+async def watching(broker: MemoryBroker) -> AsyncIterator[Watching]:
+    watching = Watching(broker)
+    task = asyncio.create_task(watching.recent.watch())
+    yield watching
+    task.cancel()
+
+
+async def test_the_best_and_the_worst_of_a_group_are_shown_as_they_are(broker: MemoryBroker, watching: Watching):
+    assert await watching.tell(await write(broker, GroupId("0/0"), ["middling", "short", HOSTILE])) == REST_S
+    best, worst = watching.recent.newest_first
     assert (best["row"], best["reward"], best["response"]) == ("0/0/2", float(len(HOSTILE)), HOSTILE)
     assert (worst["row"], worst["response"]) == ("0/0/1", "short")
     assert best["prompt"] == "say \ufffd it"
     assert best["versions"] == [6, 7]
     assert best["components"] == {"right": 0.5}
+    assert watching.kept == [worst, best]
 
 
-async def test_a_group_is_fetched_once_and_the_newest_come_first(broker: MemoryBroker):
-    recent = RecentSamples(BrokerRows(broker), Tokenizer().load)
-    await recent.show(None)
+async def test_the_newest_come_first_and_the_oldest_go(broker: MemoryBroker, watching: Watching):
     for number in range(MAX_SHOWN):
-        scored = await write(broker, GroupId(f"{number}/0"), ["aa", "b"])
-        await recent.show(scored)
-        await recent.show(scored)
-    assert len(recent.newest_first) == MAX_SHOWN
-    assert [sample["row"] for sample in recent.newest_first[:2]] == [f"{MAX_SHOWN - 1}/0/0", f"{MAX_SHOWN - 1}/0/1"]
+        await watching.tell(await write(broker, GroupId(f"{number}/0"), ["aa", "b"]))
+    shown = watching.recent.newest_first
+    assert len(shown) == MAX_SHOWN
+    assert [sample["row"] for sample in shown[:2]] == [f"{MAX_SHOWN - 1}/0/0", f"{MAX_SHOWN - 1}/0/1"]
 
 
-async def test_a_long_text_is_cut_and_says_so(broker: MemoryBroker):
-    recent = RecentSamples(BrokerRows(broker), Tokenizer().load)
-    await recent.show(await write(broker, GroupId("0/0"), ["x" * (MAX_RESPONSE_CHARS + 7)]))
-    (sample,) = recent.newest_first
+async def test_of_several_the_newest_group_of_training_is_shown(broker: MemoryBroker, watching: Watching):
+    ids = [GroupId("0/0"), GroupId("0/1"), evaluation_id(0, 0)]
+    await watching.tell(*[await write(broker, group, ["aa", "b"]) for group in ids])
+    assert [sample["row"] for sample in watching.recent.newest_first] == ["0/1/0", "0/1/1"]
+
+
+async def test_a_long_text_is_cut_and_says_so(broker: MemoryBroker, watching: Watching):
+    await watching.tell(await write(broker, GroupId("0/0"), ["x" * (MAX_RESPONSE_CHARS + 7)]))
+    (sample,) = watching.recent.newest_first
     assert (len(sample["response"]), sample["response_cut"]) == (MAX_RESPONSE_CHARS, 7)
 
 
-async def test_rows_that_are_gone_or_foreign_are_left_out(broker: MemoryBroker):
-    recent = RecentSamples(BrokerRows(broker), Tokenizer().load)
+async def test_after_a_group_that_is_gone_the_next_one_is_looked_for_soon(broker: MemoryBroker, watching: Watching):
     gone = await write(broker, GroupId("0/0"), ["aa", "b"])
     await broker.drop_groups([GroupId("0/0")])
-    await recent.show(gone)
-    await recent.show(await write(broker, GroupId("0/1"), ["some", "all"]))
+    assert await watching.tell(gone) == GONE_REST_S
+    assert await watching.tell(await write(broker, GroupId("0/1"), ["some", "all"])) == REST_S
+    assert [sample["row"] for sample in watching.recent.newest_first] == ["0/1/0", "0/1/1"]
+
+
+async def test_foreign_rows_are_left_out(broker: MemoryBroker, watching: Watching):
     foreign = {Column.RESPONSE_IDS: b"123", Column.ROLLOUT_INFO: b"\xc1"}
     await broker.commit(Commit(groups=[GroupWrite(group_id=GroupId("0/2"), size=1, columns={})]))
     await broker.commit(Commit(rows=[RowWrite(row_id=row_id(GroupId("0/2"), 0), columns=foreign)]))
-    await recent.show(GroupScored(group_id=GroupId("0/2"), rewards=(1.0,), response_tokens=(1,), signal=True))
-    assert [sample["row"] for sample in recent.newest_first] == ["0/1/0", "0/1/1"]
+    await watching.tell(GroupScored(group_id=GroupId("0/2"), rewards=(1.0,), response_tokens=(1,), signal=True))
+    assert (watching.recent.newest_first, watching.kept) == ([], [])
 
 
 async def test_without_a_tokenizer_nothing_is_shown_and_it_is_asked_for_once(broker: MemoryBroker):
     tokenizer = Tokenizer(missing=True)
     recent = RecentSamples(BrokerRows(broker), tokenizer.load)
-    for number in range(3):
-        await recent.show(await write(broker, GroupId(f"{number}/0"), ["a"]))
+    recent.on_events([await write(broker, GroupId("0/0"), ["a"])])
+    await recent.watch()
     assert (recent.newest_first, tokenizer.loads) == ([], 1)
 
 
