@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from transport.clock import MonotonicClock
 from transport.types import GroupId, SamplingParams, WeightIdentity
-from workers.generation.engine import Completion, GenerationRequest
+from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
 from workers.generation.model_loading import load_model
 from workers.generation.slots import SlotDecoder
 from workers.models import model_cache, prepare_model
@@ -85,7 +85,7 @@ def make_decoder(model: Any, *, slots: int = BATCH) -> SlotDecoder:
         slots=slots,
         max_context=model.max_context,
         vocab_size=model.vocab_size,
-        weights=WeightIdentity(epoch=0, version=0),
+        weights=BASE_WEIGHTS,
         clock=MonotonicClock(),
     )
 

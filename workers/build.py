@@ -20,7 +20,7 @@ from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import SERVER_ENGINES, Settings, TensorSettings
 from transport.tensors.endpoint import Endpoint, parse_ports
-from transport.types import WeightIdentity, WorkerId
+from transport.types import WorkerId
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.lengths import ForcedLengths, read_lengths
 from workers.lifecycle import Worker, WorkerFactory
@@ -168,7 +168,7 @@ def _replay_worker(
     from workers.generation.worker import GenerationWorker
 
     clock = MonotonicClock()
-    engine = ReplayEngine(settings.replay, settings.generation.slots, clock, weights=WeightIdentity(epoch=0, version=0))
+    engine = ReplayEngine(settings.replay, settings.generation.slots, clock)
     link = SlowLink(settings.replay.transfer_s * settings.replay.time_scale, clock, secret=secret)
     worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     return LinkedWorker(worker, link, broker)

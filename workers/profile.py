@@ -28,7 +28,7 @@ from transport.clock import MonotonicClock
 from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.messages import WeightManifest
 from transport.settings import Settings
-from transport.types import GroupId, SamplingParams, WeightIdentity, row_id
+from transport.types import GroupId, SamplingParams, row_id
 from workers.errors import ModelError
 from workers.generation.engine import Completion, GenerationEngine, GenerationRequest
 from workers.generation.weights import WeightPuller
@@ -74,8 +74,7 @@ def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
     if generation.engine == "replay":
         from workers.generation.replay import ReplayEngine
 
-        weights = WeightIdentity(epoch=0, version=0)
-        return ReplayEngine(settings.replay, generation.slots, MonotonicClock(), weights=weights)
+        return ReplayEngine(settings.replay, generation.slots, MonotonicClock())
     if generation.engine == "embedded":
         from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 

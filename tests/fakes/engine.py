@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from transport.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
+from workers.generation.engine import (
+    BASE_WEIGHTS,
+    Completion,
+    EngineFailure,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    Result,
+)
 
 
 class FakeEngine:
@@ -23,7 +31,7 @@ class FakeEngine:
         self.load_error: Exception | None = None
         self.closed = False
         self.submitted = asyncio.Condition()
-        self.weights = WeightIdentity(epoch=0, version=0)
+        self.weights = BASE_WEIGHTS
         self._outbox: asyncio.Queue[Completion | EngineFailure | Exception] = asyncio.Queue()
         self._wakers: set[asyncio.Task[None]] = set()
 
@@ -62,19 +70,12 @@ class FakeEngine:
         self._outbox.put_nowait(completion)
 
     def fail(self, request: GenerationRequest, samples: tuple[int, ...], *, retryable: bool = True) -> None:
-        failure = EngineFailure(
-            group_id=request.group_id,
-            samples=samples,
-            reason="out of luck",
-            retryable=retryable,
-            attempt=request.attempt,
-        )
-        self._outbox.put_nowait(failure)
+        self._outbox.put_nowait(request.failure(samples, "out of luck", retryable=retryable))
 
     def crash(self, error: Exception) -> None:
         self._outbox.put_nowait(error)
 
-    async def results(self) -> list[Completion | EngineFailure]:
+    async def results(self) -> list[Result]:
         results = [await self._outbox.get()]
         while not self._outbox.empty():
             results.append(self._outbox.get_nowait())

@@ -18,7 +18,7 @@ from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import Clock, MonotonicClock
 from transport.messages import WorkerStatus, encode
 from transport.settings import Settings
-from transport.types import PROTOCOL_VERSION, RunName, WeightIdentity, WorkerId, WorkerKind
+from transport.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
 from workers.build import publishing_worker
 from workers.generation.replay import ReplayEngine
 from workers.generation.slow_link import SlowLink
@@ -96,7 +96,7 @@ class ServiceRun:
     def generate(self, name: str = "generate-0.1", clock: Clock | None = None) -> None:
         """Let a worker join."""
         clock = clock or MonotonicClock()
-        engine = ReplayEngine(self.settings.replay, 64, clock, weights=WeightIdentity(epoch=0, version=0))
+        engine = ReplayEngine(self.settings.replay, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
         link = SlowLink(0.0, clock)
         self._run(

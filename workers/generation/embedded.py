@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +24,17 @@ import torch
 from transport.clock import Clock
 from transport.settings import GenerationSettings
 from transport.types import GroupId, WeightIdentity
-from workers.errors import EngineCrashedError, EngineHungError, StreamError
-from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
+from workers.errors import EngineHungError, StreamError
+from workers.generation.delivery import Delivery
+from workers.generation.engine import BASE_WEIGHTS, Completion, EngineInfo, EngineLoad, GenerationRequest, Result
 from workers.generation.model_loading import check_memory, load_model, resolve_device
-from workers.generation.slots import Result, SlotDecoder
+from workers.generation.slots import SlotDecoder
 from workers.generation.weights import check_tensors
 
 CLOSE_TIMEOUT_S = 30.0
 """A step takes well below a second; the longest thing the thread may be in is a prefill or a copy of the weights."""
 CALL_TIMEOUT_S = 120.0
 """For an abort or new weights, which wait for the step that runs: minutes mean that the device hangs."""
-
-BASE_WEIGHTS = WeightIdentity(epoch=0, version=0)
-"""What a model directory holds before any trainer has published."""
 
 _Command = Callable[[SlotDecoder], list[Result]]
 
@@ -83,9 +81,7 @@ class EmbeddedEngine:
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._decoder: SlotDecoder | None = None
         self._work: Future[Any] | None = None  # what the thread does: first loading, then serving
-        self._serving: asyncio.Future[None] | None = None
-        self._ready: list[Result] = []
-        self._has_ready = asyncio.Event()
+        self._delivery = Delivery()
         self._outstanding = 0
         self._busy_s = 0.0
 
@@ -98,7 +94,7 @@ class EmbeddedEngine:
         decoder: SlotDecoder = await asyncio.wrap_future(self._work)
         self._decoder = decoder
         self._work = self._executor.submit(self._serve, decoder, loop)
-        self._serving = asyncio.wrap_future(self._work)
+        self._delivery.serving = asyncio.wrap_future(self._work)
         return EngineInfo(
             name="embedded", capacity=decoder.slots, max_context=decoder.max_context, vocab_size=decoder.vocab_size
         )
@@ -107,12 +103,9 @@ class EmbeddedEngine:
         self._outstanding += len(request.samples)
         self._inbox.put(lambda decoder: decoder.submit(request))
 
-    async def results(self) -> list[Completion | EngineFailure]:
+    async def results(self) -> list[Result]:
         """At least one result. Raises EngineCrashedError when the thread has ended, after its last results."""
-        await self._until(self._has_ready.wait())
-        ready, self._ready = self._ready, []
-        self._has_ready.clear()
-        return ready
+        return await self._delivery.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         keys = frozenset(groups)
@@ -172,30 +165,13 @@ class EmbeddedEngine:
         self._inbox.put(run)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._until(done)
+                await self._delivery.until(done)
         except TimeoutError:
             raise EngineHungError(f"the engine's thread did not answer within {CALL_TIMEOUT_S:.0f} s") from None
 
-    async def _until(self, awaited: Awaitable[object]) -> None:
-        """Wait for ``awaited`` or for the end of the thread, whichever is first."""
-        if self._serving is None:
-            raise ValueError("the engine was not started")
-        waiting = asyncio.ensure_future(awaited)
-        try:
-            await asyncio.wait({waiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                waiting.result()
-                return
-            cause = self._serving.exception()
-            reason = f"the engine's thread ended: {cause!r}" if cause else "the engine was closed"
-            raise EngineCrashedError(reason) from cause
-        finally:
-            waiting.cancel()
-
     def _deliver(self, results: list[Result]) -> None:
         self._outstanding -= sum(1 if isinstance(result, Completion) else len(result.samples) for result in results)
-        self._ready += results
-        self._has_ready.set()
+        self._delivery.put(*results)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

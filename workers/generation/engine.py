@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,11 @@ from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, 
 
 if TYPE_CHECKING:
     import torch
+
+BASE_WEIGHTS = WeightIdentity(epoch=0, version=0)
+"""What a model directory holds before any trainer has published."""
+ABORTED_UNSTARTED = "aborted before it started"
+"""Reason of the failure of a sample that was waiting when its group was aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,12 @@ class GenerationRequest:
     def limit(self, sample: int) -> int:
         """New tokens that ``sample`` may have."""
         return self.limits[self.samples.index(sample)] if self.limits else self.sampling.max_new_tokens
+
+    def failure(self, samples: Sequence[int], reason: str, *, retryable: bool = True) -> EngineFailure:
+        """These of its samples will not come."""
+        return EngineFailure(
+            group_id=self.group_id, samples=tuple(samples), reason=reason, retryable=retryable, attempt=self.attempt
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +89,9 @@ class EngineFailure:
     reason: str
     retryable: bool
     attempt: int = 0
+
+
+Result: TypeAlias = Completion | EngineFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +131,7 @@ class GenerationEngine(Protocol):
         """Queue a group. What cannot run comes out of ``results`` as an EngineFailure."""
         ...
 
-    async def results(self) -> list[Completion | EngineFailure]:
+    async def results(self) -> list[Result]:
         """Wait for at least one result and return all that are there."""
         ...
 

@@ -27,7 +27,16 @@ from numpy.typing import NDArray
 from transport.clock import Clock
 from transport.settings import ReplaySettings
 from transport.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
+from workers.generation.delivery import Delivery
+from workers.generation.engine import (
+    ABORTED_UNSTARTED,
+    BASE_WEIGHTS,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    Result,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +77,9 @@ class _Waiting:
 class ReplayEngine:
     """A GenerationEngine (engine.py). slots: samples decoded together.  weights: served from the start."""
 
-    def __init__(self, costs: ReplaySettings, slots: int, clock: Clock, *, weights: WeightIdentity) -> None:
+    def __init__(
+        self, costs: ReplaySettings, slots: int, clock: Clock, *, weights: WeightIdentity = BASE_WEIGHTS
+    ) -> None:
         self._costs = costs
         self._slots = slots
         self._clock = clock
@@ -81,14 +92,12 @@ class ReplayEngine:
         self._stands_until_s = 0.0
         self._busy_s = 0.0
         self._tokens = 0
-        self._ready: list[Completion | EngineFailure] = []
-        self._has_ready = asyncio.Event()
+        self._delivery = Delivery()
         self._changed = asyncio.Event()
-        self._decoding: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
         self._at_s = self._clock.now_s()
-        self._decoding = asyncio.create_task(self._decode(), name="replay")
+        self._delivery.serving = asyncio.create_task(self._decode(), name="replay")
         return EngineInfo(name="replay", capacity=self._slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -98,17 +107,14 @@ class ReplayEngine:
             heapq.heappush(self._waiting, (-request.priority, next(self._order), waiting))
         self._changed.set()
 
-    async def results(self) -> list[Completion | EngineFailure]:
-        await self._has_ready.wait()
-        self._has_ready.clear()
-        ready, self._ready = self._ready, []
-        return ready
+    async def results(self) -> list[Result]:
+        return await self._delivery.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         self._pass_time()
         keys = frozenset(groups)
         for _, _, one in [entry for entry in self._waiting if entry[2].request.key in keys]:
-            self._fail(one)
+            self._delivery.put(one.request.failure((one.sample,), ABORTED_UNSTARTED))
         self._waiting = [entry for entry in self._waiting if entry[2].request.key not in keys]
         for _, _, one in [entry for entry in self._running if entry[2].request.key in keys]:
             self._complete(one, one.tokens_at(self._steps), FinishReason.ABORT)
@@ -134,10 +140,10 @@ class ReplayEngine:
         )
 
     async def close(self) -> None:
-        if self._decoding is not None:
-            self._decoding.cancel()
+        if self._delivery.serving is not None:
+            self._delivery.serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._decoding
+                await self._delivery.serving
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -227,21 +233,7 @@ class ReplayEngine:
             queued_s=one.queued_s,
             engine_s=self._clock.now_s() - one.started_s,
         )
-        self._deliver(completion)
-
-    def _fail(self, waiting: _Waiting) -> None:
-        failure = EngineFailure(
-            group_id=waiting.request.group_id,
-            samples=(waiting.sample,),
-            reason="aborted before it started",
-            retryable=True,
-            attempt=waiting.request.attempt,
-        )
-        self._deliver(failure)
-
-    def _deliver(self, result: Completion | EngineFailure) -> None:
-        self._ready.append(result)
-        self._has_ready.set()
+        self._delivery.put(completion)
 
 
 def _token_ids(seed: int, sample: int, tokens: int) -> NDArray[np.int32]:

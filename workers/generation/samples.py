@@ -39,13 +39,7 @@ class WaitingGroup:
 
     def failure(self, reason: str, *, retryable: bool) -> EngineFailure:
         """All its waiting samples, as a failure."""
-        return EngineFailure(
-            group_id=self.request.group_id,
-            samples=tuple(self.samples),
-            reason=reason,
-            retryable=retryable,
-            attempt=self.request.attempt,
-        )
+        return self.request.failure(self.samples, reason, retryable=retryable)
 
 
 class WaitingGroups:
@@ -153,13 +147,7 @@ class RunningSample:
         )
 
     def failure(self, reason: str) -> EngineFailure:
-        return EngineFailure(
-            group_id=self.request.group_id,
-            samples=(self.sample,),
-            reason=reason,
-            retryable=True,
-            attempt=self.request.attempt,
-        )
+        return self.request.failure((self.sample,), reason)
 
 
 class SlotTable:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from transport.types import GroupId
-from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.generation.engine import ABORTED_UNSTARTED, EngineFailure, GenerationRequest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class SentSample:
     aborted: bool = False
 
     def failure(self, reason: str, *, retryable: bool = True) -> EngineFailure:
-        return _failure(self.group.request, (self.sample,), reason, retryable=retryable)
+        return self.group.request.failure((self.sample,), reason, retryable=retryable)
 
 
 @dataclass(slots=True)
@@ -136,10 +136,7 @@ class SampleQueue:
         """Waiting samples of these (group, attempt)s leave, as failures."""
         taken = [group for group in self._groups if group.request.key in keys]
         self._groups = [group for group in self._groups if group.request.key not in keys]
-        return [
-            _failure(group.request, tuple(group.waiting), "aborted before it started", retryable=True)
-            for group in taken
-        ]
+        return [group.request.failure(group.waiting, ABORTED_UNSTARTED) for group in taken]
 
     def _insert(self, group: QueuedGroup) -> None:
         place = next((i for i, other in enumerate(self._groups) if other.order > group.order), len(self._groups))
@@ -162,9 +159,3 @@ class SampleQueue:
     def _unlead(self, sent: SentSample) -> None:
         if sent.group.leader == sent.sample:
             sent.group.leader = None
-
-
-def _failure(request: GenerationRequest, samples: tuple[int, ...], reason: str, *, retryable: bool) -> EngineFailure:
-    return EngineFailure(
-        group_id=request.group_id, samples=samples, reason=reason, retryable=retryable, attempt=request.attempt
-    )

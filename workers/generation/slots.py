@@ -22,7 +22,7 @@ import torch
 
 from transport.clock import Clock
 from transport.types import FinishReason, GroupId, WeightIdentity
-from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.engine import ABORTED_UNSTARTED, GenerationRequest, Result
 from workers.generation.forward import Forward, PromptSegment, StepBatch
 from workers.generation.kv import SlotKV
 from workers.generation.samples import (
@@ -35,8 +35,6 @@ from workers.generation.samples import (
     token_array,
 )
 from workers.generation.sampling import sample_tokens
-
-Result = Completion | EngineFailure
 
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step (at least one prompt): bounds the activations and the pause of the running samples."""
@@ -116,7 +114,7 @@ class SlotDecoder:
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
         """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
         waiting = self._waiting.remove(keys)
-        results: list[Result] = [group.failure("aborted before it started", retryable=True) for group in waiting]
+        results: list[Result] = [group.failure(ABORTED_UNSTARTED, retryable=True) for group in waiting]
         now_s = self._clock.now_s()
         stopped = [slot for slot, sample in enumerate(self._running) if sample.request.key in keys]
         results += [self._leave(slot).completion(FinishReason.ABORT, now_s) for slot in reversed(stopped)]
