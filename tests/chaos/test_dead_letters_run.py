@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kills import QUICK
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import QUICK, LiveRun
 
 pytestmark = pytest.mark.chaos
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.chaos.test_kills import QUICK, check_whole
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.messages import MAX_MESSAGE_BYTES
 
 pytestmark = pytest.mark.chaos

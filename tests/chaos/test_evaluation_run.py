@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.sim.replay import recorded_commands
-from tests.chaos.test_kills import QUICK, check_whole
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.messages import RolloutFinished
 from transport.types import is_evaluation
 

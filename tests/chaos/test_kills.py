@@ -12,22 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import LiveRun
-
-BATCHES = 6
-QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
-
-
-def check_whole(run: LiveRun, *, batches: int = BATCHES) -> None:
-    """The run ended well: all batches, a loadable model, a clean audit, no process left."""
-    assert run.wait_for_end() == 0, run.describe()
-    assert {line["batch"] for line in run.metrics()} == set(range(batches))
-    assert (run.run_dir / "model" / "config.json").exists()
-    audit = run.audit()
-    assert audit.returncode == 0, audit.stdout + audit.stderr
-    assert run.survivors() == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kills import QUICK, check_whole
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
 

@@ -5,26 +5,19 @@ Generation and training are emulated: what is tested is who joins, with which we
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.runtime.journal import read_records
-from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.fakes.command_line import orchestrator
+from tests.fakes.machine import machine
 from transport.messages import RolloutFinished, WeightsLoaded, WorkerLost
 
-REPOSITORY = Path(__file__).parents[2]
 QUICK = (
+    "run.batches=5000",
     "generation.engine=replay",
     "trainer.engine=emulated",
     "replay.time_scale=0.2",
@@ -35,87 +28,10 @@ QUICK = (
 pytestmark = pytest.mark.chaos
 
 
-class Machine:
-    """Processes that a person starts by hand, in one directory, against one broker."""
-
-    def __init__(self, directory: Path, broker: str) -> None:
-        self.directory = directory
-        self.broker = broker
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--broker", self.broker],
-                cwd=self.directory,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            )
-        self.processes[name] = process
-        return process
-
-    def serve(self, run: str, *settings: str) -> subprocess.Popen[bytes]:
-        arguments = [part for setting in (*QUICK, *settings) for part in ("--set", setting)]
-        return self.start(f"serve-{run}", "orchestrator", "serve", "--preset", "tiny", "--run", run, *arguments)
-
-    def join(self, run: str, kind: str, *arguments: str, index: int = 0) -> subprocess.Popen[bytes]:
-        return self.start(f"{run}-{kind}-{index}", "workers", kind, "--run", run, "--index", str(index), *arguments)
-
-    def status(self, run: str) -> dict[str, Any]:
-        """Empty before there is one."""
-        address = self.directory / "runs" / run / "api.address"
-        if not address.exists():
-            return {}
-        try:
-            with urllib.request.urlopen(f"http://{address.read_text().strip()}/status", timeout=5.0) as answer:
-                return json.load(answer)
-        except OSError:
-            return {}
-
-    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 120.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            ended = {
-                name: process.poll() for name, process in self.processes.items() if process.poll() not in (None, 143)
-            }
-            assert not ended, f"before {what}: {ended}\n{self.words()}"
-            assert time.monotonic() < deadline_s, f"no {what} after {timeout_s:.0f} s\n{self.words()}"
-            time.sleep(0.05)
-
-    def words(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.directory.glob("*.log")))
-
-    def finished(self, run: str) -> set[str]:
-        """Generation workers that have finished a sample of the run, by name."""
-        try:
-            records = list(read_records(self.directory / "runs" / run / "journal", from_seq=1))
-        except FileNotFoundError:
-            return set()
-        events = [record.event for record in records]
-        return {event.worker_id for event in events if isinstance(event, RolloutFinished)}
-
-
-@contextmanager
-def machine(directory: Path) -> Iterator[Machine]:
-    binary = find_binary("valkey")
-    assert binary is not None
-    server = ServerProcess(binary, directory / "broker", "--maxmemory-policy", "noeviction")
-    server.wait_listening()
-    place = Machine(directory, server.url)
-    try:
-        yield place
-    finally:
-        for process in place.processes.values():
-            process.kill()
-            process.wait()
-        server.kill()
-
-
 def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
     with machine(tmp_path) as place:
-        serve = place.serve("one", "run.batches=5000")
-        other = place.serve("other", "run.batches=5000")
+        place.serve("one", "--preset", "tiny", settings=QUICK)
+        other = place.serve("other", "--preset", "tiny", settings=QUICK)
         place.join("one", "score", "--reward", "workers.scoring.toy_rewards:digit_share")
         place.join("one", "train")
         first = place.join("one", "generate")
@@ -139,16 +55,7 @@ def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
         assert not [stream for stream in alone["queues"] if stream.startswith(("plans:", "control:", "rounds"))]
         assert alone["wait"]["waits_for"] == "a trainer to join"
 
-        drained = subprocess.run(
-            [sys.executable, "-m", "orchestrator", "drain", "runs/one"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert drained.returncode == 0, drained.stderr + place.words()
-        assert serve.wait(timeout=60) == 0, place.words()
+        place.drain("one")
         for name in ("one-score-0", "one-train-0", "one-generate-1"):
             assert place.processes[name].wait(timeout=30) == 0, place.words()
         assert list(tmp_path.glob("runs/one/checkpoints/step-*")), "the trainer writes where the orchestrator does"
@@ -171,14 +78,7 @@ def check_current_before_serving(journal: Path, worker_id: str) -> None:
 
 def test_serve_names_what_it_lacks(tmp_path: Path):
     def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "orchestrator", "serve", "--preset", "tiny", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return orchestrator("serve", "--preset", "tiny", *arguments, cwd=tmp_path)
 
     down = serve("--broker", "redis://127.0.0.1:1", "--run", "down")
     assert down.returncode == 1, down.stderr

@@ -6,10 +6,7 @@ One worker lives a day ahead, one has another tokenizer, one is killed with samp
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +16,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.chaos.test_serve import REPOSITORY, Machine, machine
+from tests.fakes.command_line import REPOSITORY
+from tests.fakes.machine import Machine, machine
 from workers.models import prepare_model
 
 TINY = (
@@ -70,14 +68,8 @@ def join_shifted(place: Machine) -> None:
     """A generation worker whose clocks are a day ahead of everybody's."""
     (place.directory / "shifted").mkdir()
     (place.directory / "shifted" / "sitecustomize.py").write_text(SHIFTED)
-    with (place.directory / "shifted.log").open("ab") as log:
-        place.processes["shifted"] = subprocess.Popen(
-            [sys.executable, "-m", "workers", "generate", "--run", "service", "--index", "7", "--broker", place.broker],
-            cwd=place.directory,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": f"{place.directory / 'shifted'}:{REPOSITORY}"},
-        )
+    paths = f"{place.directory / 'shifted'}:{REPOSITORY}"
+    place.join("service", "generate", index=7, environ={"PYTHONPATH": paths})
 
 
 def another_tokenizer(model_dir: Path, directory: Path) -> Path:
@@ -100,10 +92,7 @@ def test_generate_update_generate(tmp_path: Path):
     tensors = load_file(model_dir / "model.safetensors")
     save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, weights / "half.safetensors")
     with machine(tmp_path) as place:
-        place.start(
-            "serve", "orchestrator", "serve", "--preset", "service", "--run", "service", "--model-dir", str(model_dir),
-            *(part for setting in TINY for part in ("--set", setting)),
-        )  # fmt: skip
+        place.serve("service", "--preset", "service", "--model-dir", str(model_dir), settings=TINY)
         place.join("service", "publish", "--model-dir", str(model_dir), "--weights-dir", str(weights))
         first = place.join("service", "generate", "--model-dir", str(model_dir))
         place.wait_until(lambda: len(place.status("service").get("generation", [])) == 1, "a worker")
@@ -140,13 +129,4 @@ def test_generate_update_generate(tmp_path: Path):
 
         with pytest.raises(urllib.error.HTTPError, match="400"):
             next(asked.lines("/update", {"path": "../models"}))
-        drained = subprocess.run(
-            [sys.executable, "-m", "orchestrator", "drain", "runs/service"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert drained.returncode == 0, drained.stderr
-        assert place.processes["serve"].wait(timeout=60) == 0, place.words()
+        place.drain("service")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kills import check_whole
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
 

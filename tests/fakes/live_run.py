@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,8 +15,13 @@ from typing import Any
 import psutil
 import redis
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.fakes.command_line import environment, orchestrator
+
 POLL_S = 0.05
+QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
+"""Settings with which a run soon notices who is gone."""
+BATCHES = 6
+"""Of the preset."""
 
 
 class LiveRun:
@@ -59,7 +63,7 @@ class LiveRun:
                 cwd=self._directory,
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "STREAMRL_FAULTS": ",".join(faults)},
+                env=environment({"STREAMRL_FAULTS": ",".join(faults)}),
                 start_new_session=True,
             )
 
@@ -126,21 +130,14 @@ class LiveRun:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``streamrl-orchestrator`` with ``arguments`` in the same place."""
-        return subprocess.run(
-            [sys.executable, "-m", "orchestrator", *arguments],
-            cwd=self._directory,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return orchestrator(*arguments, cwd=self._directory)
 
     def follow(self) -> subprocess.Popen[str]:
         """``inspect --follow`` beside the run; it ends after it."""
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator", "inspect", str(self.run_dir), "--follow"],
             cwd=self._directory,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env=environment(),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -214,3 +211,13 @@ def _matches(process: psutil.Process, words: Sequence[str]) -> bool:
         return all(any(word in part for part in line) for word in words)
     except psutil.NoSuchProcess:
         return False
+
+
+def check_whole(run: LiveRun, *, batches: int = BATCHES) -> None:
+    """Wait for the end. The run ended well: all batches, a loadable model, a clean audit, no process left."""
+    assert run.wait_for_end() == 0, run.describe()
+    assert {line["batch"] for line in run.metrics()} == set(range(batches))
+    assert (run.run_dir / "model" / "config.json").exists()
+    audit = run.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert run.survivors() == []

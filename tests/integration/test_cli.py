@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -20,21 +19,9 @@ from orchestrator.errors import (
     StalledError,
     exit_code,
 )
+from tests.fakes.command_line import REPOSITORY
+from tests.fakes.command_line import orchestrator as cli
 from transport.errors import BrokerRejectedError, BrokerUnavailableError, StreamError
-
-ROOT = Path(__file__).parents[2]
-
-
-def cli(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
 
 
 def test_dry_run_prints_the_configuration_and_starts_nothing(tmp_path: Path):
@@ -128,7 +115,7 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path):
         "print(sorted(slow & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=True
     )
     assert done.stdout == "[]\n"
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from orchestrator.fitting import read_profile
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.fakes.command_line import orchestrator
 
 
 def profile(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestrator", "profile", "--preset", "tiny", "--out", str(directory / "here")]
-    for setting in settings:
-        command += ["--set", setting]
-    return subprocess.run(
-        command,
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    changes = [part for setting in settings for part in ("--set", setting)]
+    return orchestrator("profile", "--preset", "tiny", "--out", str(directory / "here"), *changes, cwd=directory)
 
 
 def test_the_replay_engine_is_measured_as_it_was_told(tmp_path: Path):

@@ -1,0 +1,33 @@
+"""Our programs as a person types them, from a directory of the test's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 50.0
+"""Less than an integration test may take, so that its message names the command."""
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a process that finds our packages wherever it is started. more: over what this process has."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **(more or {})}
+
+
+def orchestrator(
+    *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``streamrl-orchestrator`` with ``arguments`` to its end. environ: as ``more`` of its environment."""
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator", *arguments],
+        cwd=cwd,
+        env=environment(environ),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
