@@ -60,11 +60,6 @@ class Ledger:
             samples[slot] = samples.get(slot, 0) | 1 << sample
         return tuple(refused)
 
-    def knows(self, pass_index: int, row: RowId) -> bool:
-        """Whether the row was trained in this pass."""
-        batch, slot, sample = _parts(row)
-        return bool(self._passes.get(batch, {}).get(pass_index, {}).get(slot, 0) >> sample & 1)
-
     def rows(self) -> dict[tuple[int, int], list[RowId]]:
         """(batch, pass) -> its rows, in order of slot and sample."""
         return {

@@ -660,14 +660,6 @@ WorkerCommand: TypeAlias = LoadWeights | AbortRollouts | DrainWorker
 # --- what else is on streams and in keys ------------------------------------------------------------------------------
 
 
-class TaskNotice(Struct, frozen=True, kw_only=True):
-    """All columns that ``task`` reads of one unit are there. unit_id: a row id or a group id."""
-
-    task: str
-    unit_id: str
-    group_id: GroupId
-
-
 class UpdateRequest(Struct, frozen=True, kw_only=True):
     """Weights that a service run shall serve. update: names it in the answer.
 
@@ -772,7 +764,6 @@ trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("t
 worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
 group_plan_decoder = MessageDecoder(GroupPlan)
 spawn_decoder = MessageDecoder(SpawnWorkers)
-task_notice_decoder = MessageDecoder(TaskNotice)
 manifest_decoder = MessageDecoder(WeightManifest)
 update_decoder = MessageDecoder(UpdateRequest)
 worker_status_decoder = MessageDecoder(WorkerStatus)

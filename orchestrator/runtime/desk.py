@@ -11,16 +11,12 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import structlog
-
 from orchestrator.errors import DataError
 from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.prompts import Prompt, PromptSource
 from ranker.protocol import LengthPredictor
 from transport.messages import HeldOutPromptsArrived, PromptRef, PromptsArrived, SlotOutcome
 from transport.types import GroupId, PromptId
-
-log = structlog.get_logger(__name__)
 
 MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""

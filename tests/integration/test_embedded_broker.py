@@ -64,8 +64,7 @@ async def test_only_the_owner_reads_its_secrets(server: EmbeddedServer, tmp_path
     assert len(server.password) >= 24
     with pytest.raises(BrokerRejectedError, match="refuses the password"):
         await connect(BrokerSettings(), RUN, url=server.url)
-    broker = await connect(BrokerSettings(), RUN, url=server.url_with_password)
-    await broker.close()
+    await (await connect_to(server)).close()
 
 
 async def test_port_is_none_that_a_reconnecting_client_may_take(server: EmbeddedServer) -> None:

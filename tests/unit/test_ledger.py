@@ -18,8 +18,7 @@ def test_a_known_row_is_refused_in_its_pass_only() -> None:
     assert ledger.add(0, ROWS) == ()
     assert ledger.add(0, [ROWS[1], RowId("3/0/1")]) == (ROWS[1],)
     assert ledger.add(1, ROWS) == ()
-    assert ledger.knows(0, RowId("3/0/1"))
-    assert not ledger.knows(0, RowId("3/1/0"))
+    assert ledger.rows()[3, 0] == [RowId("3/0/0"), RowId("3/0/1"), *ROWS[1:3]]
 
 
 def test_a_row_named_twice_in_one_call_is_refused_the_second_time() -> None:

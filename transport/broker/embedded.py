@@ -75,10 +75,6 @@ class EmbeddedServer:
         """Without the password, so that it may stand on a command line."""
         return f"redis://{self.address}"
 
-    @property
-    def url_with_password(self) -> str:
-        return f"redis://:{self._password}@{self.address}"
-
     async def start(self, *, ready_s: float = READY_S) -> str:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
 

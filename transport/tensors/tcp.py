@@ -6,7 +6,7 @@ say). Invariant: a reader allocates what its caller asked for, never what a peer
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -81,14 +81,6 @@ class TensorServer:
         self._server.close()
 
 
-class SharedStore(Protocol):
-    """What ``ServedStore`` needs of the store below it."""
-
-    def create(self, name: str, nbytes: int) -> SegmentWriter: ...
-    def drop(self, name: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class ServedWriter:
     """A segment that will have a network address too."""
 
@@ -123,8 +115,8 @@ class ServedStore:
         self._store.drop(name)
 
     def close(self) -> None:
+        self._store.close()  # first: whoever loses patience with us and kills us finds no file left
         self._server.close()
-        self._store.close()
 
 
 class TcpSegment:

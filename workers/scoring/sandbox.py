@@ -19,14 +19,11 @@ from asyncio.subprocess import PIPE, Process
 from typing import TypeAlias, cast
 
 import msgspec
-import structlog
 
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.reward_process import Failed, Ready, Scored, ScoreRequest, Setup, frame
 from workers.scoring.rewards import Reward, RewardSpec
-
-log = structlog.get_logger(__name__)
 
 STARTUP_S = 120.0
 """Importing reasoning_gym takes 2-3 s of CPU; on a machine with ten busy processes and a cold disk, much more."""

@@ -44,11 +44,6 @@ class GroupAttention:
     mask: Tensor
     real: Tensor
 
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        """(S, R); R is 0 when no response has an input token."""
-        return self.query_index.shape[0], self.query_index.shape[1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
