@@ -16,6 +16,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 ├── EngineCrashedError    the generation engine's thread ended with an error: its cause is attached
 ├── EngineHungError       the generation engine's thread did not answer within its deadline
 ├── ServerUnavailableError  an inference server does not answer: down, hung, starting, or its connection was cut
+│   └── ServerUnreachableError  no connection to it can be made: it never got what was to be sent
 ├── RanksError            the ranks of a trainer did not find one another, or one of them went away
 ├── RowsChangedError      rows were generated again between two passes over them: back to the checkpoint
 ├── ClientTimeoutError    a call of a client was not done within its deadline
@@ -67,6 +68,10 @@ class ServerUnavailableError(TransientError):
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"server {url} is unavailable: {reason}")
         self.url = url
+
+
+class ServerUnreachableError(ServerUnavailableError):
+    """No connection to the inference server at ``url`` can be made, so it never got the request."""
 
 
 class ServerAnswerError(StreamError):

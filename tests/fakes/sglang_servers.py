@@ -108,14 +108,16 @@ async def events(request: web.Request, *chunks: object) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def fake_server() -> AsyncIterator[FakeServer]:
+async def fake_server(port: int = 0) -> AsyncIterator[FakeServer]:
+    """port: 0 for a free one."""
     server = FakeServer()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up
+        sock.bind(("127.0.0.1", port))
         await web.SockSite(runner, sock).start()
         server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         try:

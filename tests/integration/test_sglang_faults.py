@@ -320,6 +320,36 @@ async def test_a_server_with_half_of_a_version_is_not_used_before_it_has_the_who
         assert server.asked.count("/update_weights_from_tensor") == 3, "the new one, a look, the old one"
 
 
+async def test_waiting_samples_sit_out_a_server_that_refuses_connections(model_dir: Path) -> None:
+    """Sixteen, four at a time: those that ran lose one sending, none its second one to a port where nobody listens."""
+    async with fake_server() as server:
+        reached = asyncio.Event()
+
+        async def hang(_: web.Request) -> web.Response:
+            reached.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        server.answers["/generate"] = hang
+        patient = replace(settings(model_dir, server.url), silence_s=10.0)
+        engine = SglangEngine(patient, MonotonicClock())
+        await engine.start()
+        for group in range(8):
+            engine.submit(request(f"0/{group}"))
+        async with asyncio.timeout(5):
+            await reached.wait()
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):  # the watch looks every second
+                await engine.results()
+        assert engine.load().waiting == 16
+        async with fake_server(int(server.url.rpartition(":")[2])) as again:
+            assert all(isinstance(one, Completion) for one in await results(engine, 16))
+            assert again.asked.count("/generate") == 16
+    finally:
+        await engine.close()
+
+
 async def test_a_server_that_was_started_anew_gets_its_weights_again(model_dir: Path) -> None:
     async with fake_server() as server, started(model_dir, server) as engine:
         await engine.load_weights(WEIGHTS, TENSORS)

@@ -84,7 +84,7 @@ async def completions(engine: GenerationEngine, count: int, deadline_s: float = 
 
 async def until_running(engine: SglangEngine, count: int) -> None:
     async with asyncio.timeout(30):
-        while engine.load().running < count:  # noqa: ASYNC110 the engine tells nobody of a first token
+        while engine.load().running != count:  # noqa: ASYNC110 the engine tells nobody of a first token
             await asyncio.sleep(0.01)
 
 
@@ -102,14 +102,15 @@ async def test_a_server_that_dies_or_hangs_is_started_again_with_the_version_it_
     async with own(tmp_path, tmp_path / "log", silence_s=12.0) as engine:
         first = pid_of(engine)
         await engine.load_weights(OLD, weights_of(old))
-        for number in range(4):
+        for number in range(16):
             engine.submit(request(f"0/{number}", tokens=300))
         await until_running(engine, 4)
 
         children = psutil.Process(first).children(recursive=True)
         os.kill(first, signal.SIGKILL)
+        await until_running(engine, 0)
         update = asyncio.create_task(engine.load_weights(NEW, weights_of(new)))  # while it is down
-        found = await completions(engine, 4, STARTUP_S)
+        found = await completions(engine, 16, STARTUP_S)
         await update
         assert pid_of(engine) != first
         assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

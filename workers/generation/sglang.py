@@ -4,8 +4,9 @@
     load_weights ─► gate closed ─► pause in place, load, label, continue ─► gate open
     watch ────────► the server died, hangs or forgot its weights ─► another one, with what it held ─► gate open
 
-While the gate is closed nothing new is sent; what runs goes on, also through an update. When the server is lost, its
-samples wait again and are sent to the next one; a sample fails only when that happens to it twice.
+While the gate is closed nothing new is sent; what runs goes on, also through an update. Nothing is sent either from the
+first connection that is cut or refused until the server answers again, or another one is up. When the server is lost,
+its samples wait again and are sent to the next one; a sample fails only when that happens to it twice.
 
 Owns: the gate, what is sent, which labels of weights are known. Never: the broker; the server's life (sglang_upkeep).
 Invariant: a sample is sent only to a server that holds what was last loaded here, and every token of a completion is of
@@ -32,6 +33,7 @@ from workers.errors import (
     EngineHungError,
     ServerAnswerError,
     ServerUnavailableError,
+    ServerUnreachableError,
     WeightsMismatchError,
 )
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, EngineLoad, GenerationRequest
@@ -90,6 +92,7 @@ class SglangEngine:
         self._updating = asyncio.Lock()
         self._changing = asyncio.Lock()  # of the server: its weights, or the server itself
         self._lost = ""
+        self._doubted = False
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
         self._strikes = 0
@@ -201,9 +204,13 @@ class SglangEngine:
 
     # --- the gate, and what passes it ---------------------------------------------------------------------------------
 
+    @property
+    def _may_send(self) -> bool:
+        return self._gate.is_set() and not self._doubted and not self._lost
+
     def _send(self) -> None:
         """Send what the server has room for, each sample in a task of its own."""
-        while self._gate.is_set() and len(self._queue.sent) < self._fits:
+        while self._may_send and len(self._queue.sent) < self._fits:
             sent = self._queue.next(self.server.label, self._clock.now_s())
             if sent is None:
                 break
@@ -230,7 +237,11 @@ class SglangEngine:
             self._ended(sent, last)
         except ServerAnswerError as error:
             self._refused(sent, error)
+        except ServerUnreachableError as error:
+            self._doubted = True  # until the watch's next look: at once, it would be asked all the time
+            self._failed(sent, str(error), lost=False)
         except ServerUnavailableError as error:
+            self._doubted = True
             self._failed(sent, str(error))
             self._wake.set()
         finally:
@@ -280,13 +291,13 @@ class SglangEngine:
         else:
             self._failed(sent, str(error), strike=True)
 
-    def _failed(self, sent: SentSample, reason: str, *, strike: bool = False) -> None:
-        """Its sending came to nothing: it is sent once more, or it fails."""
+    def _failed(self, sent: SentSample, reason: str, *, strike: bool = False, lost: bool = True) -> None:
+        """Its sending came to nothing: it is sent once more, or it fails. lost: it was at the server."""
         if strike:
             self._strikes += 1
             if self._strikes >= MAX_STRIKES:
                 self._lose(f"{MAX_STRIKES} broken answers in a row, the last: {reason}")
-        losses = self._queue.back(sent, lost=True)
+        losses = self._queue.back(sent, lost=lost)
         if sent.aborted or losses >= MAX_SENDINGS:
             self._queue.give_up(sent)
             self._deliver(sent.failure(reason))
@@ -373,9 +384,16 @@ class SglangEngine:
                 reason = await self.server.probe()
                 if reason and self._gate.is_set():  # during an update it has other things to do
                     self._lose(reason)
+                self._trust()
                 self._fit()
             if self._lost:
                 await self._replace()
+
+    def _trust(self) -> None:
+        """Send again when the server has answered and no connection was cut since it was asked."""
+        if self._doubted and self.server.answers and not self._wake.is_set():
+            self._doubted = False
+            self._send()
 
     def _lose(self, reason: str) -> None:
         """The server is lost: nothing more is sent, and the watch brings up another one."""
@@ -394,7 +412,7 @@ class SglangEngine:
         self._queue.forget_cached()
         async with self._changing:
             await self.server.replace(reason)
-        self._lost, self._strikes = "", 0
+        self._lost, self._doubted, self._strikes = "", False, 0
         self._gate.set()
         self._send()
 

@@ -1,7 +1,8 @@
 """SGLang's HTTP interface: one method for each call, typed answers, a deadline on all of them.
 
 Owns: paths, bodies and answers of the tested versions. Never: decides when to call, retries. Invariant: whatever the
-server does, a call ends with an answer, ServerAnswerError (it answers, but not this) or ServerUnavailableError.
+server does, a call ends with an answer, ServerAnswerError (it answers, but not this) or ServerUnavailableError, of
+which ServerUnreachableError says that it never got the call.
 
 Connections are kept: one for each running sample, a few for control. aiohttp, because its parser is C and a sample
 costs a third of httpx's CPU; SGLang itself depends on it.
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from workers.errors import ServerAnswerError, ServerUnavailableError
+from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
 from workers.generation.sglang_order import LOADER, LoadOrder, outcome_name, to_payload
 
 CALL_S = 10.0
@@ -285,6 +286,8 @@ class SglangClient:
                     reason = _shown(await response.read())
                     raise ServerAnswerError(self.url, response.status, f"{path}: {reason}")
                 yield response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerUnreachableError(self.url, f"{path}: {error}") from error
         except TimeoutError as error:
             raise ServerUnavailableError(self.url, f"{path} was not done within {deadline_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -96,6 +96,7 @@ class ServerUpkeep:
         self.model = ModelFacts(model_type="", vocab_size=0, max_context=0)
         self.info = ServerInfo(version="", max_total_num_tokens=0)
         self.load = Load()
+        self.answers = False  # as of the last probe
         self.restarts = 0
         self._held: HeldWeights | None = None
         self._desk = OrderDesk(self.client, same_host=self.process is not None)
@@ -188,7 +189,8 @@ class ServerUpkeep:
     # --- watch --------------------------------------------------------------------------------------------------------
 
     async def probe(self) -> str:
-        """How the server is: why it is lost, or "". Also refreshes ``load``."""
+        """How the server is: why it is lost, or "". Also refreshes ``load`` and ``answers``."""
+        self.answers = False
         if self.process is not None and self.process.pid is None:
             return f"its process ended: {self.process.last_words()}"
         silence_s = self._settings.silence_s
@@ -211,6 +213,7 @@ class ServerUpkeep:
             raise ServerAnswerError(self.client.url, 0, f"it serves weights {served!r} instead of {self.label!r}")
 
     def _well(self) -> None:
+        self.answers = True
         self._well_at_s = self._clock.now_s()
 
     async def close(self) -> None:
