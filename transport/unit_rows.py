@@ -127,7 +127,7 @@ def _lay_out(parcels: Sequence[_Parcel]) -> tuple[list[Buffer], list[tuple[int, 
 class UnitRows:
     """A RowStore over a broker and storage units, used from one event loop.
 
-    units: addresses that new rows may go to; rows stay readable in units that were removed from the list.
+    units: addresses that new rows may go to; rows are read from whichever unit has them.
     directory: where this host's segments are.
     """
 
@@ -142,15 +142,6 @@ class UnitRows:
         self._units = list(dict.fromkeys(units))
         self._clients: dict[str, UnitClient] = {}
         self._undropped: dict[str, set[GroupId]] = {}
-
-    def add_unit(self, address: str) -> None:
-        """Let new rows go to one more unit."""
-        if address not in self._units:
-            self._units.append(address)
-
-    def remove_unit(self, address: str) -> None:
-        """Send no new rows to a unit; its rows are read from it until their groups are dropped."""
-        self._units.remove(address)
 
     def ranked_units(self, group_id: GroupId) -> list[str]:
         """The units in the order in which they are tried for a group (rendezvous hashing: a change moves the least)."""

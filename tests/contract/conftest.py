@@ -9,12 +9,15 @@ from itertools import count
 import pytest
 
 from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.fakes.stored_rows import new_unit
 from transport.broker.base import Broker
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock
 from transport.types import RunName
+from transport.unit_rows import UnitRows
+from transport.units import StorageUnit
 
 _run_numbers = count()
 
@@ -80,6 +83,23 @@ async def harness(request: pytest.FixtureRequest, server_urls: dict[str, str]) -
 @pytest.fixture
 def broker(harness: BrokerHarness) -> Broker:
     return harness.open()
+
+
+@pytest.fixture
+def units() -> Iterator[list[StorageUnit]]:
+    """Started by the tests that want them (``new_unit``), closed here."""
+    started: list[StorageUnit] = []
+    yield started
+    for unit in started:
+        unit.close()
+
+
+@pytest.fixture
+async def unit_rows(broker: Broker, units: list[StorageUnit]) -> AsyncIterator[UnitRows]:
+    """Over one storage unit."""
+    rows = UnitRows(broker, [new_unit(units)])
+    yield rows
+    rows.close()
 
 
 @pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.redis)])
