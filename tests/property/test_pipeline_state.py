@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.core.settings import CoreSettings
-from tests.fakes.pipeline_world import HELD_OUT, PipelineWorld, groups_of
+from tests.fakes.obeyed_pipeline import HELD_OUT, groups_of
+from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import (
     BrokerUsage,
     CheckpointRequested,

@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from tests.fakes.pipeline_world import HELD_OUT, PipelineWorld
+from tests.fakes.obeyed_pipeline import HELD_OUT
+from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import (
     EVALUATION,
     AbortRollouts,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.core.settings import CoreSettings
-from tests.fakes.pipeline_world import PipelineWorld, groups_of
+from tests.fakes.obeyed_pipeline import groups_of
+from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import (
     AbortRollouts,
     AdmitGroups,

@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.state import PipelineState
-from tests.fakes.pipeline_world import PipelineWorld, groups_of
+from tests.fakes.obeyed_pipeline import groups_of
+from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import (
     AbortRollouts,
     BrokerUsage,

@@ -8,7 +8,8 @@ import pytest
 from orchestrator.core.batching import num_released
 from orchestrator.core.settings import CoreSettings, core_settings
 from orchestrator.core.staleness import may_admit
-from tests.fakes.pipeline_world import PipelineWorld, groups_of
+from tests.fakes.obeyed_pipeline import groups_of
+from tests.fakes.pipeline_world import PipelineWorld
 from transport.settings import PipelineSettings, Settings
 from transport.types import GroupId, UpdateMode, WorkerId
 
