@@ -20,7 +20,7 @@ from transport.clock import MonotonicClock
 from transport.errors import PeerUnavailableError
 from transport.types import GroupId, SamplingParams, WeightIdentity
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
-from workers.generation import sglang
+from workers.generation import sglang, sglang_sender
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_order import Outcome, outcome_numbers
@@ -226,7 +226,7 @@ async def test_a_server_that_keeps_answering_nonsense_is_lost_and_what_it_had_is
 async def test_what_waits_for_memory_lowers_what_fits_and_what_runs_raises_it_again(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang, "STUCK_S", 0.1)
+    monkeypatch.setattr(sglang_sender, "STUCK_S", 0.1)
     monkeypatch.setattr(sglang, "POLL_S", 0.05)
     async with fake_server() as server, started(model_dir, server) as engine:
         release = asyncio.Event()

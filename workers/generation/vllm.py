@@ -1,7 +1,7 @@
 """The generation engine that is a vLLM server.
 
 Its interface has the same parts as SGLang's: token ids in and out, versions of each token, a cache divided by a salt, a
-pause that keeps what runs. So queue, gate, updates and watch are the SGLang engine's (sglang.py), and this file is the
+pause that keeps what runs. So queue, gate, updates and watch are those of the SGLang engine, and this file is the
 client: the same calls, in vLLM's words. What differs:
 
 - the loader is called by ``/collective_rpc`` (vllm_loader.py), which also tells what the server is;
@@ -25,7 +25,7 @@ import msgspec
 
 from transport.messages import encode
 from workers.errors import ModelError
-from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.generation.engine import GenerationRequest
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import (
     CALL_S,
@@ -288,13 +288,6 @@ class VllmEngine(SglangEngine):
 
     name = "vllm"
 
-    def submit(self, request: GenerationRequest) -> None:
-        if request.sampling.top_p < 1 or request.sampling.top_k:
-            samples, (group_id, attempt) = tuple(request.samples), request.key
-            self._deliver(
-                EngineFailure(
-                    group_id=group_id, samples=samples, reason=CUTS_THE_TAIL, retryable=False, attempt=attempt
-                )
-            )
-            return
-        super().submit(request)
+    def _refusal(self, request: GenerationRequest) -> str:
+        cut = request.sampling.top_p < 1 or request.sampling.top_k
+        return CUTS_THE_TAIL if cut else super()._refusal(request)
