@@ -13,11 +13,16 @@ from orchestrator.core.dispatch import Order, Placement, plan_priority, with_roo
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.pipeline import Deadline, Pipeline
-from orchestrator.core.planned import PlannedDispatch
 from orchestrator.core.rolling import Rolling
 from orchestrator.core.staleness import may_dispatch
+from orchestrator.core.work_stealing import WorkStealing
 from transport.messages import AbortRollouts, DispatchGroups, GroupPlan
 from transport.types import GroupId, WorkerId
+
+
+def admit_key(group_id: GroupId) -> str:
+    """Key in the outbox of the admission of one group by itself."""
+    return f"admit {group_id}"
 
 
 def plan_key(group_id: GroupId) -> str:
@@ -37,7 +42,7 @@ class Assignments:
         self._p = pipeline
         self._order = order
         self._place = place
-        self._planned = PlannedDispatch(pipeline, self)
+        self._stealing = WorkStealing(pipeline, self)
         self._rolling = Rolling(pipeline)
 
     def enqueue(self, group: Group) -> None:
@@ -80,7 +85,7 @@ class Assignments:
             if group is not None and (planned is None or group.batch <= planned):
                 if p.frozen(group.batch) or p.plans.awaits(group.batch, p.now_s) or not self._dispatch_to_any(group):
                     return
-            elif planned is None or p.frozen(planned) or not self._planned.dispatch(planned):
+            elif planned is None or p.frozen(planned) or not self._stealing.dispatch(planned):
                 return
 
     def _dispatch_to_any(self, group: Group) -> bool:
@@ -132,7 +137,7 @@ class Assignments:
         for group_id in list(worker.aborting):
             self._forget_abort(worker, group_id)
         del self._p.fleet.workers[worker.worker_id]
-        self._planned.release(worker.worker_id)
+        self._stealing.release(worker.worker_id)
 
     def _forget_abort(self, worker: Worker, group_id: GroupId) -> None:
         del worker.aborting[group_id]

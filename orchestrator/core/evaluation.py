@@ -1,7 +1,8 @@
 """An evaluation: held-out problems, asked of one version of the weights.
 
-Owns: the nouns and their own arithmetic. Never: decisions (``evaluating.py``). Invariant: a problem is in exactly one
-place: it waits, one try at it is open, its answer is scored, or its attempts are used up.
+Owns: the nouns and their own arithmetic. Never: decisions: when one begins and ends (``evaluation_schedule.py``), who
+answers what (``evaluation_tries.py``). Invariant: a problem is in exactly one place: it waits, one try at it is open,
+its answer is scored, or its attempts are used up.
 
     waits ──dispatch──► open try ──row of the pinned weights──► open try, to be scored ──► answered
       ▲                   │                                       │

@@ -114,6 +114,11 @@ class Fleet(msgspec.Struct, kw_only=True):
         self.turn = NOBODY
         self.all_told = False
 
+    def pin_to(self, weights: WeightIdentity | None, *, wanted: bool) -> None:
+        """An evaluation needs workers that serve ``weights``, None: no more. wanted: also those without a try of it."""
+        self.pin, self.pin_wanted = weights, wanted
+        self.all_told = False
+
     def join(self, worker: Worker) -> None:
         """A worker arrived."""
         self.workers[worker.worker_id] = worker

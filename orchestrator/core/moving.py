@@ -1,6 +1,6 @@
 """Running work that is moved: taken back from a slow worker, for an idle one that ends it sooner though it starts over.
 
-Owns: the forecast that says so. Never: work that waits (``planned.py``), losses and deadlines (``rollouts.py``).
+Owns: the forecast that says so. Never: work that waits (``work_stealing.py``), losses and deadlines (``rollouts.py``).
 Invariant: a group is moved once, to a worker that has nothing to do, while nothing waits for a worker.
 """
 

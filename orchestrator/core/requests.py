@@ -14,6 +14,9 @@ numbers, window, expiry.
 
 from __future__ import annotations
 
+from typing import TypeAlias, assert_never
+
+from orchestrator.core.assignments import admit_key
 from orchestrator.core.batches import MISSING, Group, Outcome, Stage
 from orchestrator.core.fleet import age
 from orchestrator.core.request import Request
@@ -29,6 +32,8 @@ from transport.messages import (
 )
 from transport.types import GroupId, RowId, group_id, parse_row_id, row_id
 
+RequestEvent: TypeAlias = PromptsSubmitted | SamplesTaken | RequestCancelled | WeightsPublished
+
 
 class Requests(Slots):
     """The slots of a run that trains nothing: a group belongs to a request instead of a batch, and ends by delivery.
@@ -36,7 +41,21 @@ class Requests(Slots):
     ``Group.batch`` is the number of its request, so that earlier requests go first.
     """
 
-    def submit(self, event: PromptsSubmitted) -> None:
+    def take(self, event: RequestEvent) -> None:
+        """What whoever asks for samples tells."""
+        match event:
+            case SamplesTaken():
+                self._samples_taken(event)
+            case PromptsSubmitted():
+                self._submitted(event)
+            case RequestCancelled():
+                self._cancelled(event)
+            case WeightsPublished():
+                self._published(event)
+            case _:
+                assert_never(event)
+
+    def _submitted(self, event: PromptsSubmitted) -> None:
         """Take a request. One that came before changes nothing."""
         p = self._p
         if event.request <= p.last_request or p.stopping or not p.settings.service:
@@ -72,7 +91,7 @@ class Requests(Slots):
         outbox = self._p.outbox
         for group in groups:
             outbox.confirm(group.admit_key)
-            group.admit_key = f"admit {group.group_id}"
+            group.admit_key = admit_key(group.group_id)
             admitted = GroupAdmitted(group_id=group.group_id, prompt_id=group.prompt_id, group_size=len(group.tokens))
             outbox.emit_until(group.admit_key, AdmitGroups(groups=(admitted,)))
 
@@ -93,24 +112,13 @@ class Requests(Slots):
 
     # -- results
 
-    def is_new(self, row: RowId) -> bool:
-        """Whether the row is one that somebody waits for."""
-        group_id, sample = parse_row_id(row)
-        group = self._p.live(group_id)
-        return group is not None and sample < len(group.tokens) and group.tokens[sample] == MISSING
-
-    def arrived(self, row: RowId) -> None:
-        """A row that was waited for exists: it gets its number, unless it has one and was only made again."""
-        group = self._p.groups[parse_row_id(row)[0]]
+    def row_arrived(self, group: Group, row: RowId) -> None:
+        """It gets its number, unless it has one and was only made again."""
         self._note(group, row)
 
-    def missing(self, rows: tuple[RowId, ...]) -> None:
-        """Rows vanished with the broker's tail; those that have a number keep it."""
-        for row in rows:
-            group = self._p.live(parse_row_id(row)[0])
-            request = self._p.requests.get(group.batch) if group is not None else None
-            if request is not None and not self.is_new(row):
-                request.remade[row] = None
+    def row_vanished(self, group: Group, row: RowId) -> None:
+        """It keeps its number."""
+        self._p.requests[group.batch].remade[row] = None
 
     def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
         """The samples that are missing of ``group`` will not come: each is a result that says why."""
@@ -134,7 +142,7 @@ class Requests(Slots):
 
     # -- the reader
 
-    def take(self, event: SamplesTaken) -> None:
+    def _samples_taken(self, event: SamplesTaken) -> None:
         """The reader has the first ``upto`` results: free them, and let more of the request start."""
         p = self._p
         request = p.requests.get(event.request)
@@ -168,7 +176,7 @@ class Requests(Slots):
         del request.untaken[group_id]
         del self._p.groups[group_id]
 
-    def cancel(self, event: RequestCancelled) -> None:
+    def _cancelled(self, event: RequestCancelled) -> None:
         """Nobody wants the rest."""
         request = self._p.requests.pop(event.request, None)
         if request is None:
@@ -184,7 +192,7 @@ class Requests(Slots):
         limit_s = p.now_s - p.settings.service_keep_s
         for number in [number for number, request in p.requests.items() if request.whole]:
             if p.requests[number].active_s < limit_s:
-                self.cancel(RequestCancelled(request=number, reason="nobody read it"))
+                self._cancelled(RequestCancelled(request=number, reason="nobody read it"))
 
     def reopen(self) -> None:
         """A resumed run goes on: what was held back while it stopped may start."""
@@ -193,7 +201,7 @@ class Requests(Slots):
 
     # -- weights, the end
 
-    def publish(self, event: WeightsPublished) -> None:
+    def _published(self, event: WeightsPublished) -> None:
         """Newer weights exist: what starts from now on starts with them. Nothing that was sampled is lost by it."""
         p = self._p
         weights = event.weights

@@ -56,6 +56,7 @@ class Rollouts:
             self._slots.end(group, "stale", unusable, free=unusable == LOST_WEIGHTS)
         else:
             self._record(group, sample, event)
+            self._slots.row_arrived(group, event.row_id)
 
     def _record(self, group: Group, sample: int, event: RolloutFinished) -> None:
         if group.stage is Stage.RUNNING:
@@ -93,6 +94,7 @@ class Rollouts:
                 self._assignments.requeue(group, "rows of it went missing")  # its worker does not know of this sample
             group.tokens[sample] = MISSING
             group.num_missing += 1
+            self._slots.row_vanished(group, row)
             touched[group_id] = group
         for group in touched.values():
             self._generate_again(group)

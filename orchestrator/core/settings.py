@@ -37,7 +37,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
     eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
-    eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see ``evaluating.py``.
+    eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
+    ``evaluation_schedule.py``.
     dispatch: policy, see ``dispatch/policies.py``.  plan_wait_s: a batch waits so long for its plan.
     move_running: running groups of slow workers start over on idle ones, see ``moving.py``.
     decode_cost: of a worker of pace 1.  train_token_s: of the trainer, 0 where unknown.

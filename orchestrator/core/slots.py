@@ -13,8 +13,16 @@ from orchestrator.core.batching import Phase, part_of_slot
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.prompts import WaitingPrompt
 from orchestrator.core.staleness import may_admit
-from transport.messages import AdmitGroups, DropRows, GroupAdmitted, PromptRef, RequestPrompts, SlotOutcome
-from transport.types import group_id
+from transport.messages import (
+    AdmitGroups,
+    DropRows,
+    GroupAdmitted,
+    PromptRef,
+    PromptsArrived,
+    RequestPrompts,
+    SlotOutcome,
+)
+from transport.types import RowId, group_id
 
 REQUEST_KEY = "prompts"
 OVERSAMPLED = "over-sampled: its batch was full before it was ready"
@@ -29,6 +37,11 @@ class Slots:
         self._phases = phases
 
     # -- admission
+
+    def prompts_arrived(self, event: PromptsArrived) -> None:
+        """The prompt source answers."""
+        if self._p.prompts.arrive(event):
+            self._p.outbox.confirm(REQUEST_KEY)
 
     def admit(self) -> None:
         """Bind waiting prompts to slots: first to replacements that are owed, then to the next batches; ask for more.
@@ -154,6 +167,14 @@ class Slots:
         if count > 0:
             p.prompts.requested = count
             p.outbox.emit_until(REQUEST_KEY, RequestPrompts(count=count))
+
+    # -- rows
+
+    def row_arrived(self, group: Group, row: RowId) -> None:
+        """A row that was missing exists. Nobody waits for a single one: the trainer takes whole groups."""
+
+    def row_vanished(self, group: Group, row: RowId) -> None:
+        """A row that existed is missing again."""
 
     # -- the end of a slot
 

@@ -1,10 +1,10 @@
-"""Carrying out plans of dispatch: each worker its own groups in their order, and whose work is taken by others.
+"""Work stealing: each worker starts its own planned groups in their order, and an idle one takes those of others.
 
 Owns: the order among planned groups. Never: the gate; it asks for it. Invariant: no planned group waits for a worker
 that is gone or unfit, nor while another has room, may take it and would be done with it sooner.
 
     own      the worker has room: the first of its queue
-    taken    the worker has nothing left of the batch and runs less than its plan meant it to: the first of the queue
+    stolen   the worker has nothing left of the batch and runs less than its plan meant it to: the first of the queue
              behind which most tokens wait, if the forecast says it ends sooner here
 """
 
@@ -27,7 +27,7 @@ class Assigns(Protocol):
     def enqueue(self, group: Group) -> None: ...
 
 
-class PlannedDispatch:
+class WorkStealing:
     """Works on the pipeline it is given; holds no state of its own."""
 
     def __init__(self, pipeline: Pipeline, assignments: Assigns) -> None:
@@ -41,7 +41,7 @@ class PlannedDispatch:
             self.release(worker_id)
         for worker in with_room([workers[worker_id] for worker_id in plans.queues], 0, size):
             self._start_own(worker, batch)
-        while self._take_over(batch):
+        while self._steal(batch):
             pass
         return plans.earliest_batch() != batch
 
@@ -60,7 +60,7 @@ class PlannedDispatch:
                 return
             self._assignments.assign(group, worker)
 
-    def _take_over(self, batch: int) -> bool:
+    def _steal(self, batch: int) -> bool:
         """One group starts elsewhere than planned. Returns whether there was one."""
         plans = self._p.plans
         idle = [worker for worker in self._below_limit() if plans.next_for(worker.worker_id, batch) is None]

@@ -20,8 +20,8 @@ HALFWAY = 0.5
 UNPROVEN = "even"
 """In place of a policy that relies on predictions while the ranker is judged not worth it, and of "scored" until they
 have been compared with lengths: a bad ranker must not lose to none."""
-BLIND = ("even", "random")
-"""Policies that look at no prediction."""
+WITHOUT_PREDICTIONS = ("even", "random")
+"""Policies that look at none."""
 
 
 def request_key(batch: int) -> str:
@@ -29,7 +29,7 @@ def request_key(batch: int) -> str:
     return f"plan of batch {batch}"
 
 
-class Planning:
+class PlanRequests:
     """Works on the pipeline it is given; holds no state of its own."""
 
     def __init__(self, pipeline: Pipeline, assignments: Assignments) -> None:
@@ -81,7 +81,7 @@ class Planning:
     def _policy(self) -> str:
         """As configured, unless it would rely on predictions that are not (or no longer) worth it."""
         plans, wanted = self._p.plans, self._p.settings.dispatch
-        if wanted in BLIND:
+        if wanted in WITHOUT_PREDICTIONS:
             return wanted
         judged_useless = plans.ranker is not None and not plans.ranker.worth_it
         return UNPROVEN if judged_useless or (wanted == "scored" and not plans.calibration.known) else wanted

@@ -1,0 +1,87 @@
+"""Workers that come, tell what they hold, and go.
+
+Owns: who is told of it. Never: what each makes of it. Invariant: a worker is in the fleet from the event of its joining
+to that of its loss, and then nothing is expected of it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from orchestrator.core.elastic import ElasticFleet
+from orchestrator.core.evaluation_tries import EvaluationTries
+from orchestrator.core.fleet import Worker
+from orchestrator.core.pipeline import Pipeline
+from orchestrator.core.rollouts import Rollouts
+from orchestrator.core.rounds import Rounds
+from orchestrator.core.weights import Weights
+from transport.messages import WorkerJoined, WorkerLost, WorkerReported
+from transport.types import WorkerKind
+
+WorkerReport: TypeAlias = WorkerJoined | WorkerReported | WorkerLost
+
+TRAINER_IS_DONE = ("drained", "finished")
+"""Reasons of a loss that mean that the trainer left of itself, with everything saved."""
+
+
+class WorkerReports:
+    """Works on the pipeline it is given; holds no state of its own."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rounds: Rounds,
+        rollouts: Rollouts,
+        weights: Weights,
+        tries: EvaluationTries,
+        elastic: ElasticFleet,
+    ) -> None:
+        self._p = pipeline
+        self._rounds = rounds
+        self._rollouts = rollouts
+        self._weights = weights
+        self._tries = tries
+        self._elastic = elastic
+
+    def take(self, report: WorkerReport) -> None:
+        match report:
+            case WorkerReported():
+                self._reported(report)
+            case WorkerJoined():
+                self._joined(report)
+            case WorkerLost():
+                self._lost(report)
+            case _:
+                assert_never(report)
+
+    def _reported(self, report: WorkerReported) -> None:
+        worker = self._p.fleet.workers.get(report.worker_id)
+        if worker is None:
+            return
+        if report.weights is not None:
+            self._weights.serve(worker, report.weights)
+        if report.capacity:
+            worker.capacity = report.capacity
+        self._rollouts.reconcile(worker, report)
+        self._tries.reconcile(worker, report)
+
+    def _joined(self, report: WorkerJoined) -> None:
+        fleet = self._p.fleet
+        if report.kind is not WorkerKind.GENERATE:
+            fleet.others[report.worker_id] = report.kind
+        elif report.worker_id not in fleet.workers:
+            capacity = max(1, report.capacity)
+            fleet.join(Worker(worker_id=report.worker_id, capacity=capacity, loaded=report.weights))
+            self._elastic.join(report.worker_id)
+
+    def _lost(self, report: WorkerLost) -> None:
+        fleet = self._p.fleet
+        kind = fleet.others.pop(report.worker_id, None)
+        if kind is WorkerKind.TRAIN and report.reason in TRAINER_IS_DONE:
+            self._rounds.trainer_left()
+        worker = fleet.workers.get(report.worker_id)
+        if worker is not None:
+            self._tries.worker_lost(worker)
+            self._rollouts.worker_lost(worker, report.reason)
+            self._weights.forget(worker)
+            self._elastic.forget(worker.worker_id)
