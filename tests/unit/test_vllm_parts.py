@@ -137,10 +137,8 @@ async def test_what_the_server_is_comes_from_its_loader(server: FakeServer, clie
 
 
 async def test_its_load_is_read_from_its_metrics(server: FakeServer, client: VllmClient) -> None:
-    text = """# HELP vllm:num_requests_running Number of requests.
+    text = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 9.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 """
 
@@ -148,4 +146,4 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
         return web.Response(text=text)
 
     server.answers["/metrics"] = metrics
-    assert await client.load() == Load(num_running_reqs=3, num_waiting_reqs=2, token_usage=0.25)
+    assert await client.load() == Load(token_usage=0.25)

@@ -57,10 +57,6 @@ class WaitingGroups:
     def __bool__(self) -> bool:
         return bool(self._started or self._heap)
 
-    @property
-    def num_samples(self) -> int:
-        return sum(len(group.samples) for group in self._all())
-
     def push(self, group: WaitingGroup) -> None:
         heapq.heappush(self._heap, (-group.request.priority, next(self._order), group))
 

@@ -120,12 +120,11 @@ class ModelInfo(Answer, frozen=True, kw_only=True):
 
 
 class ServerInfo(Answer, frozen=True, kw_only=True):
-    """What it was started with, and what became of that. max_req_input_len: tokens of the longest prompt."""
+    """What it was started with, and what became of that."""
 
     version: str
     max_total_num_tokens: int
     context_length: int | None = None
-    max_req_input_len: int = 0
     max_running_requests: int | None = None
     tp_size: int = 1
     enable_priority_scheduling: bool = False
@@ -136,8 +135,6 @@ class ServerInfo(Answer, frozen=True, kw_only=True):
 class Load(Answer, frozen=True, kw_only=True):
     """One snapshot of its scheduler. token_usage: part of the KV memory in use, 0 to 1."""
 
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
     token_usage: float = 0.0
 
 

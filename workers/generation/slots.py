@@ -95,10 +95,6 @@ class SlotDecoder:
         return len(self._running)
 
     @property
-    def num_waiting(self) -> int:
-        return self._waiting.num_samples
-
-    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 

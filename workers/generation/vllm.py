@@ -51,7 +51,7 @@ DEFAULT_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 LOGPROBS_MODE = "processed_logprobs"
 """After the temperature; vLLM's default is before it."""
 CUTS_THE_TAIL = "vLLM's logprobs are of what top-p and top-k leave over: sampling.top_p must be 1 and sampling.top_k 0"
-_METRIC = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}]*\} (\S+)$", re.M)
+_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.M)
 
 
 class About(Answer, frozen=True, kw_only=True):
@@ -154,12 +154,8 @@ class VllmClient(SglangClient):
         )
 
     async def load(self) -> Load:
-        found = {name: float(value) for name, value in _METRIC.findall(await self._call("GET", "/metrics"))}
-        return Load(
-            num_running_reqs=int(found.get(b"num_requests_running", 0)),
-            num_waiting_reqs=int(found.get(b"num_requests_waiting", 0)),
-            token_usage=found.get(b"kv_cache_usage_perc", 0.0),
-        )
+        found = _KV_USE.search(await self._call("GET", "/metrics"))
+        return Load(token_usage=float(found[1]) if found else 0.0)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
