@@ -162,9 +162,11 @@ async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping
 
 
 def _stop_on_signal() -> asyncio.Event:
+    """Set by whatever asks a process to end. A terminal that is closed does, too, unless nohup says otherwise."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, stopping.set)
     return stopping
 

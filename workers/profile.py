@@ -283,5 +283,5 @@ async def _trained(
                 publish.append(time.perf_counter() - started_s)
                 load.append(await load_seconds(engine, manifest))
         finally:
-            learner.shut_down()
+            learner.retract()
     return train, optimizer, publish, load

@@ -1,7 +1,9 @@
 """The orchestrator as a process of its own: settings, logs, broker, event loop, then ``app.serve``.
 
-Owns: what comes before the first event and after the last. Never: decides. Invariant: what ends it is one StreamError,
-whose exit code tells the supervisor, or whatever else keeps it alive, whether to start it again.
+Owns: what comes before the first event and after the last. Never: decides. Invariants: what ends it is one
+StreamError, whose exit code tells the supervisor, or whatever else keeps it alive, whether to start it again; when a
+run's control plane by itself has ended the run, its workers have left, so that nobody takes the broker from them
+before they heard of it.
 
     main            a child of ``run``: its directory is there and locked by its supervisor
     main_alone      the control plane by itself: workers join it over the broker, at any time
@@ -9,10 +11,12 @@ whose exit code tells the supervisor, or whatever else keeps it alive, whether t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 import uvloop
 
 from orchestrator.api.server import check_secret
@@ -25,14 +29,19 @@ from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
 from transport import faults
 from transport.broker import keys
+from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.redis_link import without_password
-from transport.errors import first_error
+from transport.errors import TransientError, first_error
 from transport.logs import configure_logs
 from transport.messages import RunResumed
 from transport.settings import Settings
-from transport.types import RunName
+from transport.tensors.shm import segment_directories, sweep_stale
+from transport.types import RunName, WorkerId
 
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.1
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -85,8 +94,9 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
         say(f"run {name} in {rundir.path}; workers join with")
         for line in join_commands(settings):
             say(f"  {line}")
-        return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen)
+        return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True)
     finally:
+        sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
         rundir.unlock()
 
 
@@ -104,11 +114,31 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-async def _serve(settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, reopen: bool = False) -> bool:
+async def _serve(
+    settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, reopen: bool = False, alone: bool = False
+) -> bool:
     broker = await connect(settings.broker, run, url=settings.broker.url)
     try:
         if reopen:
             await append_event(broker, RunResumed())
         return await serve(settings, broker, run_dir, model_dir)
     finally:
+        if alone:  # a supervisor tells its children itself
+            await see_off(broker, limit_s=settings.liveness.lease_s)
         await broker.close()
+
+
+async def see_off(broker: Broker, *, limit_s: float) -> None:
+    """If the run is over, wait until its workers have left. They hear of it at their next heartbeat.
+
+    limit_s: how long the lease of a worker lasts that died. Never raises for a broker that is away or a worker that
+    stays: the run is over all the same.
+    """
+    staying: list[WorkerId] = []
+    try:
+        async with asyncio.timeout(limit_s):
+            if await broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+                while staying := sorted(await broker.leases()):  # noqa: ASYNC110 a lease that ends wakes nobody
+                    await asyncio.sleep(POLL_S)
+    except (TransientError, TimeoutError):
+        log.warning("not all workers are known to have left", workers=staying)

@@ -1,7 +1,8 @@
 """``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
 
 Owns: the local processes and the terminal. Never: decides anything about prompts, batches or weights; the orchestrator
-does, in a process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left.
+does, in a process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left,
+and when it returns, no shared memory of theirs.
 
     supervisor ─┬─ broker (embedded, unless broker.url is set)
                 ├─ orchestrator        streamrl-orchestrator serve
@@ -61,6 +62,7 @@ from transport.messages import (
     worker_status_decoder,
 )
 from transport.settings import Settings, public
+from transport.tensors.shm import segment_directories, sweep_stale
 from transport.types import RunName, WorkerId, WorkerKind
 
 log = structlog.get_logger(__name__)
@@ -94,6 +96,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
             raise
     finally:
         view.close()
+        sweep_stale(*segment_directories(rundir.path))  # of children that had to be killed
         rundir.unlock()
     return 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from transport.tensors.shm import SHARED_MEMORY
 
 pytestmark = pytest.mark.chaos
 
@@ -65,8 +66,11 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_resume_finishes(tmp_path:
 def test_ctrl_c_says_how_to_go_on_and_resume_finishes(tmp_path: Path):
     with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
         run.wait_for_batch(3)
+        left_behind = SHARED_MEMORY / f"streamrl-tiny@{run.kill('workers', 'generate', '--index')}@e9v9"
+        left_behind.touch()
         run.interrupt(signal.SIGINT)
         assert run.wait_for_end() == 130
+        assert not left_behind.exists(), "the supervisor sweeps after its children"
         assert "--resume --name tiny" in run.output
         assert run.survivors() == []
         run.start("--resume")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.machine import Machine, machine
+from transport.tensors.shm import SHARED_MEMORY
 from workers.models import prepare_model
 
 TINY = (
@@ -93,7 +94,7 @@ def test_generate_update_generate(tmp_path: Path):
     save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, weights / "half.safetensors")
     with machine(tmp_path) as place:
         place.serve("service", "--preset", "service", "--model-dir", str(model_dir), settings=TINY)
-        place.join("service", "publish", "--model-dir", str(model_dir), "--weights-dir", str(weights))
+        publisher = place.join("service", "publish", "--model-dir", str(model_dir), "--weights-dir", str(weights))
         first = place.join("service", "generate", "--model-dir", str(model_dir))
         place.wait_until(lambda: len(place.status("service").get("generation", [])) == 1, "a worker")
         asked = Asked(place)
@@ -129,4 +130,9 @@ def test_generate_update_generate(tmp_path: Path):
 
         with pytest.raises(urllib.error.HTTPError, match="400"):
             next(asked.lines("/update", {"path": "../models"}))
+        left_behind = SHARED_MEMORY / f"streamrl-service@{first.pid}@e9v9"
+        left_behind.touch()  # as by one that was killed while it published
         place.drain("service")
+        assert not left_behind.exists(), "serve sweeps when it ends"
+        assert not list(SHARED_MEMORY.glob(f"streamrl-service@{publisher.pid}@*")), "and it ends after its workers"
+        assert publisher.wait(timeout=30) == 0, place.words()

@@ -180,6 +180,18 @@ def test_a_full_directory_falls_back_to_the_next(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_store_that_is_closed_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
+    store = ShmStore("closing", (tmp_path,))
+    writer = store.create("v1", len(CONTENT))
+    writer.write(0, memoryview(CONTENT)[:100])
+    store.close()
+    with pytest.raises(ValueError, match="dropped while it was written"):
+        writer.write(100, memoryview(CONTENT)[100:])
+    with pytest.raises(ValueError, match="is closed"):
+        store.create("v2", len(CONTENT))
+    assert list(tmp_path.iterdir()) == []
+
+
 def leave_a_segment_behind(directory: Path, address: "multiprocessing.SimpleQueue[str]") -> None:
     address.put(publish(ShmStore("dead", (directory,)), "v1"))
     os.kill(os.getpid(), 9)

@@ -98,7 +98,7 @@ async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_
                 assert tensors == {}
         assert 0.5 <= clock.now_s() - started_s < 1.0, "the second pull finds it there"
     finally:
-        learner.shut_down()
+        learner.retract()
 
 
 def test_workers_of_a_replay_import_no_torch():

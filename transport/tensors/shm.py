@@ -2,7 +2,7 @@
 
 Owns: the files and their life. Invariants: a sealed file is never written again; its owner holds an advisory lock
 (flock) on it, which the kernel drops with the process, so an unlocked file is one whose owner died, whatever happened
-to process numbers; a reader's mapping survives the file.
+to process numbers; a reader's mapping survives the file; a store that was closed makes no file any more.
 
 We keep our own files rather than multiprocessing.shared_memory, whose resource tracker unlinks a segment when any
 process that looked at it ends. Bytes go in by pwrite, not through a mapping: a full file system is then an error
@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import re
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -41,10 +43,15 @@ def file_name(run: str, name: str) -> str:
     return result
 
 
-def sweep_stale(directory: Path) -> list[str]:
+def segment_directories(run_dir: Path) -> tuple[Path, Path]:
+    """Where the weights of a run are put: in memory, and on disk (mapped all the same, slower) when that is full."""
+    return (SHARED_MEMORY, run_dir / "segments")
+
+
+def sweep_stale(*directories: Path) -> list[str]:
     """Unlink the segments of owners that died, of any run. Returns their file names."""
     swept: list[str] = []
-    for path in directory.glob("streamrl-*@*@*"):
+    for path in itertools.chain.from_iterable(directory.glob("streamrl-*@*@*") for directory in directories):
         with contextlib.suppress(OSError):  # another user's, or gone by now
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -96,8 +103,8 @@ class ShmWriter:
 
     def __init__(self, store: ShmStore, name: str, path: Path, fd: int, nbytes: int) -> None:
         self._store = store
-        self._name = name
         self._nbytes = nbytes
+        self.name = name
         self.path = path
         self.fd = fd
 
@@ -107,7 +114,7 @@ class ShmWriter:
         rest = data.cast("B")
         while rest.nbytes:
             try:
-                written = os.pwrite(self.fd, rest, offset)
+                written = self._store.write(self, offset, rest)
             except OSError as error:
                 self.abort()
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -120,49 +127,65 @@ class ShmWriter:
         return (f"shm://{host_id()}/{str(self.path).lstrip('/')}",)
 
     def abort(self) -> None:
-        self._store.drop(self._name)
+        self._store.drop(self.name)
 
 
 class ShmStore:
-    """The segments of one owner on this host.
+    """The segments of one owner on this host. Any thread may close it, whatever another one is writing.
 
-    directories: tried in order, usually SHARED_MEMORY and then a directory on disk (mapped all the same, slower).
+    directories: tried in order, see ``segment_directories``.
     """
 
     def __init__(self, run: str, directories: Sequence[Path] = (SHARED_MEMORY,)) -> None:
         self._run = run
         self._directories = tuple(directory.absolute() for directory in directories)
         self._open: dict[str, ShmWriter] = {}
+        self._lock = threading.Lock()  # or a descriptor could be closed, and given to another file, before it is used
         self._swept = False
+        self._closed = False
 
     def create(self, name: str, nbytes: int) -> ShmWriter:
         """Make the file of a new segment; the first call also sweeps what dead owners left behind."""
-        if name in self._open:
-            raise ValueError(f"segment {name!r} exists")
-        if not self._swept:
-            for directory in self._directories:
-                sweep_stale(directory)
-            self._swept = True
-        path = choose_directory(self._directories, nbytes) / file_name(self._run, name)
-        fd = _create_locked(path)
-        os.ftruncate(fd, nbytes)
-        self._open[name] = ShmWriter(self, name, path, fd, nbytes)
-        return self._open[name]
+        with self._lock:
+            if self._closed or name in self._open:
+                raise ValueError(f"the store of segment {name!r} is closed" if self._closed else f"{name!r} exists")
+            if not self._swept:
+                sweep_stale(*self._directories)
+                self._swept = True
+            path = choose_directory(self._directories, nbytes) / file_name(self._run, name)
+            fd = _create_locked(path)
+            os.ftruncate(fd, nbytes)
+            self._open[name] = ShmWriter(self, name, path, fd, nbytes)
+            return self._open[name]
+
+    def write(self, writer: ShmWriter, offset: int, data: memoryview) -> int:
+        """As os.pwrite. Raises ValueError for a segment that was dropped meanwhile."""
+        with self._lock:
+            if self._open.get(writer.name) is not writer:
+                raise ValueError(f"segment {writer.name!r} was dropped while it was written")
+            return os.pwrite(writer.fd, data, offset)
 
     def open_file(self, name: str) -> BinaryIO | None:
         """A file object of its own on a segment, for a server to send from; None for a name that is not served."""
-        writer = self._open.get(name)
-        return os.fdopen(os.dup(writer.fd), "rb") if writer else None
+        with self._lock:
+            writer = self._open.get(name)
+            return os.fdopen(os.dup(writer.fd), "rb") if writer else None
 
     def drop(self, name: str) -> None:
-        writer = self._open.pop(name, None)
-        if writer is not None:
-            writer.path.unlink(missing_ok=True)
-            os.close(writer.fd)
+        with self._lock:
+            if name in self._open:
+                _unlink(self._open.pop(name))
 
     def close(self) -> None:
-        for name in list(self._open):
-            self.drop(name)
+        with self._lock:
+            self._closed = True
+            while self._open:
+                _unlink(self._open.popitem()[1])
+
+
+def _unlink(writer: ShmWriter) -> None:
+    writer.path.unlink(missing_ok=True)
+    os.close(writer.fd)
 
 
 class ShmSegment:

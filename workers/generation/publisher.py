@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -49,7 +49,6 @@ RECLAIM_S = 60.0
 """An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
 MAX_DELIVERIES = 3
 
-T = TypeVar("T")
 Tensors = Mapping[str, "torch.Tensor"]
 ReadTensors = Callable[[Path], Tensors]
 
@@ -85,7 +84,6 @@ class PublishingWorker:
         self._epoch = 0
         self._serving: WeightIdentity | None = None
         self._doing = "waiting"
-        self._thread: asyncio.Task[Any] | None = None
 
     def activity(self) -> Activity:
         return Activity(doing=self._doing, weights=self._serving)
@@ -98,14 +96,7 @@ class PublishingWorker:
                 for delivery in await self._claim():
                     await self._answer(delivery)
         finally:
-            if self._thread is not None:  # what it makes must be there before it is closed, or it would outlive us
-                await asyncio.wait({self._thread})
-            await asyncio.to_thread(self._publisher.close)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """The result of blocking ``work``, which goes on when this is cancelled."""
-        self._thread = asyncio.ensure_future(asyncio.to_thread(work))
-        return await asyncio.shield(self._thread)
+            await asyncio.to_thread(self._publisher.close)  # also while a thread of ours still reads or writes
 
     async def _claim(self) -> list[Delivery]:
         left, dead = await self._broker.reclaim(
@@ -181,10 +172,8 @@ class PublishingWorker:
     async def _publish_path(self, path: Path, *, version: int, update: str = "", acks: list[Ack] | None = None) -> None:
         self._doing = "publishing"
         try:
-            tensors = await self._in_thread(lambda: self._read(path))
-            manifest = await self._in_thread(
-                lambda: self._publisher.publish(self._epoch, version, tensors, self._dtype)
-            )
+            tensors = await asyncio.to_thread(self._read, path)
+            manifest = await asyncio.to_thread(self._publisher.publish, self._epoch, version, tensors, self._dtype)
             await self._announce(manifest, version, path=str(path), update=update, acks=acks or [])
         finally:
             self._doing = "waiting"

@@ -79,7 +79,10 @@ class EmulatedLearner:
     def save_final(self, target: Path) -> None:
         """There is no model to save."""
 
-    def shut_down(self) -> None:
+    def leave(self) -> None:
+        pass
+
+    def retract(self) -> None:
         self._publisher.close()
 
     def _walk(self, groups: Sequence[PromptGroup]) -> PieceDone:

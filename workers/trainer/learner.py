@@ -1,7 +1,7 @@
 """What the trainer worker trains: one interface, behind which is torch, or an emulation that takes its time.
 
 The worker (worker.py) owns the log, the ledger, epochs, checkpoints and what is told; a learner owns weights. All
-methods but ``join`` are synchronous and called on one thread, in the order of the rounds log.
+methods but ``join`` are synchronous, and all but ``retract`` called on one thread, in the order of the rounds log.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class Learner(Protocol):
         """Write the trained model to directory ``target``. Raises CheckpointError."""
         ...
 
-    def shut_down(self) -> None:
-        """Leave the other ranks, take back what was published."""
+    def leave(self) -> None:
+        """Leave the other ranks; hangs where one of them does."""
+        ...
+
+    def retract(self) -> None:
+        """Take back what was published, for good; on any thread, whatever the learner's own is doing."""
         ...

@@ -112,6 +112,8 @@ class PolicyLearner:
     def save_final(self, target: Path) -> None:
         save_final_model(self._step.policy, self._model_dir, target, trust_remote_code=self._trust_remote_code)
 
-    def shut_down(self) -> None:
+    def leave(self) -> None:
         self._reducer.close()
+
+    def retract(self) -> None:
         self._publisher.close()

@@ -136,8 +136,9 @@ class TrainerWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            self._thread.submit(self._learner.shut_down)
+            self._thread.submit(self._learner.leave)
             self._thread.shutdown(wait=False)
+            await asyncio.to_thread(self._learner.retract)  # not behind a round that takes longer than our grace
 
     def activity(self) -> Activity:
         return Activity(doing=self._doing, busy_s=self._busy_s, weights=self._weights, counters=dict(self._counters))
