@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +26,11 @@ from orchestrator.core.analytic import decode_cost
 from orchestrator.core.hardware import ASSUMED, H800
 from orchestrator.core.llms import QWEN_72B
 from orchestrator.sim.bounds import best_bound, bound
-from orchestrator.sim.experiment import PAPER_RECALL, Pipelined
+from orchestrator.sim.experiment import PAPER_RECALL, Bound, Generation, Pipelined
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.paper import compare
-from orchestrator.sim.paper_rows import rows
+from orchestrator.sim.paper import compare, with_swings
+from orchestrator.sim.paper_output import Progress
+from orchestrator.sim.paper_rows import Cell, Row, rows
 from orchestrator.sim.paper_settings import colocated, fully_async, in_flight, rolling, split, sync_stream
 from orchestrator.sim.scenarios import PIPELINES, Layout
 from orchestrator.sim.simulate import simulate
@@ -67,6 +69,15 @@ CASES = {
     "async_best_72b": Case(title="in flight, at most one version old", experiment=in_flight()),
     "async_mean1_72b": Case(title="rolling, at most two versions old", experiment=rolling()),
 }
+
+
+def _over_bound(what: str, recall: float | None) -> Row:
+    alone = Generation(llm=QWEN_72B, gpus=128, tensor_parallel=8, dispatch="scored", recall=recall)
+    cell = Cell(label="72B", of=Bound(of=alone), over=alone)
+    return Row(key="over_bound", source="ours", what=f"generation alone over its bound, {what}", cells=(cell,))
+
+
+OVER_BOUND = [_over_bound(f"recall {PAPER_RECALL}", PAPER_RECALL), _over_bound("known lengths", None)]
 SPLITS = [split(QWEN_72B, generation_gpus) for generation_gpus in (24, 32, 40, 48, 56, 64)]
 
 
@@ -117,13 +128,17 @@ def describe(case: Case, logs: dict[int, SimulationLog], ratios: list[float], ba
 
 def sensitivity(seed: int) -> None:
     """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what."""
-    headlines = [row for row in rows() if row.key.startswith("table3")]
-    for one in compare(headlines, seeds=(seed,), iterations=9, sensitivity=True, jobs=2):
+    jobs = os.cpu_count() or 1
+    headlines = [row for row in rows() if row.key.startswith("table3")] + OVER_BOUND
+    plain = compare(headlines, seeds=(seed,), iterations=9, jobs=jobs, progress=Progress("headlines"))
+    for one in with_swings(plain, seed=seed, jobs=jobs, progress=Progress("headlines with moved constants")):
         swing = one.swing
-        assert swing is not None
+        if swing is None:
+            raise KeyboardInterrupt
         print(
             f"{one.row.what}, {one.low:.3f}; when one constant moves by {MOVE:.0%}: {swing.worst:.3f} "
-            f"({swing.worst_by}) to {swing.best:.3f} ({swing.best_by}); does not fit: {', '.join(swing.refused) or '-'}"
+            f"({swing.worst_by}) to {swing.best:.3f} ({swing.best_by}); moved most by {swing.most or '-'}; "
+            f"does not fit: {', '.join(swing.refused) or '-'}"
         )
 
 

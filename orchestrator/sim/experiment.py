@@ -36,9 +36,17 @@ PAPER_RECALL = 0.87
 MAX_RUNNING = 1024
 """Slots of an instance where generation is measured alone: memory is the limit."""
 
+LARGE_BATCH = 2048
+"""Samples; the mean length of so many lies within 2% of that of all."""
+
 
 class Experiment(Protocol):
     """Something that takes seconds under assumptions."""
+
+    @property
+    def short(self) -> int:
+        """Iterations that show what a change of the assumptions does."""
+        ...
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """Raises DoesNotFitError where the assumptions leave no room."""
@@ -78,6 +86,11 @@ class Pipelined:
     recall: float | None = PAPER_RECALL
     batch: int = 1024
     algorithm: Algorithm = "ppo"
+
+    @property
+    def short(self) -> int:
+        """Two that count (``counted``); of large batches, which vary less, after one that fills the pipeline."""
+        return 3 if self.batch > LARGE_BATCH else 5
 
     def workload(self, seed: int, iterations: int) -> Workload:
         lengths = lengths_of(self.max_tokens, self.batch * iterations, seed, self.recall)
@@ -129,6 +142,10 @@ class Generation:
     recall: float | None = PAPER_RECALL
     batch: int = 1024
 
+    @property
+    def short(self) -> int:
+        return 5
+
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """Mean over ``iterations`` batches."""
         cost = decode_cost(self.llm, self.gpu, self.tensor_parallel, assumed)
@@ -174,11 +191,35 @@ def _end_s(cost: DecodeCost, lengths: list[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What nothing can beat, as if it were an experiment: under it, a ratio is a distance to the bound."""
+
+    of: Generation
+
+    @property
+    def short(self) -> int:
+        return self.of.short
+
+    def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return self.of.bound_s(seed, iterations, assumed)
+
+    def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
+        return self.seconds(seed, iterations, assumed)
+
+    def key(self, assumed: Assumptions) -> Hashable:
+        return self.of.key(assumed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """Seconds of one version over a link, to one instance, which passes it on inside its datacenter."""
 
     bytes_per_s: float
     llm: Llm = QWEN_72B
+
+    @property
+    def short(self) -> int:
+        return 1
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         return transfer_cost(self.llm, self.bytes_per_s, 1, assumed).transfer_s()
@@ -204,6 +245,10 @@ class Growing:
     layout: Layout
     ramp: int = 20
     batch: int = 1024
+
+    @property
+    def short(self) -> int:
+        return 1
 
     def changes(self, seed: int, assumed: Assumptions) -> list[Change]:
         layout = self.layout

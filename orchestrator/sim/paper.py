@@ -13,10 +13,7 @@ from statistics import fmean
 from orchestrator.core.hardware import ASSUMED, Assumptions
 from orchestrator.sim.experiment import Experiment
 from orchestrator.sim.paper_rows import Cell, Row
-from orchestrator.sim.trials import Progress, Results, Trial, moves, run_trials
-
-SHORT = 5
-"""Iterations of a moved trial: both sides of its change are as short, so that what they lack cancels."""
+from orchestrator.sim.trials import Progress, Results, Trial, each_result, moves, run_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +58,40 @@ class Compared:
 
 
 def compare(
-    rows: Sequence[Row],
-    *,
-    seeds: Sequence[int],
-    iterations: int,
-    sensitivity: bool,
-    jobs: int = 1,
-    progress: Progress | None = None,
+    rows: Sequence[Row], *, seeds: Sequence[int], iterations: int, jobs: int = 1, progress: Progress | None = None
 ) -> list[Compared]:
-    """Run what the rows need, and what the sensitivity of their extreme cells needs."""
+    """Run what the rows need."""
     wanted = [Trial(one, seed, iterations) for one in _experiments(rows) for seed in seeds]
     found = run_trials(wanted, jobs=jobs, progress=progress)
-    plain = [_compared(row, found, seeds, iterations) for row in rows]
-    if not sensitivity:
-        return plain
-    extremes = {one.row.key: _extreme_cells(one) for one in plain}
+    return [_compared(row, found, seeds, iterations) for row in rows]
+
+
+def with_swings(
+    plain: Sequence[Compared], *, seed: int, jobs: int = 1, progress: Progress | None = None
+) -> list[Compared]:
+    """The same with what the sensitivity of their extreme cells needs. Interrupted, the rows that are done have it."""
+    extremes = [_extreme_cells(one) for one in plain]
     moved = [ASSUMED, *moves().values()]
-    sides = dict.fromkeys(side for cells in extremes.values() for cell in cells for side in _sides(cell))
-    short = run_trials(
-        [Trial(side, seeds[0], SHORT, assumed) for side in sides for assumed in moved], jobs=jobs, progress=progress
-    )
-    return [_with_swing(one, extremes[one.row.key], short, seeds[0]) for one in plain]
+    sides = dict.fromkeys(side for cells in extremes for cell in cells for side in _sides(cell))
+    trials = [_short(side, seed, assumed) for side in sides for assumed in moved]
+    found: dict[Trial, float | str] = {}
+    try:
+        found.update(each_result(trials, jobs=jobs, progress=progress))
+    except KeyboardInterrupt:
+        pass
+    return [
+        _with_swing(one, cells, found, seed) if _all_there(cells, found, seed, moved) else one
+        for one, cells in zip(plain, extremes, strict=True)
+    ]
+
+
+def _short(experiment: Experiment, seed: int, assumed: Assumptions) -> Trial:
+    """Both sides of a change are as short, with the same lengths, so that what they lack cancels."""
+    return Trial(experiment, seed, experiment.short, assumed)
+
+
+def _all_there(cells: Sequence[Cell], found: Results, seed: int, moved: Sequence[Assumptions]) -> bool:
+    return all(_short(side, seed, one) in found for cell in cells for side in _sides(cell) for one in moved)
 
 
 def _experiments(rows: Iterable[Row]) -> list[Experiment]:
@@ -96,19 +106,18 @@ def _compared(row: Row, found: Results, seeds: Sequence[int], iterations: int) -
     values: list[float] = []
     over_bounds: list[float] = []
     for cell in row.cells:
-        values.append(fmean(_must_fit(_value(cell, found, seed, iterations, ASSUMED)) for seed in seeds))
+        results = [[found[Trial(side, seed, iterations)] for side in _sides(cell)] for seed in seeds]
+        values.append(fmean(_must_fit(_value(cell, *of_seed)) for of_seed in results))
         least_s = cell.of.bound_s(seeds[0], iterations, ASSUMED)
         seconds = found[Trial(cell.of, seeds[0], iterations)]
         over_bounds.append(seconds / least_s if least_s and not isinstance(seconds, str) else 0.0)
     return Compared(row=row, values=tuple(values), over_bounds=tuple(over_bounds))
 
 
-def _value(cell: Cell, found: Results, seed: int, iterations: int, assumed: Assumptions) -> float | str:
-    """The cell's number, or why one of its sides does not fit."""
-    of_s = found[Trial(cell.of, seed, iterations, assumed)]
-    over_s = 1.0 if cell.over is None else found[Trial(cell.over, seed, iterations, assumed)]
+def _value(cell: Cell, of_s: float | str, over_s: float | str = 1.0) -> float | str:
+    """The cell's number, or why one of its sides does not fit. of_s, over_s: what came of its sides."""
     if isinstance(of_s, str) or isinstance(over_s, str):
-        return of_s if isinstance(of_s, str) else str(over_s)
+        return of_s if isinstance(of_s, str) else over_s
     return cell.factor * (of_s if cell.over is None else over_s / of_s)
 
 
@@ -152,7 +161,9 @@ def _with_swing(plain: Compared, cells: Sequence[Cell], short: Results, seed: in
 
 def _change(cell: Cell, short: Results, seed: int, assumed: Assumptions) -> float | None:
     """By what factor the cell's number changes, None where something does not fit any more."""
-    before, after = (_value(cell, short, seed, SHORT, one) for one in (ASSUMED, assumed))
+    before, after = (
+        _value(cell, *(short[_short(side, seed, one)] for side in _sides(cell))) for one in (ASSUMED, assumed)
+    )
     if isinstance(before, str) or isinstance(after, str):
         return None
     return after / before if before else 1.0

@@ -6,7 +6,9 @@ depend on how many processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import signal
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -57,38 +59,54 @@ Results: TypeAlias = Mapping[Trial, float | str]
 
 
 def run_trials(trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None) -> Results:
-    """Trial -> seconds, or why it does not fit. Equal trials, and moves that change nothing, are done once.
+    """Trial -> seconds, or why it does not fit. jobs: processes, at least 1; 1 uses none but this."""
+    return dict(each_result(trials, jobs=jobs, progress=progress))
 
-    jobs: processes, at least 1; 1 uses none but this.
+
+def each_result(
+    trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None
+) -> Iterator[tuple[Trial, float | str]]:
+    """The same one after another, in their order, so that who is interrupted has those before.
+
+    Equal trials, and those whose assumptions cost the same, are done once.
     """
-    wanted = list(dict.fromkeys(trials))
-    twins = {trial: _twin(trial) for trial in wanted}
-    todo = list(dict.fromkeys(twins.values()))
-    found: dict[Trial, float | str] = {}
-    for trial, result in zip(todo, _results(todo, jobs), strict=True):
-        found[trial] = result
+    alike = _alike(trials)
+    results = _results([twins[0] for twins in alike], jobs)
+    for done, (twins, result) in enumerate(zip(alike, results, strict=True), start=1):
         if progress is not None:
-            progress(len(found), len(todo))
-    return {trial: found[twin] for trial, twin in twins.items()}
+            progress(done, len(alike))
+        for trial in twins:
+            yield trial, result
 
 
 def _results(todo: Sequence[Trial], jobs: int) -> Iterator[float | str]:
     if jobs == 1:
         yield from map(Trial.run, todo)
         return
-    with ProcessPoolExecutor(max_workers=jobs) as pool:
+    with ProcessPoolExecutor(max_workers=jobs, initializer=_leave_interrupts_to_the_parent) as pool:
         yield from pool.map(Trial.run, todo)
 
 
-def _twin(trial: Trial) -> Trial:
-    """The trial under the unmoved assumptions, where it costs the same under these."""
-    if trial.assumed == ASSUMED:
-        return trial
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
+    """The trials, those together that must have one result."""
+    wanted = list(dict.fromkeys(trials))
+    counts = Counter((trial.experiment, trial.seed, trial.iterations) for trial in wanted)
+    found: dict[Hashable, list[Trial]] = {}
+    for trial in wanted:
+        same = trial.experiment, trial.seed, trial.iterations
+        found.setdefault((same, _key(trial)) if counts[same] > 1 else same, []).append(trial)
+    return list(found.values())
+
+
+def _key(trial: Trial) -> Hashable:
     try:
-        same = trial.experiment.key(trial.assumed) == trial.experiment.key(ASSUMED)
-    except DoesNotFitError:
-        return trial
-    return Trial(trial.experiment, trial.seed, trial.iterations) if same else trial
+        return trial.experiment.key(trial.assumed)
+    except DoesNotFitError as error:
+        return str(error)
 
 
 def moves() -> dict[str, Assumptions]:
