@@ -7,6 +7,7 @@ table (``paper_table.py``). Invariant: the swing of a row is that of its ratio: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -75,10 +76,8 @@ def with_swings(
     sides = dict.fromkeys(side for cells in extremes for cell in cells for side in _sides(cell))
     trials = [_short(side, seed, assumed) for side in sides for assumed in moved]
     found: dict[Trial, float | str] = {}
-    try:
+    with suppress(KeyboardInterrupt):
         found.update(each_result(trials, jobs=jobs, progress=progress))
-    except KeyboardInterrupt:
-        pass
     return [
         _with_swing(one, cells, found, seed) if _all_there(cells, found, seed, moved) else one
         for one, cells in zip(plain, extremes, strict=True)
