@@ -11,14 +11,13 @@ done within its bound of versions while the instance is as busy as it will be wi
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
 from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
+from orchestrator.core.dispatch.slices import Cuts, greedy_cuts, longest_from, shares_of, tightest_cuts, token_sums
 
 INFLATION = 3.0
 """Standard deviations added to a prediction: one late sample holds up a batch, and the longest of some hundred is that
@@ -30,7 +29,10 @@ MOST_PERIODS = 2
 and what they hold gets old."""
 FILL = 0.9
 """Of slots and KV cache that the average may take: the number of running samples varies."""
+GROWTH = 2.0
+"""Of a time from batch to batch that is too short."""
 HALVINGS = 12
+"""Of the interval that is left then: the rest, 0.02%, is far below what predictions are worth."""
 
 
 def paced(problem: Problem, inflation: float = INFLATION) -> Plan:
@@ -42,17 +44,8 @@ def paced(problem: Problem, inflation: float = INFLATION) -> Plan:
     if not problem.groups:
         return Plan(shares=((),) * len(problem.instances), policy="paced")
     pacer = _Pacer.of(problem, inflation)
-    low_s, high_s = 0.0, 1.0
-    while (cuts := pacer.cuts(high_s)) is None:
-        low_s, high_s = high_s, 2 * high_s
-    for _ in range(HALVINGS):
-        middle_s = (low_s + high_s) / 2
-        found = pacer.cuts(middle_s)
-        if found is None:
-            low_s = middle_s
-        else:
-            cuts, high_s = found, middle_s
-    return pacer.plan(cuts)
+    cuts = tightest_cuts(pacer.cuts, 0.0, 1.0, growth=GROWTH, halvings=HALVINGS)
+    return Plan(shares=shares_of(cuts, pacer.groups, pacer.order), policy="paced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +66,24 @@ class _Pacer:
     @classmethod
     def of(cls, problem: Problem, inflation: float) -> _Pacer:
         groups = longest_first(problem.groups)
-        inflated = [min(problem.max_tokens, group.inflated(inflation)) for group in groups]
         costs = [instance.cost for instance in problem.instances]
         return cls(
             problem=problem,
             groups=groups,
-            longest=list(accumulate(reversed(inflated), max))[::-1],
-            tokens=list(accumulate((group.num_samples * group.mean_tokens for group in groups), initial=0.0)),
+            longest=longest_from(problem, groups, inflation),
+            tokens=token_sums(groups),
             context=list(accumulate((_context(group, problem.prompt_tokens) for group in groups), initial=0.0)),
             order=sorted(range(len(costs)), key=lambda index: (costs[index].fixed_s + costs[index].weights_s, index)),
         )
 
-    def cuts(self, period_s: float) -> list[int] | None:
-        """Where each instance's slice ends, greedily filled, or None when batches cannot follow so closely."""
-        start, total, cuts = 0, len(self.groups), list[int]()
-        for index in self.order:
-            sizes = range(start + 1, total + 1)
-            instance = self.problem.instances[index]
-            start += bisect_left(sizes, True, key=lambda stop: not self._in_time(instance, start, stop, period_s))
-            cuts.append(start)
-        return cuts if start == total else None
+    def cuts(self, period_s: float) -> Cuts | None:
+        """The largest slices with which instances keep their pace, or None when batches cannot follow so closely."""
+        instances = [self.problem.instances[index] for index in self.order]
+        return greedy_cuts(
+            len(instances),
+            len(self.groups),
+            lambda place, start, stop: self._in_time(instances[place], start, stop, period_s),
+        )
 
     def _in_time(self, instance: Instance, start: int, stop: int, period_s: float) -> bool:
         """Whether the instance keeps its pace with the slice [start, stop) of every batch."""
@@ -104,14 +95,6 @@ class _Pacer:
             and tokens * step_s <= FILL * instance.max_running * period_s
             and context * step_s <= FILL * instance.cost.kv_capacity_tokens * period_s
         )
-
-    def plan(self, cuts: Sequence[int]) -> Plan:
-        shares: list[tuple[GroupLength, ...]] = [()] * len(self.order)
-        start = 0
-        for index, stop in zip(self.order, cuts, strict=True):
-            shares[index] = tuple(self.groups[start:stop])
-            start = stop
-        return Plan(shares=tuple(shares), policy="paced")
 
 
 def _steady_step_s(cost: DecodeCost, tokens_per_s: float, context_per_s: float) -> float:

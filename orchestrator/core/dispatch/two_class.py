@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.core.dispatch.even import even, shares_by_speed
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
+from orchestrator.core.dispatch.slices import by_instance
 
 TAIL = 0.2
 """Share of samples that count as long. Source: StreamRL sec. 5.3, alpha = 20."""
@@ -63,10 +64,7 @@ def _two_class(problem: Problem, objective: Callable[[float, float], float], nam
     num_long, tail = split(problem, objective, instances)
     groups = longest_first(problem.groups)
     dealt = (*_deal(groups[:tail], instances[:num_long]), *_deal(groups[tail:], instances[num_long:]))
-    shares: list[tuple[GroupLength, ...]] = [()] * len(instances)
-    for index, share in zip(by_speed, dealt, strict=True):
-        shares[index] = share
-    return Plan(shares=tuple(shares), policy=name)
+    return Plan(shares=by_instance(dealt, by_speed), policy=name)
 
 
 def _deal(groups: Sequence[GroupLength], instances: Sequence[Instance]) -> tuple[tuple[GroupLength, ...], ...]:
