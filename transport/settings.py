@@ -152,8 +152,8 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_attempts: int = 4  # dispatches of one group before its slot is dead
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
     dispatch: Literal[
-        "least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"
-    ] = "least_loaded"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
+        "auto", "least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"
+    ] = "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
     plan_wait_s: float = 1.0  # a batch waits so long for its plan, then its groups go one after another
     move_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 

@@ -17,7 +17,7 @@ from transport.types import GroupId, parse_row_id
 
 HALFWAY = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
-UNPROVEN = "even"
+UNPROVEN = "even_longest_first"
 """In place of a policy that relies on predictions while the ranker is judged not worth it, and of "scored" until they
 have been compared with lengths: a bad ranker must not lose to none."""
 WITHOUT_PREDICTIONS = ("even", "random")

@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.core.batching import Release
 from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.scaling import ScalingSettings
-from transport.settings import DecodeCostSettings, GenerationSettings, Settings
+from transport.settings import DecodeCostSettings, GenerationSettings, PipelineSettings, Settings
 from transport.types import UpdateMode
 
 LEAST_LOADED = "least_loaded"
@@ -129,7 +129,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         eval_budget=settings.eval.budget,
         eval_hold_s=settings.eval.hold_s,
         eval_timeout_s=settings.eval.timeout_s,
-        dispatch=pipeline.dispatch,
+        dispatch=_dispatch(pipeline),
         plan_wait_s=pipeline.plan_wait_s,
         move_running=pipeline.move_running,
         decode_cost=decode_cost_of(settings.decode_cost),
@@ -137,6 +137,16 @@ def core_settings(settings: Settings) -> CoreSettings:
         max_response_tokens=settings.sampling.max_new_tokens,
         scaling=_scaling(settings.generation),
     )
+
+
+def _dispatch(pipeline: PipelineSettings) -> str:
+    """The policy that "auto" stands for: plans pay where a batch is waited for, with versions in flight they may lose.
+
+    Source: ours, simulated and live (docs/dispatch.md, "The default").
+    """
+    if pipeline.dispatch != "auto":
+        return pipeline.dispatch
+    return "scored" if pipeline.max_staleness == 0 else LEAST_LOADED
 
 
 def _scaling(generation: GenerationSettings) -> ScalingSettings | None:

@@ -52,6 +52,17 @@ def test_plans_shorten_a_run_whose_batches_are_waited_for():
     assert ends["two_class_max"] < ends["even"]
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_plans_lose_nothing_where_samples_wait_for_slots(workers: int):
+    scenario = replace(SCENARIO, workers=workers, capacity=64 // workers)
+    assert run("scored", scenario).end_s < 1.02 * run("least_loaded", scenario).end_s
+
+
+def test_workers_that_load_weights_one_after_another_share_the_long_ones_by_a_plan():
+    scenario = replace(SCENARIO, workers=8, capacity=16)
+    assert run("scored", scenario).end_s < 0.85 * run("least_loaded", scenario).end_s, "there the first takes them all"
+
+
 def test_every_batch_is_planned_once_and_its_plan_is_an_event():
     log = run("slicing")
     asked = [command.batch for command in log.commands_of(ComputePlan) if isinstance(command, ComputePlan)]

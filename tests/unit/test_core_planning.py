@@ -67,13 +67,18 @@ def test_a_setting_of_no_wait_never_holds_a_group():
     assert sum(len(groups) for groups in held(world).values()) == 4
 
 
-def test_the_default_asks_for_no_plan():
+def test_one_group_after_another_needs_no_plan():
     assert not world_with(8, dispatch="least_loaded").plan_requests
 
 
 @pytest.mark.parametrize(
     ("policy", "worth_it", "asked"),
-    [("slicing", False, "even"), ("slicing", True, "slicing"), ("paced", False, "even"), ("random", False, "random")],
+    [
+        ("slicing", False, "even_longest_first"),
+        ("slicing", True, "slicing"),
+        ("paced", False, "even_longest_first"),
+        ("random", False, "random"),
+    ],
 )
 def test_a_ranker_that_is_judged_not_worth_it_gets_even_dispatch(policy: str, worth_it: bool, asked: str):
     world = PipelineWorld(msgspec.structs.replace(CORE, dispatch=policy))
@@ -174,12 +179,12 @@ def test_a_whole_run_ends_under_every_policy(policy):
 
 def test_the_best_of_all_is_even_dispatch_until_predictions_were_compared():
     world = world_with(8, 8, dispatch="scored", groups_per_batch=40)
-    assert [asked.policy for asked in world.plan_requests] == ["even"]
+    assert [asked.policy for asked in world.plan_requests] == ["even_longest_first"]
     asked: list[ComputePlan] = []
     while not world.finished:
         asked += world.plan_requests
         world.turn()
-    assert [one.policy for one in asked] == ["even", "scored"]
+    assert [one.policy for one in asked] == ["even_longest_first", "scored"]
     corrected = {group.predicted_tokens for group in asked[1].groups}
     assert max(corrected) - min(corrected) < 1.0, "lengths that do not follow predictions are expected to be equal"
 

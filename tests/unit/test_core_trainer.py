@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -24,7 +26,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.settings import AlgorithmSettings, Settings, TrainerSettings
+from transport.settings import AlgorithmSettings, PipelineSettings, Settings, TrainerSettings
 from transport.types import GroupId, WeightIdentity, WorkerId, WorkerKind
 
 W0 = WorkerId("generate-0.1")
@@ -429,3 +431,12 @@ def test_core_settings_are_a_view_of_the_runs_settings():
     assert core_settings(many).record_logprobs
     assert not core_settings(one).record_logprobs, "with one step the trainer's own forward pass has them"
     assert core_settings(one).num_batches == one.run.batches
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_staleness", "dispatch"),
+    [("auto", 0, "scored"), ("auto", 1, "least_loaded"), ("auto", 3, "least_loaded"), ("even", 0, "even")],
+)
+def test_unless_told_batches_are_planned_where_they_are_waited_for(asked: Any, max_staleness: int, dispatch: str):
+    pipeline = PipelineSettings(dispatch=asked, max_staleness=max_staleness)
+    assert core_settings(Settings(pipeline=pipeline)).dispatch == dispatch

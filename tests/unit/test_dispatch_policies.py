@@ -55,6 +55,15 @@ def test_even_shares_differ_by_one_at_most_and_do_not_look_at_predictions():
     assert lengths_of(plan_dispatch("even", problem_of([9, 9, 9, 1, 1]))) == [[9, 9, 1], [9, 1]]
 
 
+def test_even_shares_may_be_started_longest_first():
+    assert lengths_of(plan_dispatch("even_longest_first", problem_of([1, 2, 9, 4, 3]))) == [[9, 3, 1], [4, 2]]
+
+
+def test_one_instance_starts_its_groups_longest_first_where_there_is_nothing_to_choose():
+    problem = problem_of([1, 9, 4], 1)
+    assert lengths_of(plan_dispatch("scored", problem)) == [[9, 4, 1]]
+
+
 def test_an_instance_of_half_the_speed_gets_half_the_share():
     slow = DecodeCost(fixed_s=2 * COST.fixed_s, weights_s=2 * COST.weights_s)
     problem = problem_of([5.0] * 30)

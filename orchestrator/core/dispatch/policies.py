@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from orchestrator.core.dispatch.even import even, shuffled
+from orchestrator.core.dispatch.even import even, even_longest_first, shuffled
 from orchestrator.core.dispatch.paced import paced
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
 from orchestrator.core.dispatch.scored import scored
@@ -23,6 +23,7 @@ Planned: TypeAlias = Literal["even", "random", "two_class_sum", "two_class_max",
 PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
     {
         "even": even,
+        "even_longest_first": even_longest_first,
         "random": shuffled,
         "two_class_sum": two_class_sum,
         "two_class_max": two_class_max,

@@ -1,8 +1,8 @@
-"""Candidates, each tried on the same sampled lengths; the best wins, and even dispatch is always one of them.
+"""Candidates, each tried on the same sampled lengths; the best wins, and even shares are always one of them.
 
 Owns: the choice among plans. Never: their making. Invariant: a plan other than even dispatch is returned only if it
 ends sooner by ``MIN_GAIN`` on the mean of the draws; with predictions that are honest about their spread it is then
-sooner in expectation, and a ranker that knows nothing, and says so, gets even dispatch.
+sooner in expectation, and a ranker that knows nothing, and says so, gets even dispatch, longest first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean
 
-from orchestrator.core.dispatch.even import even
+from orchestrator.core.dispatch.even import even_longest_first
 from orchestrator.core.dispatch.pricing import Pricing, price
 from orchestrator.core.dispatch.problem import GroupLength, Plan, Problem
 from orchestrator.core.dispatch.slicing import by_rate, slicing
@@ -53,7 +53,7 @@ def scored(problem: Problem) -> Plan:
 
     Source: ours, because every single rule of the paper and of ours loses somewhere.
     """
-    baseline = even(problem)
+    baseline = even_longest_first(problem)
     if len(problem.instances) < 2 or not problem.groups:
         return baseline
     scorer = Scorer.of(problem)
