@@ -22,14 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
-from orchestrator.fitting import Profile, read_profile
+from orchestrator.profiles import Profile, read_profile
 from orchestrator.runtime.metrics import batch_of, read_metrics
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id
@@ -291,16 +289,7 @@ def measured(profile: Profile, found: Overheads) -> tuple[DecodeCost, TrainCost,
     """What was profiled, at the pace of live runs."""
     if profile.train is None:
         raise SystemExit("the profile has no trainer in it")
-    return scaled(profile.decode, found.decode_pace), scaled(profile.train, found.train_pace), profile.load_s
-
-
-Cost = TypeVar("Cost", DecodeCost, TrainCost)
-
-
-def scaled(cost: Cost, factor: float) -> Cost:
-    """Every second of it ``factor`` times as long."""
-    seconds = {name: factor * getattr(cost, name) for name in cost.__struct_fields__ if name.endswith("_s")}
-    return msgspec.structs.replace(cost, **seconds)
+    return profile.measured.decode.scaled(found.decode_pace), profile.train.scaled(found.train_pace), profile.load_s
 
 
 def paced(found: Overheads, setting: Setting, run_dir: Path, profile: Profile) -> Overheads:

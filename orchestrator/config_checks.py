@@ -289,6 +289,16 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         "must be 0 or 1 with generation.engine_url: a server takes new weights from one worker",
     ),
     (
+        ("decode_cost.engine", "generation.engine"),
+        lambda s: s.decode_cost.engine in ("", s.generation.engine),
+        "must be generation.engine: profile the engine that runs, or leave [decode_cost] out",
+    ),
+    (
+        ("decode_cost.model", "model.path"),
+        lambda s: s.decode_cost.model in ("", s.model.path),
+        "must be model.path: profile the model that runs, or leave [decode_cost] out",
+    ),
+    (
         ("ranker.model", "ranker.kind"),
         lambda s: not s.ranker.model or s.ranker.kind == "text",
         'needs ranker.kind "text"',

@@ -8,22 +8,23 @@ memory-bound and compute-bound batches; that one is searched.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.core.cost_model import DecodeCost, TrainCost
-from orchestrator.core.settings import decode_cost_of
+from orchestrator.core.llms import Llm, UnknownModelError, from_config
 from orchestrator.errors import ConfigError
+from orchestrator.profiles import Errors, Profile
 from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.settings import DecodeCostSettings
 
-HELD_OUT_EVERY = 4
-"""Of the decode runs, one in so many tells how good the fit of the others is."""
+FOLDS = 4
+"""A quarter of the runs at a time tells how good the fit of the others is."""
 KNEE_GAIN = 0.8
 """A knee has one parameter more; it must make the errors so much smaller, or there is none."""
 ROUNDING = 1e-12
@@ -34,62 +35,85 @@ FEWEST_BATCHES = 3
 """Sizes of batches, to tell what a sample adds from what every step takes."""
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fitted. JSON in a file, so that ``simulate`` and ``plan`` can read it; ``decode_cost`` is a section.
-
-    train: None where no trainer was measured.  publish_s, load_s: of a version, 0 where not measured.
-    held_out_median, held_out_worst: relative errors on decode runs that the fit had not seen.
-    """
-
-    model: str
-    engine: str
-    host: str
-    decode_cost: DecodeCostSettings
-    train: TrainCost | None
-    publish_s: float
-    load_s: float
-    held_out_median: float
-    held_out_worst: float
-
-    @property
-    def decode(self) -> DecodeCost:
-        """For the cost model."""
-        return decode_cost_of(self.decode_cost)
-
-
 def fit(measurements: Measurements) -> Profile:
     """All coefficients. Raises ConfigError: too few decode runs to fit anything."""
-    batches = {run.batch for run in measurements.decode}
-    if len(batches) < FEWEST_BATCHES or len(measurements.decode) < FEWEST:
+    found = measurements
+    batches = {run.batch for run in found.decode}
+    if len(batches) < FEWEST_BATCHES or len(found.decode) < FEWEST:
         raise ConfigError(
             f"{len(batches)} sizes of batches are too few to fit a decode step: generation.slots must be at least 4",
             key="generation.slots",
         )
-    errors = held_out_errors(measurements.decode)
-    train = fit_train(measurements.train, measurements.optimizer_s) if measurements.train else None
-    cost = fit_decode(measurements.decode, measurements.prefill)
+    train = fit_train(found.train, found.optimizer_s) if found.train else None
+    cost = fit_decode(found.decode, found.prefill)
     fields = {name: getattr(cost, name) for name in cost.__struct_fields__ if name != "kv_capacity_tokens"}
     return Profile(
-        model=measurements.model,
-        engine=measurements.engine,
-        host=measurements.host,
-        decode_cost=DecodeCostSettings(**fields, train_token_s=train.token_s if train else 0.0),
+        model=found.model,
+        llm=_shape(found),
+        engine=found.engine,
+        host=found.host,
+        decode_cost=DecodeCostSettings(
+            engine=found.engine, model=found.model, **fields, train_token_s=train.token_s if train else 0.0
+        ),
         train=train,
-        publish_s=median(measurements.publish_s) if measurements.publish_s else 0.0,
-        load_s=median(measurements.load_s) if measurements.load_s else 0.0,
-        held_out_median=median(errors) if errors else 0.0,
-        held_out_worst=max(errors, default=0.0),
+        publish_s=median(found.publish_s) if found.publish_s else 0.0,
+        load_s=median(found.load_s) if found.load_s else 0.0,
+        slots=max(batches),
+        context_tokens=found.context_tokens,
+        micro_batch_tokens=max((run.tokens for run in found.train), default=0),
+        decode_beside=_slowdown(found.beside_training),
+        train_beside=_slowdown(found.beside_decoding),
+        held_out=_errors(held_out_errors(found.decode)),
+        train_held_out=_errors(held_out_train_errors(found.train)),
     )
 
 
+def _shape(found: Measurements) -> Llm | None:
+    try:
+        return from_config(found.model, found.config)
+    except UnknownModelError:
+        return None
+
+
+def _slowdown(ratios: Sequence[float]) -> float:
+    """Nothing is faster for company: below 1 it is noise."""
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+def _errors(errors: Sequence[float]) -> Errors:
+    return Errors(median=median(errors), worst=max(errors)) if errors else Errors()
+
+
 def held_out_errors(runs: Sequence[DecodeRun]) -> list[float]:
-    """Relative errors on every HELD_OUT_EVERY-th run of a fit to the others; none where too few are left."""
-    seen = [run for place, run in enumerate(runs) if place % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
-    held_out = [run for place, run in enumerate(runs) if place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
-    if len(seen) < FEWEST:
-        return []
-    cost = fit_decode(seen, [])
-    return [abs(cost.steps_s(run.batch, run.context_tokens, run.steps) / run.seconds - 1) for run in held_out]
+    """Relative errors of a fit on what it did not see: each run is held back once, one in FOLDS at a time."""
+    return [
+        abs(cost.steps_s(run.batch, run.context_tokens, run.steps) / run.seconds - 1)
+        for seen, held_back in _folds(runs)
+        for cost in [fit_decode(seen, [])]
+        for run in held_back
+    ]
+
+
+def held_out_train_errors(runs: Sequence[TrainRun]) -> list[float]:
+    """The same of micro-batches."""
+    return [
+        abs(cost.micro_batch_s(run.tokens, run.squared_tokens) / run.seconds - 1)
+        for seen, held_back in _folds(runs)
+        for cost in [fit_train(seen, [])]
+        for run in held_back
+    ]
+
+
+Run = TypeVar("Run", DecodeRun, TrainRun)
+
+
+def _folds(runs: Sequence[Run]) -> Iterator[tuple[list[Run], list[Run]]]:
+    """(seen, held back), on the diagonal: of every batch and every prompt length some are held back at a time."""
+    fold_of = [(place + place // FOLDS) % FOLDS for place in range(len(runs))]
+    for fold in range(FOLDS):
+        seen = [run for run, of in zip(runs, fold_of, strict=True) if of != fold]
+        if len(seen) >= FEWEST:
+            yield seen, [run for run, of in zip(runs, fold_of, strict=True) if of == fold]
 
 
 def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun]) -> DecodeCost:
@@ -164,13 +188,3 @@ def non_negative(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> tup
 def _subsets(count: int) -> list[list[int]]:
     """Every choice of columns but none: with four of them the exact answer is this cheap."""
     return [list(used) for size in range(1, count + 1) for used in itertools.combinations(range(count), size)]
-
-
-def read_profile(path: Path) -> Profile:
-    """A profile that was written. Raises ConfigError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no profile: {error}; make one with `streamrl-orchestrator profile`") from error

@@ -18,10 +18,11 @@ import typer
 
 from orchestrator.core.allocation import Objective, Outcome, Pool, Split
 from orchestrator.core.analytic import Algorithm, DoesNotFitError
-from orchestrator.core.hardware import GPUS
+from orchestrator.core.hardware import GPUS, Gpu
 from orchestrator.core.llms import LLMS, Llm, UnknownModelError, from_config
 from orchestrator.errors import ConfigError
 from orchestrator.plan_report import as_record, as_text, size
+from orchestrator.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
 from orchestrator.sim.advice import advise
 from orchestrator.sim.allocating import Job
 from orchestrator.sim.length_files import read_lengths
@@ -29,6 +30,14 @@ from orchestrator.sim.scenarios import PIPELINES
 
 POOL = re.compile(r"(?P<count>[0-9]+)x(?P<gpu>[A-Za-z0-9.-]+)(@(?P<site>[\w.-]+))?")
 MAX_GPUS = 100_000
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"What `profile` wrote (.json): one `{NAME}` is one generation worker or one rank of the trainer, as fast "
+        "as they were there.",
+        show_default=False,
+    ),
+]
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
 
@@ -38,11 +47,10 @@ def plan(
         str,
         typer.Option(
             help=f"Pools of GPUs: COUNTxTYPE[@SITE], separated by commas, as 64xH20@west,32xH800@east. Types: "
-            f"{', '.join(GPUS)}.",
+            f"{', '.join(GPUS)}; with --profile also {NAME}.",
             show_default=False,
         ),
     ],
-    model: Annotated[str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json.", show_default=False)],
     lengths: Annotated[
         Path,
         typer.Option(
@@ -50,6 +58,10 @@ def plan(
             show_default=False,
         ),
     ],
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json. [that of --profile]")
+    ] = "",
+    profile: ProfileFile = None,
     pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
     batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
@@ -67,8 +79,9 @@ def plan(
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    pools = parse_pools(gpus, parse_prices(prices))
-    llm = parse_model(model)
+    measured = None if profile is None else read_profile(profile)
+    pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
+    llm = chosen_model(model, measured)
     groups = read_lengths(lengths, group_size)
     job = Job(
         llm=llm,
@@ -92,33 +105,42 @@ def plan(
     finally:
         progress.end()
     seconds = time.monotonic() - started_s
+    warnings = [] if measured is None else list(extrapolated(measured, context_tokens=longest_tokens(job)))
     if as_json:
-        typer.echo(msgspec.json.encode(as_record(advice, job, pools, goal, seconds)).decode())
+        typer.echo(msgspec.json.encode(as_record(advice, job, pools, goal, seconds, warnings)).decode())
         return
-    typer.echo(as_text(advice, job, pools, seconds))
+    typer.echo(as_text(advice, job, pools, seconds, warnings))
+
+
+def longest_tokens(job: Job) -> int:
+    """Of a sample, its prompt included."""
+    return max(max(group) for group in job.groups) + job.prompt_tokens
 
 
 # -- arguments
 
 
-def parse_pools(text: str, prices: Mapping[str, float]) -> list[Pool]:
-    """``64xH20@west,32xH800@east``. Raises ConfigError."""
+def parse_pools(text: str, prices: Mapping[str, float], known: Mapping[str, Gpu] = GPUS) -> list[Pool]:
+    """``64xH20@west,32xH800@east``, of the hardware that is ``known``. Raises ConfigError."""
     pools: dict[str, Pool] = {}
     for part in text.split(","):
         found = POOL.fullmatch(part.strip())
         if found is None:
             raise ConfigError(f"{part.strip()!r} is not COUNTxTYPE[@SITE], as 128xH800", where="--gpus")
-        gpu = GPUS.get(found["gpu"].upper())
+        gpu = known.get(found["gpu"].upper())
         if gpu is None:
-            raise ConfigError(f"no GPU {found['gpu']!r} is known; there are {', '.join(GPUS)}", where="--gpus")
+            names = ", ".join(one.name for one in known.values())
+            if found["gpu"].lower() == NAME:
+                raise ConfigError(f"{part.strip()} needs --profile FILE, which says how fast it is", where="--gpus")
+            raise ConfigError(f"no GPU {found['gpu']!r} is known; there are {names}", where="--gpus")
         if not 1 <= int(found["count"]) <= MAX_GPUS:
             raise ConfigError(f"{part.strip()}: from 1 to {MAX_GPUS:,} GPUs", where="--gpus")
-        price = prices.get(gpu.name, gpu.price)
+        price = prices.get(gpu.name.upper(), gpu.price)
         pool = Pool(gpu=gpu, num_gpus=int(found["count"]), price=price, site=found["site"] or "")
         if pool.place in pools:
             raise ConfigError(f"{pool.place} is named twice", where="--gpus")
         pools[pool.place] = pool
-    unused = set(prices) - {pool.gpu.name for pool in pools.values()}
+    unused = set(prices) - {pool.gpu.name.upper() for pool in pools.values()}
     if unused:
         raise ConfigError(f"there is no {', '.join(sorted(unused))} among the GPUs", where="--prices")
     return list(pools.values())
@@ -151,6 +173,18 @@ def parse_model(text: str) -> Llm:
         return from_config(path.parent.name or text, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (OSError, msgspec.MsgspecError, UnknownModelError) as error:
         raise ConfigError(str(error), where=str(path)) from error
+
+
+def chosen_model(text: str, profile: Profile | None) -> Llm:
+    """What ``--model`` names; the profiled model where it names none. Raises ConfigError."""
+    if not text:
+        if profile is None:
+            raise ConfigError("which model? Give --model, or --profile FILE of one", where="--model")
+        return llm_of(profile)
+    llm = parse_model(text)
+    if profile is not None:
+        check_model(profile, llm)
+    return llm
 
 
 def one_of(option: str, value: Any, known: Sequence[str] | Mapping[str, Any]) -> Any:

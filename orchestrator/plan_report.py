@@ -19,15 +19,15 @@ NEVER_IDLE = 0.02
 """Share of the time below which a stage counts as always busy: optimizer, loads and the first samples take as much."""
 
 
-def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float) -> str:
-    """What people read; docs/planning.md explains each line."""
+def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, warnings: Sequence[str] = ()) -> str:
+    """What people read; docs/planning.md explains each line. warnings: of the profile that was used."""
     best = advice.best
     rows = [("plan", best), *((title, other) for title, other in others(advice) if other is not None)]
     freed = ", ".join(f"{count}x{place}" for place, count in released(best.split, pools).items())
     lines = [
         f"{job.llm.name} on {', '.join(map(str, pools))}; {job.pipeline}, {job.batch} prompts x {job.group_size}, "
         f"{job.algorithm}; {lengths_line(job.groups)}",
-        *(f"note: {note}" for note in notes(job)),
+        *(f"note: {note}" for note in (*notes(job), *warnings)),
         "",
         f"generate on {stage(best.split, generation=True)}",
         f"train on    {stage(best.split, generation=False)}",
@@ -148,7 +148,12 @@ def notes(job: Job) -> list[str]:
 
 
 def as_record(
-    advice: Advice, job: Job, pools: Sequence[Pool], minimise: Objective, seconds: float
+    advice: Advice,
+    job: Job,
+    pools: Sequence[Pool],
+    minimise: Objective,
+    seconds: float,
+    warnings: Sequence[str] = (),
 ) -> dict[str, object]:
     """The same for programs. Prices are per GPU-hour, cost is per sample."""
     return {
@@ -157,7 +162,7 @@ def as_record(
         "pipeline": job.pipeline,
         "minimise": minimise,
         "samples_per_iteration": job.samples,
-        "notes": notes(job),
+        "notes": [*notes(job), *warnings],
         "plan": record(advice.best, job),
         **{
             title.replace(" ", "_").replace("-", "_").lower(): record(other, job) if other is not None else None

@@ -1,6 +1,6 @@
 """``streamrl-orchestrator profile``: measure this machine's engine and trainer, fit the cost model, write both files.
 
-    <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (fitting.read_profile)
+    <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (profiles.read_profile)
     <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
 
 Owns: the child that measures, the files, the words. Never: measures (torch stays out of this process), or fits.
@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.errors import ChildFailedError, ConfigError
-from orchestrator.fitting import Profile, fit
+from orchestrator.fitting import fit
+from orchestrator.profiles import Errors, Profile
 from orchestrator.runtime.provision import python_module
 from orchestrator.toml_source import to_toml
 from transport.measurements import Measurements
@@ -34,7 +35,10 @@ def main(settings: Settings, out: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", key="--out") from error
     print(report(profile))
-    print(f"wrote {json_path} and {toml_path}; use it in a run with --config {toml_path}")
+    print(
+        f"wrote {json_path}, for `simulate` and `plan` with --profile {json_path}, and {toml_path}, for a run with "
+        f"--config {toml_path}"
+    )
     return 0
 
 
@@ -70,13 +74,19 @@ def report(profile: Profile) -> str:
         f"decode step: {1e3 * cost.fixed_s:.3g} ms + max({1e3 * cost.weights_s:.3g} ms, samples x "
         f"{1e3 * cost.gemm_sample_s:.3g} ms) + samples x {1e3 * cost.sample_s:.3g} ms + context x "
         f"{1e6 * cost.kv_token_s:.3g} us; prefill: {1e3 * cost.prefill_token_s:.3g} ms a token",
-        f"on batches that the fit did not see: off by {profile.held_out_median:.1%} (median), "
-        f"{profile.held_out_worst:.1%} (worst)",
+        f"  up to {profile.slots} samples of {profile.context_tokens} tokens; {_held_out(profile.held_out, 'batches')}",
     ]
     if (train := profile.train) is not None:
-        parts.append(
+        parts += [
             f"trainer: {1e3 * train.round_s:.3g} ms a micro-batch + {1e3 * train.token_s:.3g} ms a token + "
             f"{1e6 * train.squared_token_s:.3g} us a squared token; optimizer {train.optimizer_s:.3g} s; "
-            f"a version published in {profile.publish_s:.3g} s, loaded in {profile.load_s:.3g} s"
-        )
+            f"a version published in {profile.publish_s:.3g} s, loaded in {profile.load_s:.3g} s",
+            f"  up to {profile.micro_batch_tokens} tokens; {_held_out(profile.train_held_out, 'micro-batches')}",
+            f"at once: decode steps take {profile.decode_beside:.2f} times as long, micro-batches "
+            f"{profile.train_beside:.2f} times",
+        ]
     return "\n".join(parts)
+
+
+def _held_out(errors: Errors, what: str) -> str:
+    return f"held-out error on {what} that a fit did not see: median {errors.median:.1%}, worst {errors.worst:.1%}"

@@ -7,6 +7,7 @@ read the answer: docs/simulation.md.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -17,13 +18,14 @@ import typer
 from orchestrator.core.allocation import Pool
 from orchestrator.core.analytic import Algorithm, DoesNotFitError, decode_cost, most_ranks, tensor_degrees
 from orchestrator.core.dispatch.policies import Planned
-from orchestrator.core.hardware import GPUS
+from orchestrator.core.hardware import GPUS, Gpu
 from orchestrator.core.llms import LLMS
 from orchestrator.errors import ConfigError
-from orchestrator.plan_cli import GBPS, one_of, parse_model, parse_pools
+from orchestrator.plan_cli import GBPS, ProfileFile, chosen_model, one_of, parse_pools
+from orchestrator.profiles import NAME, Profile, extrapolated, hardware, read_profile
 from orchestrator.report.bubbles import Cause
 from orchestrator.sim import own
-from orchestrator.sim.allocating import SPARE_TOKENS
+from orchestrator.sim.allocating import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.decoding import SampleTooLongError
 from orchestrator.sim.length_files import read_lengths, representative
@@ -47,11 +49,22 @@ def simulate(
     quick: Annotated[
         bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; minutes.")
     ] = False,
-    model: Annotated[str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json.")] = "Qwen2.5-72B",
+    model: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json. [Qwen2.5-72B, or that of --profile]"),
+    ] = "",
     generate: Annotated[
-        str, typer.Option(help=f"GPUs that generate, COUNTxTYPE[@SITE]. Types: {', '.join(GPUS)}.")
-    ] = "40xH800",
-    train: Annotated[str, typer.Option(help="GPUs that train; colocated: those that generate, in turn.")] = "88xH800",
+        str,
+        typer.Option(
+            help=f"GPUs that generate, COUNTxTYPE[@SITE]. Types: {', '.join(GPUS)}; with --profile also {NAME}. "
+            f"[40xH800, or 1x{NAME}]"
+        ),
+    ] = "",
+    train: Annotated[
+        str,
+        typer.Option(help=f"GPUs that train; colocated: those that generate, in turn. [88xH800, or 1x{NAME}]"),
+    ] = "",
+    profile: ProfileFile = None,
     tensor_parallel: Annotated[
         int, typer.Option(min=0, help="GPUs of a generation instance. [0: that with the lowest bound]")
     ] = 0,
@@ -71,8 +84,12 @@ def simulate(
     recall: Annotated[
         float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")
     ] = 0.87,
-    slots: Annotated[int, typer.Option(min=1, help="Samples that an instance decodes at once, at most.")] = 256,
-    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Of a rank of the trainer.")] = 65_536,
+    slots: Annotated[
+        int, typer.Option(min=0, help="Samples that an instance decodes at once, at most. [256, or as profiled]")
+    ] = 0,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
+    ] = 0,
     link_gbps: Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")] = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
@@ -89,7 +106,8 @@ def simulate(
         print_paper(options, as_json=as_json)
         return
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
-    llm = parse_model(model)
+    measured = None if profile is None else read_profile(profile)
+    llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
     usual = "paced" if settings.max_staleness and settings.update is UpdateMode.IN_FLIGHT else "scored"
     chosen = one_of("--dispatch", dispatch or usual, POLICIES)
     groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed)
@@ -101,14 +119,20 @@ def simulate(
         algorithm=one_of("--algorithm", algorithm, get_args(Algorithm)),
     )
     try:
-        layout = _layout(workload, generate, train, tensor_parallel, ranks, link_gbps)
-        layout = replace(layout, slots=slots, micro_batch_tokens=micro_batch_tokens)
+        pools = _pools(generate, train, measured)
+        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps)
+        layout = replace(
+            layout,
+            slots=slots or slots_of(layout.generation_gpu),
+            micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
+        )
         outcome = own.run(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
     except (DoesNotFitError, SampleTooLongError) as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
+    data["notes"] = [] if measured is None else _notes(measured, workload, layout)
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
         for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
@@ -128,15 +152,28 @@ def _lengths(
     return representative(groups, batch=batch, batches=batches, prompt_tokens=prompt_tokens, recall=known, seed=seed)
 
 
-def _layout(
-    workload: Workload, generate: str, train: str, tensor_parallel: int, ranks: int, link_gbps: float
-) -> Layout:
+def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Pool]:
+    """(those that generate, those that train), the same where they are colocated. Raises ConfigError."""
+    usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
+    known = hardware(profile)
+    generation = _pool("--generate", generate or usual[0], known)
+    training = generation if train == "colocated" else _pool("--train", train or usual[1], known)
+    measured = training.gpu.measured
+    if measured is not None and training is generation:
+        raise ConfigError("what a switch between the stages takes was not profiled", where="--train")
+    if measured is not None and measured.train is None:
+        raise ConfigError("the profile has no trainer in it, so who trains?", where="--train")
+    return generation, training
+
+
+def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:
     """Raises ConfigError, DoesNotFitError."""
-    generation = _pool("--generate", generate)
-    colocated = train == "colocated"
-    training = generation if colocated else _pool("--train", train)
+    generation, training = pools
+    colocated = training is generation
+    if training.gpu.measured is not None and ranks not in (0, training.num_gpus):
+        raise ConfigError(f"one {NAME} is one rank: {training.num_gpus} of them are no {ranks}", where="--ranks")
     link = link_gbps * GBPS if generation.site != training.site else 0.0
-    degrees = [tensor_parallel] if tensor_parallel else tensor_degrees(workload.llm)
+    degrees = [tensor_parallel] if tensor_parallel else tensor_degrees(workload.llm, generation.gpu)
     layouts = [
         Layout(
             generation_gpus=generation.num_gpus,
@@ -182,9 +219,9 @@ def _fastest(workload: Workload, layouts: list[Layout]) -> Layout:
     return layouts[min(bounds)[1]]
 
 
-def _pool(option: str, text: str) -> Pool:
+def _pool(option: str, text: str, known: Mapping[str, Gpu]) -> Pool:
     try:
-        pools = parse_pools(text, {})
+        pools = parse_pools(text, {}, known)
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix(f"{error.where}: "), where=option) from error
     if len(pools) != 1:
@@ -193,6 +230,20 @@ def _pool(option: str, text: str) -> Pool:
 
 
 # -- the answer
+
+
+def _notes(profile: Profile, workload: Workload, layout: Layout) -> list[str]:
+    """Where the profile says less than was asked of it."""
+    longest = max(max(samples) for samples in workload.lengths.lengths) + max(workload.lengths.questions)
+    generates, trains = layout.generation_gpu.measured is not None, layout.training_gpu.measured is not None
+    return list(
+        extrapolated(
+            profile,
+            context_tokens=longest if generates else 0,
+            slots=layout.slots if generates else 0,
+            micro_batch_tokens=layout.micro_batch_tokens if trains else 0,
+        )
+    )
 
 
 def _as_data(
@@ -237,11 +288,12 @@ def _as_text(outcome: own.Outcome, layout: Layout, data: dict[str, Any]) -> str:
     ]
     lines = [
         f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {gpus}",
-        f"iteration   {outcome.iteration_s:.1f} s; {outcome.samples_per_s:.2f} samples/s, "
+        *(f"note: {note}" for note in data["notes"]),
+        f"iteration   {outcome.iteration_s:.4g} s; {outcome.samples_per_s:.2f} samples/s, "
         f"{outcome.tokens_per_s:,.0f} response tokens/s",
-        f"bound       {outcome.bound_s:.1f} s, so {outcome.iteration_s / outcome.bound_s:.3f} of it; generation "
-        f"{outcome.bound.generation_s:.1f} s, training {outcome.bound.training_s:.1f} s, longest sample alone "
-        f"{outcome.bound.longest_s:.1f} s",
+        f"bound       {outcome.bound_s:.4g} s, so {outcome.iteration_s / outcome.bound_s:.3f} of it; generation "
+        f"{outcome.bound.generation_s:.4g} s, training {outcome.bound.training_s:.4g} s, longest sample alone "
+        f"{outcome.bound.longest_s:.4g} s",
         f"token age   at most {outcome.oldest_age} versions, {outcome.mean_age:.2f} on average",
         "time of slots and trainer (slots: the most that an instance ever used)",
         *idle,

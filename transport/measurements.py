@@ -5,6 +5,10 @@ Owns: the schema. Never: a formula (``orchestrator/core/cost_model.py`` has them
 
 from __future__ import annotations
 
+from typing import Any
+
+from msgspec import field
+
 from transport.types import Struct
 
 
@@ -36,16 +40,23 @@ class TrainRun(Struct, frozen=True, kw_only=True):
 class Measurements(Struct, frozen=True, kw_only=True):
     """One machine, one model. Lists are empty where there was nothing to measure.
 
+    config: the model's Hugging Face configuration.  context_tokens: of the longest sample that was decoded.
     optimizer_s: end of a mini-batch.  publish_s: a version from the trainer into shared memory.
     load_s: that version into an engine, checked.
+    beside_training: seconds of decode runs while the trainer computed in a process of its own, over seconds without it.
+    beside_decoding: of micro-batches while an engine decoded, over seconds without it.
     """
 
     model: str
     engine: str
     host: str
+    config: dict[str, Any]
+    context_tokens: int
     decode: list[DecodeRun]
     prefill: list[PrefillRun]
-    train: list[TrainRun]
-    optimizer_s: list[float]
-    publish_s: list[float]
-    load_s: list[float]
+    train: list[TrainRun] = field(default_factory=list[TrainRun])
+    optimizer_s: list[float] = field(default_factory=list[float])
+    publish_s: list[float] = field(default_factory=list[float])
+    load_s: list[float] = field(default_factory=list[float])
+    beside_training: list[float] = field(default_factory=list[float])
+    beside_decoding: list[float] = field(default_factory=list[float])

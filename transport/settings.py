@@ -172,6 +172,8 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     A step takes fixed_s + max(weights_s, samples * gemm_sample_s) + samples * sample_s + context tokens * kv_token_s.
     """
 
+    engine: str = ""  # that it was profiled with, which must be the run's; empty: any
+    model: str = ""  # likewise, the run's model.path
     fixed_s: float = 0.02  # the same relation to sample_s as in [replay]: a batch of 40 takes twice as long as one of 1
     weights_s: float = 0.0  # reading the weights
     gemm_sample_s: float = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them

@@ -158,7 +158,7 @@ def _between(
             shared = generation is training
             left = training.num_gpus - generation_gpus if shared else training.num_gpus
             for training_gpus, per_rank in trainers(llm, training.gpu, left, shared and minimise == "time", assumed):
-                tensor = max(part for part in tensor_degrees(llm) if per_rank % part == 0)
+                tensor = max(part for part in tensor_degrees(llm, training.gpu) if per_rank % part == 0)
                 yield Split(
                     generation=generation,
                     generation_gpus=generation_gpus,
@@ -177,7 +177,7 @@ def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumpt
         smallest = smallest_tensor_degree(llm, gpu, assumed, context_tokens=context_tokens)
     except DoesNotFitError:
         return []
-    return [degree for degree in tensor_degrees(llm) if degree >= smallest]
+    return [degree for degree in tensor_degrees(llm, gpu) if degree >= smallest]
 
 
 def sizes(num_gpus: int, degree: int, points: int = SIZES) -> list[int]:

@@ -1,7 +1,7 @@
 """Cost coefficients from specifications: an LLM, a type of GPU, a parallel layout, the share of the peak reached.
 
 Owns: the arithmetic of roofs (memory, FLOP/s, links). Never: constants (``hardware.py``, ``llms.py``). Invariant: a
-layout that does not fit into memory is refused by name, never estimated.
+layout that does not fit into memory is refused by name, never estimated; what was measured is taken as it is.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class DoesNotFitError(ValueError):
     """A model does not fit on the GPUs it was given. The message names the model, the layout and the bytes."""
 
 
-def tensor_degrees(llm: Llm) -> list[int]:
-    """Tensor-parallel degrees inside a node that split the query heads evenly."""
-    return [degree for degree in (1, 2, 4, 8) if llm.heads % degree == 0]
+def tensor_degrees(llm: Llm, gpu: Gpu) -> list[int]:
+    """Tensor-parallel degrees inside a node that split the query heads evenly; what was measured is not split."""
+    return [degree for degree in (1, 2, 4, 8) if llm.heads % degree == 0 and (degree == 1 or gpu.measured is None)]
 
 
 def smallest_tensor_degree(llm: Llm, gpu: Gpu, assumed: Assumptions = ASSUMED, *, context_tokens: int = 32_768) -> int:
@@ -46,12 +46,12 @@ def smallest_tensor_degree(llm: Llm, gpu: Gpu, assumed: Assumptions = ASSUMED, *
 
     Raises DoesNotFitError when a whole node does not.
     """
-    for degree in tensor_degrees(llm):
+    for degree in tensor_degrees(llm, gpu):
         if _kv_room(llm, gpu, degree, assumed) > context_tokens * llm.kv_bytes:
             return degree
     raise DoesNotFitError(
         f"{llm.name} ({llm.weight_bytes / 1e9:.0f} GB of weights) with {context_tokens} tokens of context does not fit "
-        f"on {tensor_degrees(llm)[-1]} {gpu.name}"
+        f"on {tensor_degrees(llm, gpu)[-1]} {gpu.name}"
     )
 
 
@@ -61,8 +61,10 @@ def decode_cost(llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions =
     KV heads are split as far as they go and repeated beyond. Raises DoesNotFitError when weights and one token of
     context do not fit, ValueError when the heads do not split.
     """
-    if tensor_parallel not in tensor_degrees(llm):
-        raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node")
+    if gpu.measured is not None and tensor_parallel == 1:
+        return gpu.measured.decode
+    if tensor_parallel not in tensor_degrees(llm, gpu):
+        raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node of {gpu.name}")
     room = _kv_room(llm, gpu, tensor_parallel, assumed)
     if room <= llm.kv_bytes:
         needed = llm.weight_bytes / tensor_parallel / 1e9
@@ -119,6 +121,8 @@ def train_cost(
     if ranks < 1 or num_gpus < 1 or num_gpus % ranks:
         raise ValueError(f"{num_gpus} GPUs cannot be dealt out to {ranks} ranks")
     check_training_fits(llm, gpu, num_gpus, ranks, assumed)
+    if gpu.measured is not None and gpu.measured.train is not None:
+        return gpu.measured.train
     rank_flops = num_gpus // ranks * gpu.flops * assumed.mfu
     passes = PASSES[algorithm]
     attention = 6 * llm.layers * llm.heads * llm.head_dim  # forward and backward of causal scores and values
@@ -133,7 +137,16 @@ def train_cost(
 
 
 def check_training_fits(llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, assumed: Assumptions = ASSUMED) -> None:
-    """Raises DoesNotFitError, with the bytes of each GPU, when weights, gradients and optimizer states do not fit."""
+    """Raises DoesNotFitError, with the bytes of each GPU, when weights, gradients and optimizer states do not fit.
+
+    What was measured is one rank, if a trainer was measured at all.
+    """
+    if gpu.measured is not None:
+        if gpu.measured.train is None:
+            raise DoesNotFitError(f"{gpu.name} cannot train: its profile has no trainer")
+        if ranks != num_gpus:
+            raise DoesNotFitError(f"one {gpu.name} is one rank of the trainer, {num_gpus} are no {ranks} ranks")
+        return
     needed = llm.params * (RESIDENT_BYTES * ranks + OPTIMIZER_BYTES) / num_gpus + assumed.activation_bytes
     usable = gpu.memory_bytes * assumed.usable_memory
     if needed > usable:

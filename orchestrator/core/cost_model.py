@@ -10,6 +10,7 @@ profile from a live engine). Invariant: pure functions of numbers; the closed fo
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +33,10 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_s: float = 0.0
     prefill_token_s: float = 0.0
     kv_capacity_tokens: float = math.inf
+
+    def scaled(self, factor: float) -> DecodeCost:
+        """Every second of it ``factor`` times as long."""
+        return _scaled(self, factor)
 
     def step_s(self, batch: float, context_tokens: float) -> float:
         """One decode step of ``batch`` samples that hold ``context_tokens`` at its start."""
@@ -77,6 +82,10 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     mini_batch_s: float = 0.0
     optimizer_s: float = 0.0
 
+    def scaled(self, factor: float) -> TrainCost:
+        """Every second of it ``factor`` times as long."""
+        return _scaled(self, factor)
+
     def micro_batch_s(self, tokens: float, squared_tokens: float = 0.0) -> float:
         """Forward and backward of one rank's part. squared_tokens: the sum of the squared sequence lengths."""
         return self.round_s + tokens * self.token_s + squared_tokens * self.squared_token_s
@@ -105,3 +114,11 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
         """From the root to the farthest leaf: the bytes once, and one chunk more for every further edge."""
         edges_behind = max(0, self.depth - 1) / self.chunks
         return self.depth * self.latency_s + self.num_bytes / self.bytes_per_s * (1.0 + edges_behind)
+
+
+Cost = TypeVar("Cost", DecodeCost, TrainCost)
+
+
+def _scaled(cost: Cost, factor: float) -> Cost:
+    seconds = {name: factor * getattr(cost, name) for name in cost.__struct_fields__ if name.endswith("_s")}
+    return msgspec.structs.replace(cost, **seconds)

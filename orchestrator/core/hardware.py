@@ -1,15 +1,39 @@
-"""What GPUs can do on paper, and what share of it is reached: all hardware constants of simulator and planner.
+"""What GPUs can do on paper, and what share of it is reached; or what one machine was measured to do.
 
-Owns: the numbers and where they are from. Never: what follows from them (``analytic.py``). Invariant: policies are
-tuned against these numbers, never the other way round; how much a result depends on each is printed beside it.
+Owns: all hardware constants of simulator and planner, and where they are from. Never: what follows from them
+(``analytic.py``). Invariant: policies are tuned against these numbers, never the other way round; how much a result
+depends on each is printed beside it.
 """
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from orchestrator.core.cost_model import DecodeCost, TrainCost
 
 GIGA = 1e9
 TERA = 1e12
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of one engine and one trainer, with one model: it is taken as it is, nothing follows from it.
+
+    decode: of one generation worker.  train: of one rank, as it was set; None: no trainer was measured.
+    publish_s: a version leaves the trainer.  load_s: it is fetched and put into an engine.
+    slots, micro_batch_tokens: the largest batch and micro-batch that were measured.
+    decode_beside, train_beside: seconds of either while both work on one machine, over alone.
+    """
+
+    decode: DecodeCost
+    train: TrainCost | None
+    publish_s: float
+    load_s: float
+    slots: int
+    micro_batch_tokens: int
+    decode_beside: float = 1.0
+    train_beside: float = 1.0
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +42,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     flops: dense bf16, 1/s.  memory_bytes, memory_bytes_per_s: HBM.  link_bytes_per_s: NVLink, both directions together.
     host_bytes_per_s: to the memory of its host, one direction.  network_bytes_per_s: its share of the node's network.
     price: relative to an H20; those that StreamRL's Table 1 does not have are ours, from list prices of clouds.
+    measured: instead of all that, where there is a profile; one "GPU" is one generation worker, or one rank.
     """
 
     name: str
@@ -28,6 +53,22 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_per_s: float
     network_bytes_per_s: float
     price: float
+    measured: Measured | None = None
+
+
+def profiled(name: str, measured: Measured) -> Gpu:
+    """Hardware that is known by measurements alone: what a data sheet would say of it limits nothing."""
+    return Gpu(
+        name=name,
+        flops=math.inf,
+        memory_bytes=math.inf,
+        memory_bytes_per_s=math.inf,
+        link_bytes_per_s=math.inf,
+        host_bytes_per_s=math.inf,
+        network_bytes_per_s=math.inf,
+        price=1.0,
+        measured=measured,
+    )
 
 
 H800 = Gpu(  # StreamRL Table 1; network: sec. 7, 8 x 200 Gbps for 8 GPUs; host: PCIe 5.0 x16

@@ -17,7 +17,6 @@ from orchestrator.core.scaling import estimate_of
 from orchestrator.sim.allocating import (
     LONG,
     SHORT,
-    SLOTS,
     Job,
     Prediction,
     Simulate,
@@ -25,6 +24,7 @@ from orchestrator.sim.allocating import (
     iteration_s,
     predict,
     simulating,
+    slots_of,
 )
 from orchestrator.sim.scenarios import Workload
 
@@ -160,7 +160,9 @@ class Bounds:
                 for sample in range(job.group_size)
             ]
             cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
-            self._makespans[key] = estimate_of(cost, lengths, prompt_tokens=float(job.prompt_tokens), max_running=SLOTS)
+            self._makespans[key] = estimate_of(
+                cost, lengths, prompt_tokens=float(job.prompt_tokens), max_running=slots_of(split.generation.gpu)
+            )
         return self._makespans[key]
 
     def quickest(self, candidates: Sequence[Split]) -> Split | None:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from orchestrator.core.allocation import Pool, Split
 from orchestrator.core.analytic import GPUS_PER_NODE, Algorithm, transfer_cost
-from orchestrator.core.hardware import ASSUMED, Assumptions
+from orchestrator.core.hardware import ASSUMED, Assumptions, Gpu
 from orchestrator.core.llms import Llm
 from orchestrator.core.settings import CoreSettings
 from orchestrator.sim.bounds import Bound, bound
@@ -36,6 +36,16 @@ ROUNDS = 8
 MICRO_BATCH_TOKENS = 65_536
 SPARE_TOKENS = 512
 """Of KV cache beside the longest sample: the engine keeps room for new tokens (``sim/README.md``)."""
+
+
+def slots_of(gpu: Gpu) -> int:
+    """Samples that an instance decodes at once, at most."""
+    return gpu.measured.slots if gpu.measured is not None else SLOTS
+
+
+def micro_batch_tokens_of(gpu: Gpu) -> int:
+    """Tokens of a micro-batch of one rank, at most."""
+    return gpu.measured.micro_batch_tokens if gpu.measured is not None else MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +123,7 @@ class Job:
             ranks=split.ranks,
             generation_gpu=split.generation.gpu,
             training_gpu=split.training.gpu,
-            slots=SLOTS,
+            slots=slots_of(split.generation.gpu),
             micro_batch_tokens=self._micro_batch_tokens(split, workload),
             link_bytes_per_s=self.edge_bytes_per_s(split.generation, split.training),
         )
@@ -126,7 +136,8 @@ class Job:
     def _micro_batch_tokens(self, split: Split, workload: Workload) -> int:
         sampled = [group for group in workload.lengths.lengths[: self.batch]]
         tokens = sum(sum(group) / len(group) for group in sampled) * self.group_size + self.batch * self.prompt_tokens
-        return int(min(MICRO_BATCH_TOKENS, max(1.0, tokens / split.ranks / ROUNDS)))
+        most = micro_batch_tokens_of(split.training.gpu)
+        return int(min(most, max(1.0, tokens / split.ranks / ROUNDS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

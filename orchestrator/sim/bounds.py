@@ -42,24 +42,26 @@ def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) ->
     train = train_cost(
         workload.llm, layout.training_gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed
     )
-    tokens = sum(lengths) + prompt_tokens * len(lengths)
+    question_tokens = prompt_tokens * len(lengths) / workload.group_size  # a group computes its prompt once
+    tokens = sum(lengths) + question_tokens
     squares = sum((length + prompt_tokens) ** 2 for length in lengths)
     work_s = per_batch * (tokens * train.token_s + squares * train.squared_token_s) / layout.ranks
     return Bound(
-        generation_s=per_batch * _generation_s(decode, lengths, prompt_tokens, layout.slots) / layout.instances,
+        generation_s=per_batch
+        * (_generation_s(decode, lengths, prompt_tokens, layout.slots) + question_tokens * decode.prefill_token_s)
+        / layout.instances,
         training_s=work_s + train.step_s(),
         longest_s=decode.steps_s(1, prompt_tokens, max(lengths)),
     )
 
 
 def _generation_s(cost: DecodeCost, lengths: list[float], prompt_tokens: float, slots: int) -> float:
-    """Instance-seconds of all samples at the largest batch that memory and slots allow."""
+    """Instance-seconds of all samples' decode steps at the largest batch that memory and slots allow."""
     tokens = sum(lengths)
     context = sum(length * prompt_tokens + length * length / 2 for length in lengths)
     batch = min(float(slots), cost.kv_capacity_tokens / (context / tokens))
     arithmetic_s = max(cost.weights_s / batch, cost.gemm_sample_s)
-    prefill_s = len(lengths) * prompt_tokens * cost.prefill_token_s
-    return tokens * (cost.fixed_s / batch + arithmetic_s + cost.sample_s) + context * cost.kv_token_s + prefill_s
+    return tokens * (cost.fixed_s / batch + arithmetic_s + cost.sample_s) + context * cost.kv_token_s
 
 
 def best_bound(

@@ -24,6 +24,7 @@ from orchestrator.core.state import CommandId, PipelineState
 from orchestrator.sim.lengths import LengthModel, Lengths
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
+from orchestrator.sim.shared import SharedMachine
 from transport.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
 from transport.types import WorkerId
 
@@ -75,6 +76,7 @@ class Simulation:
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
+        self.shared = SharedMachine() if scenario.costs.shares_a_machine else None
         self._repeat = scenario.faults.repeat
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
@@ -120,10 +122,10 @@ class Simulation:
         if self.scenario.trace:
             self.log.batches.append((self.now_s, worker_id, num_running))
 
-    def note_training(self, command: TrainerCommand, seconds: float) -> None:
-        """The trainer is busy with ``command`` for so long from now on."""
+    def note_training(self, began_s: float, command: TrainerCommand, seconds: float) -> None:
+        """The trainer was busy with ``command`` for so long."""
         if self.scenario.trace:
-            self.log.training.append((self.now_s, seconds, command))
+            self.log.training.append((began_s, seconds, command))
 
     def run(self) -> SimulationLog:
         """Until the run is over. Raises SimulationStalledError when it does not end within ``max_s``."""

@@ -38,7 +38,9 @@ class SimulatedWorker:
         self._simulation = simulation
         self._rows = rows
         self._worker_id = worker_id
-        self._decoding = Decoding(scenario.decode_cost(index), scenario.capacity, simulation.now_s)
+        self._index = index
+        self._cost = scenario.decode_cost(index)
+        self._decoding = Decoding(self._cost, scenario.capacity, simulation.now_s)
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
@@ -46,6 +48,8 @@ class SimulatedWorker:
         self._alive = True
         self._plan = 0
         self._due_s = float("inf")
+        if simulation.shared is not None:
+            simulation.shared.engines.append(self._hear_training)
         simulation.attach_worker(worker_id, self._obey)
         simulation.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
@@ -53,6 +57,8 @@ class SimulatedWorker:
     def kill(self) -> None:
         """It does nothing more, and tells nobody."""
         self._alive = False
+        if self._simulation.shared is not None:
+            self._simulation.shared.note_decoding(self._worker_id, decodes=False)
         self._simulation.detach_worker(self._worker_id)
 
     def _obey(self, command_id: CommandId, command: Command) -> None:
@@ -110,6 +116,13 @@ class SimulatedWorker:
             self._arrived = weights
             self._want_boundary()
 
+    def _hear_training(self, trains: bool) -> None:
+        """From the next boundary on, a step takes longer, or no longer."""
+        scenario = self._simulation.scenario
+        self._cost = scenario.decode_cost(self._index).scaled(scenario.costs.decode_beside if trains else 1.0)
+        if self._alive:
+            self._want_boundary()
+
     # -- boundaries
 
     def _want_boundary(self) -> None:
@@ -133,11 +146,14 @@ class SimulatedWorker:
         decoding = self._decoding
         for sample in decoding.advance(steps, self._simulation.now_s):
             self._finish(sample)
+        decoding.cost = self._cost
         self._stop_aborted()
         self._take_weights()
         if decoding.weights:
             decoding.admit()
         self._simulation.note_batch(self._worker_id, len(decoding.running))
+        if self._simulation.shared is not None:
+            self._simulation.shared.note_decoding(self._worker_id, decodes=bool(decoding.running))
         following = decoding.next_steps()
         if following is not None:
             self._wake_after(following, decoding.boundary_s(following))

@@ -24,6 +24,8 @@ class CostModel:
     transfer_s: of a version on its way, while generation goes on.  load_s: of putting it into an engine between two
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     spawn_s: until a worker that was asked for has joined.
+    decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
+    they share a machine (``shared.py``).
     """
 
     decode: DecodeCost = SMALL_DECODE
@@ -38,6 +40,12 @@ class CostModel:
     prompts_s: float = 0.01
     heartbeat_s: float = 1.0
     spawn_s: float = 10.0
+    decode_beside: float = 1.0
+    train_beside: float = 1.0
+
+    @property
+    def shares_a_machine(self) -> bool:
+        return (self.decode_beside, self.train_beside) != (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

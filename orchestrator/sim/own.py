@@ -64,7 +64,8 @@ def run(
     edges = [log.published_s[warm_up - 1] if warm_up else 0.0, log.published_s[iterations - cool_down - 1]]
     usage = usage_by_window(timeline, edges)
     seconds = log.iteration_s(warm_up, cool_down)
-    least = bound(workload, replace(layout, slots=100_000), assumed)
+    slots = layout.slots if layout.generation_gpu.measured is not None else 100_000
+    least = bound(workload, replace(layout, slots=slots), assumed)
     in_turn_s = max(least.generation_s, least.longest_s) + least.training_s
     return Outcome(
         iteration_s=seconds,

@@ -43,7 +43,7 @@ class Layout:
 
     tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round.
-    link_bytes_per_s: of an edge of the weight transfer; 0: the network of a training node.
+    link_bytes_per_s: of an edge of the weight transfer; 0: the network of a node, of the slower kind.
     """
 
     generation_gpus: int
@@ -133,16 +133,20 @@ def scenario(
 
 def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostModel:
     llm, gpu = workload.llm, layout.training_gpu
-    link = layout.link_bytes_per_s or GPUS_PER_NODE * gpu.network_bytes_per_s
+    slower = min(gpu.network_bytes_per_s, layout.generation_gpu.network_bytes_per_s)
+    link = layout.link_bytes_per_s or GPUS_PER_NODE * slower
     transfer = transfer_cost(llm, link, layout.instances, assumed)
+    trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
         train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
-        publish_s=0.0,
+        publish_s=trainer.publish_s if trainer is not None else 0.0,
         transfer_s=transfer.transfer_s(),
-        load_s=transfer.load_s,
+        load_s=engine.load_s if engine is not None else transfer.load_s,
         checkpoint_s=0.0,
         heartbeat_s=HEARTBEAT_S,
     )
+    if trainer is not None and trainer == engine:  # one machine, as it was profiled
+        costs = replace(costs, decode_beside=trainer.decode_beside, train_beside=trainer.train_beside)
     if not layout.colocated:
         return costs
     switch = switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed)

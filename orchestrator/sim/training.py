@@ -6,6 +6,7 @@ checkpoint's cursor, and what it had trained beyond is trained again.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.core.cost_model import TrainCost
@@ -28,6 +29,21 @@ from transport.messages import (
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 
 
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """An entry under way. left_s: seconds of it that are left at ``since_s``, if nobody else worked.  spent_s: until
+    then.  pieces: how often its end was planned; only the last counts."""
+
+    epoch: int
+    at: CommandId
+    command: TrainerCommand
+    began_s: float
+    left_s: float
+    since_s: float = 0.0
+    spent_s: float = 0.0
+    pieces: int = 0
+
+
 class SimulatedTrainer:
     """Reads the rounds log entry by entry; its checkpoint holds a version and a place on the log."""
 
@@ -44,6 +60,10 @@ class SimulatedTrainer:
         self._stepped_s = 0.0
         self._trained = simulation.log.trained
         self._idle = False
+        self._work_now: _Work | None = None
+        self._pace = 1.0
+        if simulation.shared is not None:
+            simulation.shared.trainers.append(self._hear_decoding)
         simulation.attach(self._obey, TrainRound, CloseMiniBatch, FinishTraining)
         self._start()
 
@@ -76,6 +96,9 @@ class SimulatedTrainer:
         if self._simulation.now_s <= faults.until_s:
             self._epoch += 1  # whatever the dead one had scheduled is void
             self._busy = True
+            self._work_now = None
+            if self._simulation.shared is not None:
+                self._simulation.shared.note_training(trains=False)
             self._simulation.after(faults.restart_s, self._start)
 
     def _weights(self) -> WeightIdentity:
@@ -100,9 +123,41 @@ class SimulatedTrainer:
             self._simulation.after(self._simulation.scenario.costs.heartbeat_s, partial(self._look_again, self._epoch))
             return
         self._idle = False
+        self._begin(_Work(epoch=self._epoch, at=at, command=command, began_s=self._simulation.now_s, left_s=seconds))
+
+    # -- at work, which takes longer beside an engine that decodes, where they share a machine
+
+    def _begin(self, work: _Work) -> None:
+        self._work_now = work
+        if self._simulation.shared is not None:
+            self._simulation.shared.note_training(trains=True)
+        self._go_on(work, work.began_s)
+
+    def _go_on(self, work: _Work, now_s: float) -> None:
+        """What is left of it, at the pace of now."""
+        work.since_s = now_s
+        work.pieces += 1
+        self._simulation.after(work.left_s * self._pace, partial(self._end, work, work.pieces))
+
+    def _hear_decoding(self, decodes: bool) -> None:
+        work, now_s = self._work_now, self._simulation.now_s
+        if work is not None:
+            work.spent_s += now_s - work.since_s
+            work.left_s -= (now_s - work.since_s) / self._pace
+        self._pace = self._simulation.scenario.costs.train_beside if decodes else 1.0
+        if work is not None:
+            self._go_on(work, now_s)
+
+    def _end(self, work: _Work, piece: int) -> None:
+        if piece != work.pieces or work.epoch != self._epoch:
+            return
+        self._work_now = None
+        seconds = work.spent_s + work.left_s * self._pace
         self._simulation.log.trainer_busy_s += seconds
-        self._simulation.note_training(command, seconds)
-        self._simulation.after(seconds, partial(self._complete, self._epoch, at, command, seconds))
+        self._simulation.note_training(work.began_s, work.command, seconds)
+        self._complete(work.at, work.command, seconds)
+        if self._work_now is None and self._simulation.shared is not None:
+            self._simulation.shared.note_training(trains=False)
 
     def _look_again(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -128,12 +183,14 @@ class SimulatedTrainer:
 
     def _rank_s(self, train: TrainCost, rank: tuple[GroupRows, ...]) -> float:
         tokens = sum(rows.num_tokens for rows in rank)
-        squared = 0.0
-        if train.squared_token_s:
-            squared = sum(
-                (self._rows.num_tokens(row_id(rows.group_id, sample))) ** 2 for rows in rank for sample in rows.samples
-            )
+        squared = sum(map(self._squared, rank)) if train.squared_token_s else 0.0
         return train.micro_batch_s(tokens, squared)
+
+    def _squared(self, rows: GroupRows) -> int:
+        """Squares of the group's sequences, each with the prompt that they share."""
+        lengths = [self._rows.num_tokens(row_id(rows.group_id, sample)) for sample in rows.samples]
+        prompt_tokens = rows.num_tokens - sum(lengths)
+        return sum((prompt_tokens + length) ** 2 for length in lengths)
 
     def _some_missing(self, command: TrainRound) -> bool:
         rows = _rows_of(command)
@@ -145,9 +202,7 @@ class SimulatedTrainer:
             self._simulation.tell(RowsMissing(row_ids=missing))
         return bool(missing)
 
-    def _complete(self, epoch: int, at: CommandId, command: TrainerCommand, seconds: float) -> None:
-        if epoch != self._epoch:
-            return
+    def _complete(self, at: CommandId, command: TrainerCommand, seconds: float) -> None:
         self._busy = False
         self._cursor = at
         self._next += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.fitting import read_profile
+from orchestrator.profiles import read_profile
 from tests.fakes.command_line import orchestrator
 
 
@@ -20,12 +20,13 @@ def test_the_replay_engine_is_measured_as_it_was_told(tmp_path: Path):
     told = ("generation.engine=replay", "generation.slots=8", "replay.time_scale=0.01", "replay.step_s=0.05")
     done = profile(tmp_path, *told, "replay.sample_step_s=0.005")
     assert done.returncode == 0, done.stderr
-    found = read_profile(tmp_path / "here.json").decode
+    found = read_profile(tmp_path / "here.json").measured.decode
     for batch in (1, 5, 8):
         assert found.step_s(batch, 100.0 * batch) == pytest.approx(0.01 * (0.05 + 0.005 * batch), rel=0.15)
     assert found.prefill_token_s < 1e-4
     assert "[decode_cost]" in (tmp_path / "here.toml").read_text()
-    assert "off by" in done.stdout
+    assert "held-out error on batches that a fit did not see" in done.stdout
+    assert "8 of 36 measured in" in done.stderr, "what it does is shown meanwhile"
 
 
 def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):

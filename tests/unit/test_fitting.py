@@ -12,8 +12,9 @@ from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
 from orchestrator.errors import ConfigError
-from orchestrator.fitting import fit, fit_decode, held_out_errors, read_profile
+from orchestrator.fitting import fit, fit_decode, held_out_errors, held_out_train_errors
 from orchestrator.profile_cli import report, section
+from orchestrator.profiles import read_profile
 from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)
@@ -40,6 +41,14 @@ def measurements(**changes: object) -> Measurements:
         model="m",
         engine="embedded",
         host="here",
+        config={
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 64,
+        },
+        context_tokens=372,
         decode=runs(noise=0.03),
         prefill=[PrefillRun(tokens=tokens, seconds=0.02 + 1e-4 * tokens) for tokens in (16, 64, 256)],
         train=[
@@ -49,6 +58,8 @@ def measurements(**changes: object) -> Measurements:
         optimizer_s=[9.0, 0.5, 0.6],
         publish_s=[0.1, 0.3, 0.2],
         load_s=[0.05],
+        beside_training=[1.3, 1.2, 2.0],
+        beside_decoding=[0.9, 0.95, 1.1],
     )
     return msgspec.structs.replace(made, **changes)
 
@@ -70,8 +81,17 @@ def test_a_step_that_is_linear_in_its_batch_gets_no_knee(noise: float):
 
 def test_noise_of_three_percent_is_no_error_of_fifteen_on_batches_that_were_not_seen():
     errors = held_out_errors(runs(noise=0.03))
-    assert len(errors) == len(runs()) // 4
-    assert max(errors) < 0.06
+    assert len(errors) == len(runs()), "each was held back once"
+    assert max(errors) < 0.08
+
+
+def test_a_run_that_is_held_back_does_not_decide_its_own_fit():
+    wrong = runs()
+    wrong[4] = msgspec.structs.replace(wrong[4], seconds=3 * wrong[4].seconds)
+    assert max(held_out_errors(wrong)) > 0.5
+    train = measurements().train
+    assert max(held_out_train_errors([*train, *train])) < 1e-6
+    assert held_out_errors(runs()[:4]) == [], "too few to hold any back"
 
 
 def test_no_coefficient_is_negative_whatever_was_measured():
@@ -93,11 +113,21 @@ def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
     path.write_bytes(msgspec.json.encode(profile))
     assert read_profile(path) == profile
     toml = tmp_path / "here.toml"
+    own = msgspec.structs.replace(profile.decode_cost, model="random:qwen3-tiny")
     toml.write_text(section(profile))
+    with pytest.raises(ConfigError, match=r"must be model\.path: profile the model that runs"):
+        resolve("tiny", [toml], [], {})
+    toml.write_text(section(msgspec.structs.replace(profile, decode_cost=own)))
     core = core_settings(resolve("tiny", [toml], [], {}).settings)
-    assert core.decode_cost == profile.decode
+    assert core.decode_cost == profile.measured.decode
     assert core.train_token_s == pytest.approx(3e-4, rel=1e-3)
-    assert "did not see" in report(profile)
+    assert profile.decode_beside == 1.3
+    assert profile.train_beside == 1.0, "nothing is faster for company"
+    assert profile.llm is not None
+    assert profile.llm.layers == 2
+    said = report(profile)
+    assert f"held-out error on batches that a fit did not see: median {profile.held_out.median:.1%}" in said
+    assert "held-out error on micro-batches" in said
 
 
 def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
@@ -111,6 +141,9 @@ def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
 
 
 def test_without_a_trainer_only_the_engine_is_fitted():
-    profile = fit(measurements(train=[], optimizer_s=[], publish_s=[], load_s=[]))
+    nothing: list[float] = []
+    profile = fit(
+        measurements(train=[], optimizer_s=nothing, publish_s=nothing, load_s=nothing, beside_training=nothing)
+    )
     assert profile.train is None
     assert profile.decode_cost.train_token_s == 0.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted, scaled
+from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted
 from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost
 
@@ -27,7 +27,7 @@ def test_there_are_enough_settings_and_none_of_them_calibrates():
 
 def test_a_pace_scales_every_second_and_no_capacity():
     cost = DecodeCost(fixed_s=0.1, sample_s=0.01, kv_token_s=1e-6, kv_capacity_tokens=500.0)
-    slower = scaled(cost, 1.5)
+    slower = cost.scaled(1.5)
     assert slower.step_s(8, 100) == pytest.approx(1.5 * cost.step_s(8, 100))
     assert slower.kv_capacity_tokens == 500.0
 
