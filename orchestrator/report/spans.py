@@ -148,7 +148,7 @@ class _Builder:
     last_sample_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
     trainer_ids: set[WorkerId] = field(default_factory=set[WorkerId])
     trainer_spans: list[Span] = field(default_factory=list[Span])
-    checkpoints: set[str] = field(default_factory=set[str])
+    told: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
 
     def finish(self) -> Timeline:
         for track in list(self.present):
@@ -207,7 +207,11 @@ class _Builder:
             self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
 
     def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
-        """Spans in the order in which they ended."""
+        """Spans in the order in which they ended; those that are told again after a restart of the broker only once."""
+        key = self._key(event)
+        if key in self.told:
+            return
+        self.told.add(key)
         match event:
             case RoundDone():
                 batch = int(event.round_id.partition(".")[0])
@@ -215,17 +219,22 @@ class _Builder:
                 name = f"round {event.round_id}"
                 self._busy(SpanKind.ROUND, event.busy_s, name, batch, tokens=event.num_tokens)
             case StepDone():
-                key = (event.weights.epoch, event.batch)
-                if any((trained.epoch, trained.batch) == key for trained in self.trained[-2:]):
-                    return  # told again
                 publish_s = event.metrics.get("publish_s", 0.0)
                 self._busy(SpanKind.STEP, event.stepped_s, f"step {event.batch}", event.batch, before_s=publish_s)
                 self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
                 self.trained.append(Trained(epoch=event.weights.epoch, batch=event.batch, at_s=self.now_s))
             case CheckpointSaved():
-                if event.cursor not in self.checkpoints:
-                    self.checkpoints.add(event.cursor)
-                    self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
+                self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
+
+    def _key(self, event: RoundDone | StepDone | CheckpointSaved) -> tuple[object, ...]:
+        """What the event has in common with its repetitions only; a trainer of another incarnation does rounds anew."""
+        match event:
+            case RoundDone():
+                return (*self.trainer_ids, event.round_id)
+            case StepDone():
+                return (event.weights.epoch, event.batch)
+            case CheckpointSaved():
+                return (event.cursor,)
 
     def _busy(
         self, kind: SpanKind, seconds: float, name: str, batch: int, *, before_s: float = 0.0, tokens: int = 0

@@ -3,7 +3,8 @@
 A line for each trained batch, by ``batch``; one for each evaluation of held-out problems, by ``eval`` (its number).
 
 Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariant: a line is
-written once per (trainer epoch, batch) and per evaluation, also over restarts of the orchestrator.
+written once per (trainer epoch, batch) and per evaluation, however often a step is told, also over restarts of the
+orchestrator. One that is told late, behind a later batch's, has its line at the end and moves nothing else back.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class MetricsLog:
         self._last_step_s: float | None = None
         self._ranker: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
-        self.curves = Curves(lines)
+        self.curves = Curves(sorted(lines, key=lambda line: (line["epoch"], line["batch"])))
         self.evaluations = evaluations
         self.recent = RecentEvents()
         self.components: set[str] = set()
@@ -170,6 +171,8 @@ class MetricsLog:
 
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)
+        if key in self._written:
+            return None
         seconds = now_s - self._last_step_s if self._last_step_s is not None else now_s
         self._last_step_s = now_s
         # A batch trained again after a restart of the trainer keeps its tally; a closed one of before is not needed.
@@ -193,11 +196,10 @@ class MetricsLog:
                 "samples_per_s": len(tally.rewards) / seconds,
                 "tokens_per_s": sum(tally.response_tokens) / seconds,
             }
-        self.last_line = line
-        self.curves.add(line)
+        if key >= max(self._written, default=key):
+            self.last_line = line
+            self.curves.add(line)
         self._scored = {group for group in self._scored if batch_of(group) >= event.batch - 64}
-        if key in self._written:
-            return None
         self._written.add(key)
         self._append(line)
         return line

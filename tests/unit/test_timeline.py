@@ -114,10 +114,10 @@ def test_samples_that_run_together_get_lanes_of_their_own():
 
 
 def test_what_is_told_again_counts_once():
-    again = records(*((r.now_s, r.event) for r in RUN), (12.0, STEP), (12.0, RUN[8].event), (12.0, RUN[5].event))
+    again = records(*((r.now_s, r.event) for r in RUN), *((12.0, RUN[told].event) for told in (2, 5, 6, 7, 8)))
     timeline = build_timeline(again)
     assert len(timeline.trained) == 1
-    for kind in (SpanKind.CHECKPOINT, SpanKind.SCORING, SpanKind.PUBLISH):
+    for kind in (SpanKind.ROUND, SpanKind.CHECKPOINT, SpanKind.SCORING, SpanKind.PUBLISH):
         assert len(times(timeline, kind)) == 1
 
 

@@ -25,8 +25,7 @@ from typing import TypeVar, assert_never
 import structlog
 
 from transport import faults
-from transport.broker import keys
-from transport.broker.base import Broker, Entry, Fence
+from transport.broker.base import Broker, Fence
 from transport.clock import Clock
 from transport.errors import first_error
 from transport.ledger import Ledger
@@ -40,20 +39,18 @@ from transport.messages import (
     StepDone,
     TrainerReady,
     TrainRound,
-    WeightManifest,
-    encode,
 )
 from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 from workers.errors import CheckpointError, RoundsError
-from workers.generation.publish import event_entry
 from workers.lifecycle import Activity
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
-from workers.trainer.parting import DONE, leave_together, present_rank_0
+from workers.trainer.parting import DONE, heed_rank_0, leave_together, present_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.samples import PromptGroup
+from workers.trainer.telling import Teller
 
 log = structlog.get_logger(__name__)
 
@@ -61,12 +58,9 @@ ROLE = "trainer"
 CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "model"
 
-BROKER_POLL_S = 1.0
 STALLS = 2
 """A trainer that hears nothing for so many ``stall_s`` ends: long after the orchestrator's watchdog, which names what
 blocks the run, would have ended it; so nobody orchestrates any more."""
-RETOLD = ("TrainerReady", "CheckpointSaved", "RoundDone", "StepDone")
-"""Events that the run cannot go on without, or, for want of a RoundDone, only after ``rollout_timeout_s``."""
 
 T = TypeVar("T")
 
@@ -103,12 +97,11 @@ class TrainerWorker:
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._fence = Fence(role=ROLE, epoch=0)
+        self._teller: Teller | None = None
         self._ledger = Ledger()
         self._source_position = ""
         self._weights: WeightIdentity | None = None
-        self._manifest: WeightManifest | None = None
         self._met = b""
-        self._told: dict[str, tuple[Event, dict[str, str | int]]] = {}
         self._open: tuple[int, int, int] | None = None
         self._checkpoint_due = False
         self._doing = STARTING
@@ -127,9 +120,8 @@ class TrainerWorker:
             await self._start()
             reader = self._reader()
             async with asyncio.TaskGroup() as group:
-                helping = [group.create_task(reader.read(), name="read rounds")]
-                if self._rank == 0:
-                    helping.append(group.create_task(self._tell_again(), name="tell again"))
+                beside = self._teller.keep_told() if self._teller else heed_rank_0(self._broker, self._met)
+                helping = [group.create_task(reader.read()), group.create_task(beside)]
                 await self._work(reader)
                 for task in helping:
                     task.cancel()
@@ -152,7 +144,9 @@ class TrainerWorker:
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
+            boot_id = (await self._broker.info()).boot_id
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
+            self._teller = Teller(self._broker, self._worker_id, self._fence, boot_id)
             await self._publish()
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
@@ -311,7 +305,7 @@ class TrainerWorker:
         if self._rank != 0:
             self._doing = "waiting for rank 0 to save"
             limit_s = STALLS * self._settings.liveness.stall_s
-            await leave_together(self._broker, entry_id, self._met, limit_s=limit_s)
+            await leave_together(self._broker, entry_id, limit_s=limit_s)
             return
         self._ledger.cursor = entry_id
         saved = await self._save()
@@ -355,49 +349,18 @@ class TrainerWorker:
     # -- out
 
     async def _publish(self) -> None:
-        if self._rank != 0:
+        if self._teller is None:
             return
         self._doing = "publishing"
         version, epoch = self._ledger.version, self._fence.epoch
         manifest = await self._in_thread(lambda: self._learner.publish(epoch, version))
-        self._weights, self._manifest = manifest.weights, manifest
-        await self._announce(manifest)
-
-    async def _announce(self, manifest: WeightManifest) -> None:
-        weights = manifest.weights
-        fields = {
-            "version": str(weights.version),
-            "epoch": str(weights.epoch),
-            "digest": weights.digest,
-            "bytes": str(manifest.total_bytes),
-        }
-        await self._broker.append(keys.WEIGHTS, Entry(fields=fields, payload=encode(manifest)), fence=self._fence)
+        self._weights = manifest.weights
+        await self._teller.announce(manifest)
 
     async def _tell(self, event: Event, **fields: str | int) -> None:
-        """Append an event, once, if this rank speaks for all."""
-        if self._rank != 0:
-            return
-        self._told[type(event).__name__] = (event, fields)
-        await self._broker.append(keys.EVENTS, event_entry(event, worker=self._worker_id, **fields), fence=self._fence)
-
-    async def _tell_again(self) -> None:
-        """After a restart of the broker, which may have lost its tail, say what we last said, forever.
-
-        The core passes over what it has heard before.
-        """
-        boot_id = (await self._broker.info()).boot_id
-        while True:
-            await asyncio.sleep(BROKER_POLL_S)
-            current = (await self._broker.info()).boot_id
-            if current == boot_id or self._manifest is None:
-                continue
-            boot_id = current
-            log.warning("the broker was restarted; telling again", weights=str(self._weights))
-            await self._announce(self._manifest)
-            for name in RETOLD:
-                if name in self._told:
-                    event, fields = self._told[name]
-                    await self._tell(event, **fields)
+        """Say it once, if this rank speaks for all."""
+        if self._teller is not None:
+            await self._teller.tell(event, **fields)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
