@@ -17,11 +17,21 @@ pytestmark = pytest.mark.chaos
 
 MANY = ("run.batches=5000", "trainer.checkpoint_every=5000")
 
+REFUSED = {
+    "trainer.lr=1": "trainer.lr cannot change while a run goes on",
+    "pipeline.max_staleness=99": "pipeline.max_staleness must be in [0, 16]",
+    "run.batches=1": "run.batches must be at least ",
+}
+
 
 def status(run: LiveRun) -> dict[str, Any]:
     address = (run.run_dir / "api.address").read_text().strip()
     with urllib.request.urlopen(f"http://{address}/status", timeout=5.0) as answer:
         return json.load(answer)
+
+
+def rests(now: dict[str, Any]) -> bool:
+    return not now["running"] and now["pending"] > 0
 
 
 def ask(run: LiveRun, *arguments: str) -> str:
@@ -36,14 +46,14 @@ def test_people_hold_change_and_end_a_run(tmp_path: Path):
         run.wait_for_batch(2)
 
         assert ask(run, "pause", where).startswith("paused: running samples finish")
-        run.wait_until(lambda: status(run)["running"] == 0, "the end of what ran")
-        assert status(run)["pending"] > 0
+        run.wait_until(lambda: rests(status(run)), "the end of what ran, and groups that wait for the end of the pause")
         still = status(run)["in_flight_samples"]
 
         assert ask(run, "set", where, "pipeline.max_staleness=2") == "pipeline.max_staleness = 2 from now on\n"
-        refused = run.command("set", where, "trainer.lr=1")
-        assert refused.returncode == 2
-        assert "trainer.lr cannot change while a run goes on" in refused.stderr
+        for assignment, problem in REFUSED.items():
+            refused = run.command("set", where, assignment)
+            assert refused.returncode == 2
+            assert problem in refused.stderr
         now = status(run)
         assert (now["settings"]["pipeline.max_staleness"], now["in_flight_samples"], still) == (2, 0, 0)
 

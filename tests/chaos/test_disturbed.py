@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from tests.fakes.live_run import EMULATED, QUICK, LiveRun, check_whole
 from transport.messages import MAX_MESSAGE_BYTES
 
 pytestmark = pytest.mark.chaos
@@ -57,7 +57,7 @@ def test_foreign_bytes_in_the_shared_streams_are_passed_over(tmp_path: Path):
 
 @pytest.mark.parametrize("which", OWN)
 def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, which: str):
-    with LiveRun(tmp_path, *QUICK, "run.batches=400") as run:
+    with LiveRun(tmp_path, *EMULATED, "replay.time_scale=0.1", "run.batches=400") as run:
         run.wait_for_batch(2)
         client = run.redis()
         (stream, *_) = [name for name in streams(client, own=True) if which in name]
@@ -69,7 +69,7 @@ def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, 
 
 
 def test_a_second_run_of_a_live_name_is_refused_and_the_first_goes_on(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "run.batches=400") as run:
+    with LiveRun(tmp_path, *EMULATED, "replay.time_scale=0.1", "run.batches=400") as run:
         run.wait_for_batch(1)
         same = ("run", "--preset", "tiny", "--name", "tiny")
         again = run.command(*same)

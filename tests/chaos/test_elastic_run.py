@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.sim.replay import recorded_commands
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import EMULATED, LiveRun
 from transport.messages import (
     DispatchGroups,
     DrainWorker,
@@ -26,15 +26,14 @@ GROUPS, SAMPLES, BATCHES = 8, 4, 36
 PHASES = (60, 320, 30)
 """Mean lengths, a third of the batches each."""
 ELASTIC = (
+    *EMULATED,
     f"run.batches={BATCHES}",
     f"pipeline.groups_per_batch={GROUPS}",
     f"pipeline.group_size={SAMPLES}",
     "sampling.max_new_tokens=420",
-    "generation.engine=replay",
     "generation.slots=8",
     "generation.workers=1",
     "generation.max_workers=3",
-    "trainer.engine=emulated",
     "replay.time_scale=0.05",
     "replay.optimizer_s=8.0",
     "ranker.kind=none",

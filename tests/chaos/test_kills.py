@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
-from transport.tensors.shm import SHARED_MEMORY
 
 pytestmark = pytest.mark.chaos
 
@@ -59,20 +58,6 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_resume_finishes(tmp_path:
         run.interrupt(signal.SIGKILL)
         assert run.wait_for_end() == -signal.SIGKILL
         run.wait_until_gone()
-        run.start("--resume")
-        check_whole(run, batches=12)
-
-
-def test_ctrl_c_says_how_to_go_on_and_resume_finishes(tmp_path: Path):
-    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
-        run.wait_for_batch(3)
-        left_behind = SHARED_MEMORY / f"streamrl-tiny@{run.kill('workers', 'generate', '--index')}@e9v9"
-        left_behind.touch()
-        run.interrupt(signal.SIGINT)
-        assert run.wait_for_end() == 130
-        assert not left_behind.exists(), "the supervisor sweeps after its children"
-        assert "--resume --name tiny" in run.output
-        assert run.survivors() == []
         run.start("--resume")
         check_whole(run, batches=12)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.sim.replay import recorded_commands
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import EMULATED, LiveRun
 from transport.messages import PlanComputed, PromptsArrived, RankerJudged
 
 pytestmark = pytest.mark.chaos
 
 NUM_PROMPTS, GROUPS, SAMPLES = 16, 8, 2
 FAST = (
+    *EMULATED,
     "run.batches=60",
     "data.source=jsonl",
     "eval.problems=0",  # or one of them would be held out
@@ -23,9 +24,7 @@ FAST = (
     f"pipeline.group_size={SAMPLES}",
     "pipeline.dispatch=slicing",
     "sampling.max_new_tokens=400",
-    "generation.engine=replay",
     "generation.workers=2",
-    "trainer.engine=emulated",
     "trainer.checkpoint_every=20",
     "replay.time_scale=0.01",
     "ranker.kind=history",

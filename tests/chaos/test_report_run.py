@@ -11,7 +11,8 @@ import pytest
 
 from orchestrator.api import timeline
 from orchestrator.report.bubbles import Cause
-from tests.fakes.live_run import LiveRun
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from transport.tensors.shm import SHARED_MEMORY
 
 pytestmark = pytest.mark.chaos
 
@@ -61,16 +62,19 @@ def check_trace(run: LiveRun) -> None:
     assert {"round", "publish", "load", "scoring", "checkpoint", "wait", "trouble"} <= set(kinds)
 
 
-def test_an_interrupted_run_has_a_report_and_goes_on(tmp_path: Path):
-    with LiveRun(tmp_path, "run.batches=12") as run:
-        run.wait_for_batch(2)
+def test_ctrl_c_says_how_to_go_on_and_leaves_a_report_and_resume_finishes(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+        run.wait_for_batch(3)
+        left_behind = SHARED_MEMORY / f"streamrl-tiny@{run.kill('workers', 'generate', '--index')}@e9v9"
+        left_behind.touch()
         run.interrupt(signal.SIGINT)
         assert run.wait_for_end() == 130
-        first = run.metrics()
-        assert "bubble_trainer_pipeline_s" in first[-1]
+        assert not left_behind.exists(), "the supervisor sweeps after its children"
+        assert "--resume --name tiny" in run.output
+        assert run.survivors() == []
+        assert "bubble_trainer_pipeline_s" in run.metrics()[-1]
         assert (run.run_dir / "report.html").exists()
         run.start("--resume", "--name", "tiny")
-        assert run.wait_for_end() == 0, run.describe()
-        assert [line["batch"] for line in run.metrics()][-1] == 11
+        check_whole(run, batches=12)
         assert all("bubble_trainer_pipeline_s" in line for line in run.metrics())
         assert "run resumed" in (run.run_dir / "trace.json").read_text()
