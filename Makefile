@@ -31,7 +31,7 @@ test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLA
 	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)
 
 test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
-	@$(BIN)/python -m pytest tests/integration/test_vllm.py $(ARGS)
+	@$(BIN)/python -m pytest tests/integration/test_server_engines.py -k vllm $(ARGS)
 
 compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
 	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/compose $(ARGS)

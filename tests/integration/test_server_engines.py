@@ -1,0 +1,359 @@
+"""The engines that are servers, on the real ones: what they compute, and under which weights.
+
+One server of a kind for the module, without a tokenizer, on a random model. ``SGLANG_VENV`` and ``VLLM_VENV`` say where
+they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.fakes import sglang_servers, vllm_servers
+from tests.fakes.served_samples import (
+    EXACT,
+    NEW,
+    OLD,
+    assert_logprobs,
+    collected,
+    completions,
+    prompt,
+    request,
+    spans_of,
+    until_running,
+    weights_of,
+)
+from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
+from transport.clock import MonotonicClock
+from transport.errors import PeerUnavailableError
+from transport.types import FinishReason, GroupId, SamplingParams
+from workers.errors import WeightsMismatchError
+from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure
+from workers.generation.sglang import SglangEngine
+from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
+from workers.generation.sglang_server import PACKAGES, free_port
+from workers.generation.sglang_upkeep import SglangSettings
+from workers.generation.sglang_weights import HeldWeights, OrderDesk, hold
+from workers.generation.vllm import CUTS_THE_TAIL, VllmEngine, VllmSettings
+from workers.generation.weights import WeightPuller
+from workers.trainer.publish import WeightPublisher
+
+pytestmark = pytest.mark.timeout(400)
+
+STARTUP_S = 240.0
+SLOTS = 16
+CONTEXT = 2048
+HEAD_DIM = 32
+"""vLLM computes no smaller ones on a CPU."""
+KINDS = [
+    pytest.param("sglang", marks=[pytest.mark.sglang, sglang_servers.needs_sglang]),
+    pytest.param("vllm", marks=vllm_servers.needs_vllm),
+]
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A server that runs elsewhere, as far as engines know. model: what it is started with.  other: of its shape.
+    block: tokens of a prompt that its cache shares at a time.
+    """
+
+    kind: str
+    directory: Path
+    block: int
+    model: PreTrainedModel = field(default_factory=lambda: tiny_model(seed=1, max_context=CONTEXT, head_dim=HEAD_DIM))
+    other: PreTrainedModel = field(default_factory=lambda: tiny_model(seed=2, max_context=CONTEXT, head_dim=HEAD_DIM))
+    url: str = ""
+
+    def settings(self, *, slots: int = SLOTS) -> SglangSettings:
+        made_of = VllmSettings if self.kind == "vllm" else SglangSettings
+        return made_of(
+            directory=self.directory,
+            log=self.directory / "log",
+            url=self.url,
+            slots=slots,
+            dtype="float32",
+            max_context=CONTEXT,
+            startup_s=STARTUP_S,
+        )
+
+    def engine(self, *, slots: int = SLOTS) -> SglangEngine:
+        kind = VllmEngine if self.kind == "vllm" else SglangEngine
+        return kind(self.settings(slots=slots), MonotonicClock())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    is_vllm = request.param == "vllm"
+    made = Served(kind=request.param, directory=tmp_path_factory.mktemp("model"), block=128 if is_vllm else 1)
+    made.model.save_pretrained(made.directory)
+    port, settings = free_port(), made.settings()
+    command = vllm_servers.command() if is_vllm else sglang_servers.command()
+    with settings.log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *settings.arguments(), "--port", str(port)],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env={**os.environ, **settings.environment, "PYTHONPATH": str(PACKAGES)},
+        )
+    made.url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_healthy(f"{made.url}/health", process, settings.log)
+        yield made
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+
+
+def _wait_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + STARTUP_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=10):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    pytest.fail(f"the server did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+@pytest.fixture
+async def engine(served: Served) -> AsyncIterator[SglangEngine]:
+    """Serving ``served.model`` as OLD."""
+    made = served.engine()
+    try:
+        await made.start()
+        await made.load_weights(OLD, weights_of(served.model))
+        yield made
+    finally:
+        await made.close()
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+async def test_logprobs_are_those_of_a_full_forward_at_any_temperature(engine: SglangEngine, served: Served) -> None:
+    prompts = {f"0/{n}": prompt(n) for n in range(3)}
+    asked = [request(g, p, temperature=t) for (g, p), t in zip(prompts.items(), (0.0, 1.0, 0.6), strict=True)]
+    found = await completions(engine, *asked)
+    for one in asked:
+        completion = found[one.group_id, 0]
+        assert (len(completion.response_ids), completion.finish_reason) == (24, FinishReason.LENGTH)
+        assert spans_of(completion) == [(0, 24, OLD)]
+        assert_logprobs(served.model, one.prompt_ids, completion, one.sampling.temperature or 1.0)
+
+
+async def test_logprobs_are_of_the_whole_distribution_or_a_cut_tail_is_refused(
+    engine: SglangEngine, served: Served
+) -> None:
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, ignore_eos=True)
+    engine.submit(request("0/0", prompt(1), sampling=sampling))
+    async with asyncio.timeout(60):
+        (result,) = await engine.results()
+    if served.kind == "vllm":
+        assert isinstance(result, EngineFailure)
+        assert (result.reason, result.retryable) == (CUTS_THE_TAIL, False)
+    else:
+        assert isinstance(result, Completion)
+        assert_logprobs(served.model, prompt(1), result, 0.8)
+
+
+async def test_a_group_computes_its_prompt_once(engine: SglangEngine, served: Served) -> None:
+    prompt_tokens = 265
+    before = engine.load().cached_tokens
+    found = await completions(engine, request("0/0", prompt(7, prompt_tokens), samples=4, temperature=1.0))
+    shared = (prompt_tokens - 1) // served.block * served.block  # all but the last token, in whole blocks
+    assert engine.load().cached_tokens - before == 3 * shared
+    assert len({one.response_ids.tobytes() for one in found.values()}) == 4, "each sample is its own"
+
+
+async def test_each_sample_ends_at_its_limit_or_stop_token(engine: SglangEngine) -> None:
+    limited = await completions(engine, request("0/0", prompt(3), samples=3, limits=(2, 9, 5)))
+    assert [len(limited["0/0", n].response_ids) for n in range(3)] == [2, 9, 5]
+    stop = int(limited["0/0", 1].response_ids[4])
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.0, stop_token_ids=(stop,))
+    stopped = (await completions(engine, request("0/1", prompt(3), sampling=sampling)))["0/1", 0]
+    first = limited["0/0", 1].response_ids.tolist().index(stop)
+    assert stopped.response_ids.tolist() == limited["0/0", 1].response_ids[: first + 1].tolist()
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_the_longest_prediction_runs_first(served: Served) -> None:
+    engine = served.engine(slots=1)
+    try:
+        await engine.start()
+        await engine.load_weights(OLD, weights_of(served.model))
+        for number, priority in enumerate((5.0, 1.0, 9.0)):
+            engine.submit(request(f"0/{number}", prompt(number), tokens=3, priority=priority))
+        found = list(await collected(engine, 3))
+        assert found == [("0/0", 0), ("0/2", 0), ("0/1", 0)], "the first was alone when it came"
+    finally:
+        await engine.close()
+
+
+async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: SglangEngine) -> None:
+    for group in ("1/1", "1/11", "11/1"):
+        engine.submit(request(group, prompt(1), tokens=400))
+    for number in range(14):
+        engine.submit(request(f"2/{number}", prompt(2), tokens=400))
+    await until_running(engine, 3)  # one of 17 waits until one of them has ended
+    await engine.abort([(GroupId("1/1"), 0), (GroupId("2/13"), 0)])
+    found: list[Completion | EngineFailure] = []
+    async with asyncio.timeout(20):
+        while len(found) < 2:
+            found += await engine.results()
+    waiting = next(one for one in found if isinstance(one, EngineFailure))
+    stopped = next(one for one in found if isinstance(one, Completion))
+    assert (waiting.group_id, waiting.reason) == ("2/13", ABORTED_UNSTARTED)
+    assert (stopped.group_id, stopped.finish_reason) == ("1/1", FinishReason.ABORT)
+    assert 0 < len(stopped.response_ids) < 400
+    assert len(stopped.logprobs) == len(stopped.response_ids)
+    others = await collected(engine, 15)
+    assert {len(one.response_ids) for one in others.values()} == {400}
+
+
+async def test_sglang_alone_aborts_by_the_beginning_of_an_id(served: Served) -> None:
+    """Why no id of ours may be the beginning of another."""
+    client = served.settings().client(served.url)
+    await client.open()
+    plain, other = _Sample(client, "r1"), _Sample(client, "r12")
+    try:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(plain.run())
+            group.create_task(other.run())
+            await plain.started.wait()
+            await other.started.wait()
+            await client.abort("r1")
+    finally:
+        await client.close()
+    assert plain.reason == "abort"
+    assert other.reason == ("abort" if served.kind == "sglang" else "length")
+
+
+class _Sample:
+    """One that no engine asks for. reason: why it ended."""
+
+    def __init__(self, client: SglangClient, rid: str) -> None:
+        self._client = client
+        self._rid = rid
+        self.started = asyncio.Event()
+        self.reason = ""
+
+    async def run(self) -> None:
+        sampling = SamplingBody(
+            max_new_tokens=1000, temperature=0.0, top_p=1.0, stop_token_ids=(), ignore_eos=True, stream_interval=NEVER
+        )
+        body = GenerateBody(
+            rid=self._rid,
+            input_ids=msgspec.Raw(b"[5,6]"),
+            sampling_params=sampling,
+            extra_key="x",
+            stream=True,
+            return_logprob=True,
+        )
+        async for chunk in self._client.generate(body):
+            self.started.set()
+            if chunk.meta_info and chunk.meta_info.finish_reason:
+                self.reason = chunk.meta_info.finish_reason.type
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: SglangEngine, served: Served) -> None:
+    prompts = {f"0/{n}": prompt(n) for n in range(SLOTS)}
+    for group, ids in prompts.items():
+        engine.submit(request(group, ids, tokens=300))
+    await until_running(engine, SLOTS)
+    await engine.load_weights(NEW, weights_of(served.other))
+    found = await collected(engine, SLOTS)
+    assert engine.counters.recomputed == 0
+    for group, ids in prompts.items():
+        completion = found[group, 0]
+        assert (len(completion.response_ids), completion.finish_reason) == (300, FinishReason.LENGTH)
+        (start, switch, first), (_, end, last) = spans_of(completion)
+        assert (start, end, first, last) == (0, 300, OLD, NEW)
+        expected = two_phase_logprobs(served.model, served.other, ids, completion.response_ids, switch)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=EXACT)
+
+
+async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine: SglangEngine, served: Served) -> None:
+    """While a sample of the same prompt runs on from the old weights' KV, which is in the server's cache."""
+    ids = prompt(5, served.block + 60)
+    engine.submit(request("0/0", ids, tokens=1500))
+    await until_running(engine, 1)
+    await engine.load_weights(NEW, weights_of(served.other))
+    engine.submit(request("1/0", ids, tokens=16))
+    found = await collected(engine, 2)
+    assert [span[2] for span in spans_of(found["0/0", 0])] == [OLD, NEW], "it ran when the weights changed"
+    after = found["1/0", 0]
+    assert spans_of(after) == [(0, 16, NEW)]
+    assert_logprobs(served.other, ids, after, 1.0)
+    of_old = full_logprobs(served.model, ids, after.response_ids)
+    assert np.abs(of_old - after.logprobs).max() > 0.1, "the test could tell"
+
+
+async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
+    engine: SglangEngine, served: Served, tmp_path: Path
+) -> None:
+    publisher = WeightPublisher("servedtest", tmp_path)
+    try:
+        manifest = publisher.publish(1, 2, weights_of(served.other), torch.float32)
+        with WeightPuller().pull(manifest) as tensors:
+            held = hold(manifest.weights, tensors)
+            await engine.load_weights(manifest.weights, tensors)
+    finally:
+        publisher.close()
+    found = (await completions(engine, request("0/0", prompt(1))))["0/0", 0]
+    assert_logprobs(served.other, prompt(1), found, 1.0)
+    await engine.load_weights(OLD, weights_of(served.model))
+    desk = OrderDesk(engine.server.client, same_host=True)
+    desk.vocab_size = VOCAB
+    try:
+        await desk.pass_on(held)  # the segment has no name any more
+    finally:
+        held.close()
+    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights)
+
+
+async def test_a_server_elsewhere_pulls_from_the_trainer(engine: SglangEngine, served: Served, tmp_path: Path) -> None:
+    publisher = WeightPublisher("servedtest", tmp_path)
+    try:
+        manifest = publisher.publish(1, 2, weights_of(served.other), torch.float32)
+        sources = tuple(source for source in manifest.sources if source.startswith("tcp://"))
+        over_tcp = msgspec.structs.replace(manifest, sources=sources)
+        desk = OrderDesk(engine.server.client, same_host=False)
+        desk.vocab_size = VOCAB
+        # A file that the server cannot see, as on another host: only the trainer's own address is left.
+        await desk.pass_on(HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000))
+    finally:
+        publisher.close()
+    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights)
+    with pytest.raises(PeerUnavailableError, match="cannot load"):
+        await desk.pass_on(HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000))
+    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights), "and nothing changed"
+
+
+async def test_weights_of_another_model_leave_what_is_served(engine: SglangEngine, served: Served) -> None:
+    tensors = dict(weights_of(served.other))
+    dropped = tensors.pop("model.norm.weight")
+    with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):
+        await engine.load_weights(NEW, tensors)
+    with pytest.raises(WeightsMismatchError, match=r"of another shape: model\.norm\.weight"):
+        await engine.load_weights(NEW, tensors | {"model.norm.weight": dropped[:-1]})
+    found = (await completions(engine, request("0/0", prompt(1))))["0/0", 0]
+    assert spans_of(found) == [(0, 24, OLD)]
+    assert_logprobs(served.model, prompt(1), found, 1.0)
