@@ -92,11 +92,10 @@ def run(
         return
     from orchestrator.api.server import check_secret
     from orchestrator.runtime import supervisor
-    from orchestrator.runtime.problems import load_problems
+    from orchestrator.runtime.inputs import check_inputs
 
     check_secret(resolved.settings.api)
-    if resolved.settings.trainer.engine != "none":
-        load_problems(resolved.settings)  # a mistake in the data is answered before anything starts
+    check_inputs(resolved.settings)
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 

@@ -304,6 +304,11 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         'needs ranker.kind "text"',
     ),
     (
+        ("ranker.base_lengths", "ranker.kind"),
+        lambda s: not s.ranker.base_lengths or s.ranker.kind != "none",
+        'needs ranker.kind "text" or "history"',
+    ),
+    (
         ("eval.every", "trainer.engine"),
         lambda s: not s.eval.every or s.trainer.engine != "none",
         'must be 0 with trainer.engine "none": nothing is trained that could be evaluated',

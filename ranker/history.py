@@ -79,6 +79,9 @@ class LengthHistory:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def __contains__(self, prompt_id: str) -> bool:
+        return prompt_id in self._prompts
+
     def rebase(self) -> None:
         """A new text model speaks from now on: what was learned about the old one's errors is void."""
         self.bias, self._bias_variance, self._prior_scale = 0.0, NEW_MODEL_VARIANCE, 1.0

@@ -97,7 +97,8 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                     yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise LengthLogError(f"cannot be read after line {number}: {reason}", where=str(path)) from error
+        after = f" after line {number}" if number else ""
+        raise LengthLogError(f"cannot be read{after}: {reason}", where=str(path)) from error
 
 
 def _prompt(row: dict[str, Any], texts: dict[str, str] | None, where: str) -> tuple[str, str]:

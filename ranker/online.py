@@ -92,14 +92,16 @@ class OnlineRanker:
     def cold_start(self, base_tokens: Mapping[str, Sequence[int]]) -> None:
         """Lengths that the base policy gave prompts before the run: {prompt id: lengths >= 1}.
 
-        A model trained with such lengths gets them as features; otherwise they count as a first visit.
+        A model trained with such lengths gets them as features; otherwise they count as a first visit, of prompts that
+        were not visited yet.
         """
         lengths = {prompt_id: checked(tokens) for prompt_id, tokens in base_tokens.items() if tokens}
         with self._lock:
             self._base.update(lengths)
             if self._model is None or not self._model.stored.uses_base:
                 for prompt_id, tokens in lengths.items():
-                    self._history.seed(prompt_id, tokens)
+                    if prompt_id not in self._history:
+                        self._history.seed(prompt_id, tokens)
 
     def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
         with self._lock:

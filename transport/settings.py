@@ -163,6 +163,7 @@ class RankerSettings(Section, frozen=True, kw_only=True):
 
     kind: Literal["none", "history", "text"] = "text"  # none: all alike; history: by earlier visits; text: also unseen
     model: str = ""  # file of `rank train` to begin with; empty: text learns from the run's own first 512 groups
+    base_lengths: str = ""  # log of lengths that the base policy gave these prompts, see docs/ranker.md; empty: none
     refit_s: float = 300.0  # text: for one training beside the run, at low priority; beyond it the old model stays
 
 

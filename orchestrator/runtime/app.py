@@ -181,11 +181,10 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
 
 
 async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock) -> Ranking | None:
-    """Who predicts lengths and learns them; None where nobody does. Raises RankerFileError."""
+    """Who predicts lengths and learns them; None where nobody does. Raises RankerError."""
     if settings.ranker.kind == "none" or settings.trainer.engine == "none":
         return None  # nobody predicts prompts of a service: each has a reader who waits for it
-    guess = float(settings.sampling.max_new_tokens)
-    ranker = await asyncio.to_thread(open_ranker, settings.ranker, rundir.ranker, first_guess_tokens=guess)
+    ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
     return Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
 
 

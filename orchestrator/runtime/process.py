@@ -24,7 +24,7 @@ from orchestrator.config import Resolved, render, resolve
 from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.runtime.app import serve
 from orchestrator.runtime.control import append_event
-from orchestrator.runtime.problems import load_problems
+from orchestrator.runtime.inputs import check_inputs
 from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
 from transport import faults
@@ -65,8 +65,7 @@ def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Pat
     if not settings.broker.url:
         raise ConfigError("serve starts no broker: name one with --broker", key="broker.url")
     check_secret(settings.api)
-    if settings.trainer.engine != "none":
-        load_problems(settings)  # a mistake in the data is answered before anything is made
+    check_inputs(settings)
     configure_logs(process="orchestrator")
     return _run(_serve_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
 

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import structlog
 
+from orchestrator.runtime.base_lengths import base_lengths
 from orchestrator.runtime.intake import Arrival, Inbox
 from ranker.errors import RankerFileError, RefitError
 from ranker.online import OnlineRanker, RankerQuality
 from ranker.protocol import LengthEstimate
 from transport.clock import Clock
 from transport.messages import RankerJudged
-from transport.settings import RankerSettings
+from transport.settings import RankerSettings, Settings
 
 log = structlog.get_logger(__name__)
 
@@ -104,11 +105,19 @@ class Ranking:
             log.warning("the ranker was not saved", error=str(error))
 
 
-def open_ranker(settings: RankerSettings, path: Path, *, first_guess_tokens: float) -> OnlineRanker:
-    """The run's own ranker of before a restart, else the one that ``ranker.model`` names, else one that knows nothing.
+def open_ranker(settings: Settings, path: Path) -> OnlineRanker:
+    """The run's ranker, with what is known of the base policy's lengths. path: where the run keeps it.
 
-    Blocks. Raises RankerFileError for ``ranker.model``; a damaged file of the run's own only costs what it had learnt.
+    Blocks. Raises RankerFileError for ``ranker.model``, LengthLogError for ``ranker.base_lengths``; a damaged file of
+    the run's own only costs what it had learnt.
     """
+    ranker = _own_or_first(settings.ranker, path, float(settings.sampling.max_new_tokens))
+    ranker.cold_start(base_lengths(settings))
+    return ranker
+
+
+def _own_or_first(settings: RankerSettings, path: Path, first_guess_tokens: float) -> OnlineRanker:
+    """The run's own of before a restart, else the one that ``ranker.model`` names, else one that knows nothing."""
     if path.exists():
         try:
             return OnlineRanker.load(path, first_guess_tokens=first_guess_tokens)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from orchestrator.runtime.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, i
 from ranker.errors import RankerFileError, RefitError
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
 from transport.messages import RankerJudged
-from transport.settings import RankerSettings
+from transport.settings import RankerSettings, SamplingSettings, Settings
 
 PROMPTS = [f"p{number}" for number in range(64)]
 
@@ -32,8 +33,9 @@ class HandClock:
         return self.at_s
 
 
-def opened(path: Path, **settings: str) -> OnlineRanker:
-    return open_ranker(RankerSettings(**settings), path, first_guess_tokens=100.0)  # pyright: ignore[reportArgumentType]
+def opened(path: Path, **settings: Any) -> OnlineRanker:
+    ranker, sampling = RankerSettings(**settings), SamplingSettings(max_new_tokens=100)
+    return open_ranker(Settings(ranker=ranker, sampling=sampling), path)
 
 
 def ranking_at(path: Path, clock: HandClock | None = None) -> Ranking:

@@ -1,0 +1,27 @@
+"""The files that settings name, read once before anything starts: a mistake in them is answered at once.
+
+Owns: which files are read. Never: what they mean. Invariant: nothing is kept, made or started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.errors import DataError
+from orchestrator.runtime.problems import load_problems
+from orchestrator.runtime.ranking import open_ranker
+from orchestrator.runtime.rundir import RunDir
+from ranker.errors import RankerError
+from transport.settings import Settings
+
+
+def check_inputs(settings: Settings) -> None:
+    """Raises DataError naming the file. A run without a trainer has neither data nor a ranker."""
+    if settings.trainer.engine == "none":
+        return
+    load_problems(settings)
+    if settings.ranker.model or settings.ranker.base_lengths:
+        try:
+            open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
+        except RankerError as error:
+            raise DataError(str(error)) from error
