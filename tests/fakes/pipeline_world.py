@@ -6,6 +6,8 @@ is the test's business.
 
 from __future__ import annotations
 
+from typing import Self
+
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.settings import CoreSettings
@@ -53,7 +55,24 @@ class PipelineWorld(ObeyedPipeline):
         self.num_joined = 0
         self.dp_size = 1
 
+    @classmethod
+    def ready(
+        cls, settings: CoreSettings, *, workers: int = 1, capacity: int = 64, prompts: int = 1000, dp_size: int = 1
+    ) -> Self:
+        """Everyone has joined, version 0 is served, the first batches are generated."""
+        world = cls(settings, prompts)
+        world.start_trainer(dp_size)
+        for worker_id in [world.join(capacity) for _ in range(workers)]:
+            world.load(worker_id)
+        world.answer_requests()
+        return world
+
     # -- what prompt source, workers and scorers do
+
+    def answer_requests(self) -> None:
+        """Answer every request for prompts with as many."""
+        while self.requests:
+            self.answer_prompts(self.requests[0].count)
 
     def answer_prompts(self, count: int) -> None:
         """Answer the oldest request with ``count`` prompts, or what is left."""
@@ -100,6 +119,19 @@ class PipelineWorld(ObeyedPipeline):
         if worker.weights is None or worker.weights < weights:
             worker.weights = weights
         self.tell(WeightsLoaded(worker_id=worker_id, weights=weights))
+
+    def generate(self, *groups: str) -> None:
+        """Whoever holds these groups ends all their samples, group by group."""
+        for group in groups:
+            for worker_id, worker in self.workers.items():
+                while group in worker.plans:
+                    self.finish_sample(worker_id, GroupId(group))
+
+    def make_ready(self, *groups: str) -> None:
+        """Generate and score these groups, in this order."""
+        for group in groups:
+            self.generate(group)
+            self.score()
 
     def finish_sample(self, worker_id: WorkerId, group_id: GroupId, sample: int | None = None) -> None:
         """The worker ends one sample of a group it holds: the given one, or the first that is left."""
@@ -233,8 +265,7 @@ class PipelineWorld(ObeyedPipeline):
             self.start_trainer()
         if not any(worker.fit for worker in self.state.view().workers):
             self.join()
-        while self.requests:
-            self.answer_prompts(self.requests[0].count)
+        self.answer_requests()
         while self.plan_requests:
             self.answer_plan()
         if self.held_out_asked:

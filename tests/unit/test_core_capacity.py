@@ -12,12 +12,7 @@ W0 = WorkerId("generate-0.1")
 
 def running_world(capacity: int) -> PipelineWorld:
     settings = CoreSettings(num_batches=4, groups_per_batch=12, group_size=2, max_staleness=1)
-    world = PipelineWorld(settings)
-    world.start_trainer()
-    world.join(capacity)
-    world.load(W0)
-    world.answer_prompts(world.requests[0].count)
-    return world
+    return PipelineWorld.ready(settings, capacity=capacity)
 
 
 def report(world: PipelineWorld, capacity: int) -> None:

@@ -75,8 +75,7 @@ def publish_next(world: PipelineWorld) -> None:
     for _ in range(30):
         if world.trainer.version > version:
             return
-        while world.requests:
-            world.answer_prompts(world.requests[0].count)
+        world.answer_requests()
         for worker_id, worker in world.workers.items():
             for group_id in [group_id for group_id in worker.plans if not is_evaluation(group_id)]:
                 world.finish_sample(worker_id, group_id)

@@ -28,17 +28,8 @@ def core(**changes) -> CoreSettings:
     return CoreSettings(**(defaults | changes))
 
 
-def ready_world(settings: CoreSettings, *, workers: int = 1, capacity: int = 8, prompts: int = 100) -> PipelineWorld:
-    """Workers serve version 0, the first batches are admitted and dispatched."""
-    world = PipelineWorld(settings, prompts)
-    world.start_trainer()
-    for _ in range(workers):
-        world.join(capacity)
-    for worker_id in list(world.workers):
-        world.load(worker_id)
-    while world.requests:
-        world.answer_prompts(world.requests[0].count)
-    return world
+def ready_world(settings: CoreSettings, *, workers: int = 1, prompts: int = 100) -> PipelineWorld:
+    return PipelineWorld.ready(settings, workers=workers, capacity=8, prompts=prompts)
 
 
 def plans(commands: list[Command]) -> list[tuple[WorkerId, GroupPlan]]:

@@ -19,12 +19,7 @@ def running_world(*, groups: int = 3, capacity: int = 64) -> PipelineWorld:
     settings = CoreSettings(
         num_batches=2, groups_per_batch=groups, group_size=2, max_staleness=0, rollout_timeout_s=TIMEOUT_S
     )
-    world = PipelineWorld(settings)
-    world.start_trainer()
-    world.join(capacity)
-    world.load(W0)
-    world.answer_prompts(world.requests[0].count)
-    return world
+    return PipelineWorld.ready(settings, capacity=capacity)
 
 
 def pass_time(world: PipelineWorld, seconds: float) -> None:

@@ -37,27 +37,9 @@ def core(**changes) -> CoreSettings:
     return CoreSettings(**(defaults | changes))
 
 
-def ready_world(settings: CoreSettings, *, dp_size: int = 1) -> PipelineWorld:
-    world = PipelineWorld(settings)
-    world.start_trainer(dp_size)
-    world.join(64)
-    world.load(W0)
-    world.answer_prompts(world.requests[0].count)
-    return world
-
-
-def make_ready(world: PipelineWorld, *slots: str) -> None:
-    """Generate and score these groups, in this order."""
-    for slot in slots:
-        while slot in world.workers[W0].plans:
-            world.finish_sample(W0, GroupId(slot))
-        world.score()
-
-
 def finish_batch(world: PipelineWorld, batch: int) -> None:
-    while world.requests:
-        world.answer_prompts(world.requests[0].count)
-    make_ready(world, *[f"{batch}/{slot}" for slot in range(world.settings.groups_per_batch)])
+    world.answer_requests()
+    world.make_ready(*[f"{batch}/{slot}" for slot in range(world.settings.groups_per_batch)])
 
 
 def train_all(world: PipelineWorld) -> None:
@@ -69,31 +51,31 @@ def train_all(world: PipelineWorld) -> None:
 
 
 def test_training_starts_with_the_first_finished_group():
-    world = ready_world(core())
-    make_ready(world, "0/2")
+    world = PipelineWorld.ready(core())
+    world.make_ready("0/2")
     assert groups_of(world.rounds_of(0)) == ["0/2"]
     assert not world.closes()
 
 
 def test_two_rounds_are_at_the_trainer_at_most():
-    world = ready_world(core())
-    make_ready(world, "0/0", "0/1", "0/2")
+    world = PipelineWorld.ready(core())
+    world.make_ready("0/0", "0/1", "0/2")
     assert len(world.rounds_of(0)) == 2
     world.train()
     assert groups_of(world.rounds_of(0)) == ["0/0", "0/1", "0/2"]
 
 
 def test_a_lost_confirmation_does_not_stop_the_rounds():
-    world = ready_world(core())
-    make_ready(world, "0/0", "0/1", "0/2")
+    world = PipelineWorld.ready(core())
+    world.make_ready("0/0", "0/1", "0/2")
     world.now_s = 10.1
     world.tell(Tick())
     assert len(world.rounds_of(0)) == 3
 
 
 def test_a_confirmed_round_confirms_those_before_it():
-    world = ready_world(core())
-    make_ready(world, "0/0", "0/1", "0/2", "0/3")
+    world = PipelineWorld.ready(core())
+    world.make_ready("0/0", "0/1", "0/2", "0/3")
     world.train(silent=True)
     world.train()
     assert len(world.rounds_of(0)) == 3
@@ -101,19 +83,19 @@ def test_a_confirmed_round_confirms_those_before_it():
 
 
 def test_every_rank_gets_a_group_and_only_the_last_round_is_padded():
-    world = ready_world(core(groups_per_batch=3), dp_size=2)
-    make_ready(world, "0/0")
+    world = PipelineWorld.ready(core(groups_per_batch=3), dp_size=2)
+    world.make_ready("0/0")
     assert world.rounds_of(0) == []
-    make_ready(world, "0/1")
+    world.make_ready("0/1")
     (first,) = world.rounds_of(0)
     assert all(first.ranks)
-    make_ready(world, "0/2")
+    world.make_ready("0/2")
     assert [bool(rank) for rank in world.rounds_of(0)[-1].ranks] == [True, False]
 
 
 def test_the_close_names_rows_tokens_and_the_sources_place():
     """Samples of the fake worker have 3 and 4 tokens."""
-    world = ready_world(core())
+    world = PipelineWorld.ready(core())
     finish_batch(world, 0)
     train_all(world)
     (close,) = world.closes()
@@ -123,20 +105,20 @@ def test_the_close_names_rows_tokens_and_the_sources_place():
 
 def test_the_sources_place_never_goes_back():
     """A replacement in batch 0 takes a prompt from behind those of batch 1."""
-    world = ready_world(core(max_staleness=1, groups_per_batch=2, drop_no_signal=True))
+    world = PipelineWorld.ready(core(max_staleness=1, groups_per_batch=2, drop_no_signal=True))
     while "0/0" in world.workers[W0].plans:
         world.finish_sample(W0, GroupId("0/0"))
     world.score(signal=False)
-    make_ready(world, "0/1", "0/2", "1/0", "1/1")
+    world.make_ready("0/1", "0/2", "1/0", "1/1")
     train_all(world)
     assert [close.source_position for close in world.closes()] == ["5", "5"]
 
 
 def test_a_later_mini_batch_waits_for_the_one_before():
-    world = ready_world(core(mini_batches=2))
-    make_ready(world, "0/2", "0/3", "0/0")
+    world = PipelineWorld.ready(core(mini_batches=2))
+    world.make_ready("0/2", "0/3", "0/0")
     assert groups_of(world.rounds_of(0)) == ["0/0"]
-    make_ready(world, "0/1")
+    world.make_ready("0/1")
     train_all(world)
     order = [(c.mini_batch, type(c).__name__) for _, c in world.log if isinstance(c, TrainRound | CloseMiniBatch)]
     assert order == [
@@ -150,29 +132,29 @@ def test_a_later_mini_batch_waits_for_the_one_before():
 
 
 def test_a_second_pass_waits_for_the_whole_batch():
-    world = ready_world(core(epochs=2))
-    make_ready(world, "0/0", "0/1", "0/2")
+    world = PipelineWorld.ready(core(epochs=2))
+    world.make_ready("0/0", "0/1", "0/2")
     train_all(world)
     assert {one.pass_index for one in world.rounds_of(0)} == {0}
-    make_ready(world, "0/3")
+    world.make_ready("0/3")
     train_all(world)
     second = [one for one in world.rounds_of(0) if one.pass_index == 1]
     assert sorted(groups_of(second)) == ["0/0", "0/1", "0/2", "0/3"]
 
 
 def test_recorded_logprobs_stream_and_training_follows_when_the_batch_is_recorded():
-    world = ready_world(core(mini_batches=2, record_logprobs=True))
-    make_ready(world, "0/3", "0/2", "0/1")
+    world = PipelineWorld.ready(core(mini_batches=2, record_logprobs=True))
+    world.make_ready("0/3", "0/2", "0/1")
     train_all(world)
     assert groups_of(world.rounds_of(0, "logprobs")) == ["0/3", "0/2", "0/1"]
     assert world.rounds_of(0) == []
-    make_ready(world, "0/0")
+    world.make_ready("0/0")
     train_all(world)
     assert sorted(groups_of(world.rounds_of(0))) == ["0/0", "0/1", "0/2", "0/3"]
 
 
 def test_the_next_batch_streams_behind_a_closed_one():
-    world = ready_world(core(max_staleness=1, groups_per_batch=1))
+    world = PipelineWorld.ready(core(max_staleness=1, groups_per_batch=1))
     finish_batch(world, 0)
     finish_batch(world, 1)
     assert [type(c).__name__ for _, c in world.log] == ["TrainRound", "CloseMiniBatch", "TrainRound", "CloseMiniBatch"]
@@ -182,7 +164,7 @@ def test_the_next_batch_streams_behind_a_closed_one():
 
 
 def test_a_trainer_that_restarts_replays_the_log_and_nothing_is_sent_twice():
-    world = ready_world(core(checkpoint_every=9))
+    world = PipelineWorld.ready(core(checkpoint_every=9))
     finish_batch(world, 0)
     train_all(world)
     assert world.state.view().trained_version == 1
@@ -196,7 +178,7 @@ def test_a_trainer_that_restarts_replays_the_log_and_nothing_is_sent_twice():
 
 
 def test_rollouts_under_lost_weights_start_over_and_their_rows_are_not_trained():
-    world = ready_world(core(max_staleness=1, checkpoint_every=9, max_refills=0))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=9, max_refills=0))
     finish_batch(world, 0)
     train_all(world)
     world.load(W0)  # version 1, which no checkpoint contains
@@ -211,7 +193,7 @@ def test_rollouts_under_lost_weights_start_over_and_their_rows_are_not_trained()
 
 
 def test_a_replacement_for_lost_weights_leaves_the_refills_to_others():
-    world = ready_world(core(max_staleness=1, checkpoint_every=9, max_refills=1, drop_no_signal=True))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=9, max_refills=1, drop_no_signal=True))
     finish_batch(world, 0)
     train_all(world)
     world.load(W0)
@@ -230,7 +212,7 @@ def test_a_replacement_for_lost_weights_leaves_the_refills_to_others():
 
 
 def test_rollouts_go_on_when_the_trainer_restarts_where_it_was():
-    world = ready_world(core(max_staleness=1, checkpoint_every=1))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=1))
     finish_batch(world, 0)
     train_all(world)
     running = set(world.workers[W0].plans)
@@ -240,7 +222,7 @@ def test_rollouts_go_on_when_the_trainer_restarts_where_it_was():
 
 
 def test_no_group_is_dispatched_to_weights_of_a_former_epoch():
-    world = ready_world(core(max_staleness=1, checkpoint_every=1))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=1))
     finish_batch(world, 0)
     train_all(world)
     world.start_trainer()
@@ -252,7 +234,7 @@ def test_no_group_is_dispatched_to_weights_of_a_former_epoch():
 
 
 def test_a_trainer_older_than_the_freed_rows_ends_the_run_by_name():
-    world = ready_world(core(checkpoint_every=1))
+    world = PipelineWorld.ready(core(checkpoint_every=1))
     finish_batch(world, 0)
     train_all(world)
     world.tell(TrainerReady(worker_id=WorkerId("train-0.9"), weights=WeightIdentity(epoch=9, version=0)))
@@ -270,7 +252,7 @@ def test_a_fresh_state_begins_where_the_checkpoint_is():
 
 
 def test_rows_are_freed_by_the_checkpoint_that_contains_them():
-    world = ready_world(core(checkpoint_every=2, keep_checkpoints=1))
+    world = PipelineWorld.ready(core(checkpoint_every=2, keep_checkpoints=1))
     finish_batch(world, 0)
     train_all(world)
     assert world.dropped == set()
@@ -285,7 +267,7 @@ def test_rows_are_freed_by_the_checkpoint_that_contains_them():
 
 
 def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
-    world = ready_world(core(checkpoint_every=1, keep_checkpoints=2, max_staleness=0))
+    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2, max_staleness=0))
     kept: list[set[int]] = []
     for batch in range(3):
         finish_batch(world, batch)
@@ -296,7 +278,7 @@ def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
 
 
 def test_a_full_broker_forces_a_checkpoint_and_closes_admission_without_deadlock():
-    world = ready_world(core(max_staleness=1, checkpoint_every=99, max_retained_bytes=100))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=99, max_retained_bytes=100))
     world.tell(BrokerUsage(retained_bytes=101))
     finish_batch(world, 0)
     train_all(world)
@@ -311,7 +293,7 @@ def test_a_full_broker_forces_a_checkpoint_and_closes_admission_without_deadlock
 
 
 def test_usage_below_the_limit_opens_admission_again():
-    world = ready_world(core(max_staleness=1, checkpoint_every=99, max_retained_bytes=100))
+    world = PipelineWorld.ready(core(max_staleness=1, checkpoint_every=99, max_retained_bytes=100))
     world.tell(BrokerUsage(retained_bytes=101))
     finish_batch(world, 0)
     train_all(world)
@@ -324,7 +306,7 @@ def test_usage_below_the_limit_opens_admission_again():
 
 
 def test_the_run_ends_after_the_trainers_last_command_is_saved():
-    world = ready_world(core(num_batches=1))
+    world = PipelineWorld.ready(core(num_batches=1))
     finish_batch(world, 0)
     while len(world.unread()) > 1:
         world.train()
@@ -336,7 +318,7 @@ def test_the_run_ends_after_the_trainers_last_command_is_saved():
 
 
 def test_a_trainer_that_drained_with_everything_saved_has_finished():
-    world = ready_world(core(num_batches=1))
+    world = PipelineWorld.ready(core(num_batches=1))
     finish_batch(world, 0)
     while len(world.unread()) > 1:
         world.train()
@@ -345,11 +327,11 @@ def test_a_trainer_that_drained_with_everything_saved_has_finished():
 
 
 def test_a_stop_finishes_the_batch_in_training_and_freezes_the_others():
-    world = ready_world(core(max_staleness=1))
-    make_ready(world, "0/0")
+    world = PipelineWorld.ready(core(max_staleness=1))
+    world.make_ready("0/0")
     world.tell(StopRequested(reason="ctrl-c"))
     assert {plan.batch for plan, _ in world.workers[W0].plans.values()} == {0}, "rollouts of batch 1 are stopped"
-    make_ready(world, "0/1", "0/2", "0/3")
+    world.make_ready("0/1", "0/2", "0/3")
     train_all(world)
     assert world.finished == "ctrl-c"
     assert world.trainer.version == 1
@@ -357,17 +339,17 @@ def test_a_stop_finishes_the_batch_in_training_and_freezes_the_others():
 
 
 def test_a_stop_before_any_round_ends_at_once():
-    world = ready_world(core())
+    world = PipelineWorld.ready(core())
     world.tell(StopRequested(reason="ctrl-c"))
     train_all(world)
     assert (world.finished, world.trainer.version) == ("ctrl-c", 0)
 
 
 def test_a_resumed_run_goes_on_with_what_the_stop_froze():
-    world = ready_world(core(max_staleness=1))
-    make_ready(world, "0/0", "1/0")
+    world = PipelineWorld.ready(core(max_staleness=1))
+    world.make_ready("0/0", "1/0")
     world.tell(StopRequested(reason="ctrl-c"))
-    make_ready(world, "0/1", "0/2", "0/3")
+    world.make_ready("0/1", "0/2", "0/3")
     train_all(world)
     assert world.finished
     world.finished = ""
@@ -383,8 +365,8 @@ def test_a_resumed_run_goes_on_with_what_the_stop_froze():
 
 
 def test_a_snapshot_restores_the_whole_state_and_may_take_new_settings():
-    world = ready_world(core())
-    make_ready(world, "0/0")
+    world = PipelineWorld.ready(core())
+    world.make_ready("0/0")
     snapshot = world.state.snapshot()
     assert PipelineState.restore(snapshot).snapshot() == snapshot
     longer = PipelineState.restore(snapshot, settings=core(num_batches=9))
@@ -413,7 +395,7 @@ def test_the_view_counts_and_names_what_blocks():
     assert "batch 0: 4 running" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
     assert (world.state.rows_told(), world.state.rows_scored()) == (["0/0/0"], [])
-    make_ready(world, "0/0")
+    world.make_ready("0/0")
     assert world.state.rows_scored() == ["0/0/0", "0/0/1"]
     assert world.state.worker_ids() == [W0, "train-0.1"]
 

@@ -19,20 +19,9 @@ def core(**changes) -> CoreSettings:
 
 def ready_world(*, capacity: int = 64, **changes) -> PipelineWorld:
     """Everyone has joined, version 0 is served, batch 0 runs."""
-    world = PipelineWorld(core(**changes))
-    world.start_trainer()
+    world = PipelineWorld.ready(core(**changes), capacity=capacity)
     world.tell(WorkerJoined(worker_id=SCORER, kind=WorkerKind.SCORE))
-    world.join(capacity)
-    world.load(W0)
-    while world.requests:
-        world.answer_prompts(world.requests[0].count)
     return world
-
-
-def generate(world: PipelineWorld, *groups: str) -> None:
-    for group in groups:
-        while group in world.workers[W0].plans:
-            world.finish_sample(W0, GroupId(group))
 
 
 def wait_of(world: PipelineWorld) -> Wait:
@@ -82,13 +71,12 @@ def test_weights_are_not_loaded():
 
 def test_weights_of_the_next_batch_are_not_loaded():
     world = ready_world(update=UpdateMode.BARRIER)
-    generate(world, "0/0", "0/1")
+    world.generate("0/0", "0/1")
     while world.unscored:
         world.score()
     while world.unread():
         world.train()
-    while world.requests:
-        world.answer_prompts(world.requests[0].count)
+    world.answer_requests()
     assert said(world) == ("weights", "weights e1v1 to be loaded", W0)
 
 
@@ -100,7 +88,7 @@ def test_samples_do_not_come():
 
 def test_all_slots_are_taken():
     world = ready_world(max_staleness=1, capacity=2)
-    generate(world, "0/0", "0/1")
+    world.generate("0/0", "0/1")
     while world.unscored:
         world.score()
     world.lose_row(next(iter(world.rows)), GroupId("0/0"))
@@ -109,7 +97,7 @@ def test_all_slots_are_taken():
 
 def test_scoring_does_not_answer():
     world = ready_world()
-    generate(world, "0/1")
+    world.generate("0/1")
     assert said(world) == ("scoring", "the scores of 1 group of batch 0", SCORER)
     world.tell(WorkerLost(worker_id=SCORER, reason="its lease ran out"))
     assert said(world) == ("scoring", "the scores of 1 group of batch 0", "score (none has joined)")
@@ -117,10 +105,10 @@ def test_scoring_does_not_answer():
 
 def test_the_trainer_is_silent():
     world = ready_world()
-    generate(world, "0/0")
+    world.generate("0/0")
     world.score()
     assert said(world) == ("training", "round 0.0 to be trained", TRAINER)
-    generate(world, "0/1")
+    world.generate("0/1")
     world.score()
     assert said(world) == ("training", "round 0.0 and 1 more to be trained", TRAINER)
     world.train()
@@ -130,7 +118,7 @@ def test_the_trainer_is_silent():
 
 def test_the_trainer_waits_for_rows_that_vanished():
     world = ready_world()
-    generate(world, "0/0")
+    world.generate("0/0")
     world.score()
     world.lose_row(next(iter(world.rows)), GroupId("0/0"))
     assert said(world) == ("generation", "1 sample of 1 group of batch 0", W0)

@@ -18,13 +18,7 @@ def world_at_first_step(update: UpdateMode) -> PipelineWorld:
     core = CoreSettings(
         num_batches=6, groups_per_batch=2, group_size=2, max_staleness=1, update=update, rollout_timeout_s=10.0
     )
-    world = PipelineWorld(core)
-    world.start_trainer()
-    world.join(2)
-    world.join(2)
-    for worker_id in (W0, W1):
-        world.load(worker_id)
-    world.answer_prompts(world.requests[0].count)
+    world = PipelineWorld.ready(core, workers=2, capacity=2)
     for worker_id in (W0, W1):
         for group_id in [group_id for group_id in world.workers[worker_id].plans if group_id.startswith("0/")]:
             world.finish_sample(worker_id, group_id)

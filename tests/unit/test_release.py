@@ -11,27 +11,14 @@ from orchestrator.core.staleness import may_admit
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.settings import PipelineSettings, Settings
-from transport.types import GroupId, UpdateMode, WorkerId
+from transport.types import UpdateMode, WorkerId
 
 W0 = WorkerId("generate-0.1")
 CORE = CoreSettings(num_batches=6, groups_per_batch=4, group_size=2, max_staleness=0, mini_batch_groups=2)
 
 
 def world_of(**changes) -> PipelineWorld:
-    world = PipelineWorld(msgspec.structs.replace(CORE, **changes))
-    world.start_trainer()
-    world.join(64)
-    world.load(W0)
-    world.answer_prompts(world.requests[0].count)
-    return world
-
-
-def make_ready(world: PipelineWorld, *groups: str) -> None:
-    """Generate and score these groups, in this order."""
-    for group in groups:
-        while group in world.workers[W0].plans:
-            world.finish_sample(W0, GroupId(group))
-        world.score()
+    return PipelineWorld.ready(msgspec.structs.replace(CORE, **changes))
 
 
 @pytest.mark.parametrize(
@@ -53,31 +40,31 @@ def test_how_many_are_released(release, num_queued, num_before, released):
 
 def test_serial_training_waits_for_the_whole_batch():
     world = world_of(release="batch")
-    make_ready(world, "0/0", "0/1", "0/2")
+    world.make_ready("0/0", "0/1", "0/2")
     assert world.rounds_of(0) == []
-    make_ready(world, "0/3")
+    world.make_ready("0/3")
     assert sorted(groups_of(world.rounds_of(0))) == ["0/0", "0/1", "0/2", "0/3"]
 
 
 def test_serial_training_waits_for_the_whole_batch_also_with_several_optimizer_steps():
     world = world_of(release="batch", mini_batches=2)
-    make_ready(world, "0/0", "0/1")
+    world.make_ready("0/0", "0/1")
     assert world.rounds_of(0) == []
-    make_ready(world, "0/3", "0/2")
+    world.make_ready("0/3", "0/2")
     assert sorted(groups_of(world.rounds_of(0))[:2]) == ["0/0", "0/1"]
 
 
 def test_a_mini_batch_is_handed_over_when_it_is_full():
     world = world_of(release="mini_batch")
-    make_ready(world, "0/2")
+    world.make_ready("0/2")
     assert world.rounds_of(0) == []
-    make_ready(world, "0/0", "0/3")
+    world.make_ready("0/0", "0/3")
     assert sorted(groups_of(world.rounds_of(0))) == ["0/0", "0/2"]
 
 
 def test_the_rest_of_a_batch_is_handed_over_though_it_fills_no_mini_batch():
     world = world_of(release="mini_batch", mini_batch_groups=3)
-    make_ready(world, "0/0", "0/1", "0/2", "0/3")
+    world.make_ready("0/0", "0/1", "0/2", "0/3")
     assert [sorted(groups_of([one])) for one in world.rounds_of(0)] == [["0/0", "0/1", "0/2"], ["0/3"]]
 
 
@@ -89,7 +76,7 @@ def test_rollout_batches_open_together_and_the_last_is_within_the_bound():
 
 def test_a_worker_finishes_a_rollout_of_two_batches_before_it_loads():
     world = world_of(max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER)
-    make_ready(world, "0/0", "0/1", "0/2", "0/3")
+    world.make_ready("0/0", "0/1", "0/2", "0/3")
     while world.unread():
         world.train()
     assert "1/0" in world.workers[W0].plans, "the second batch is generated with the first one's weights"

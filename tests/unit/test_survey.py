@@ -153,14 +153,9 @@ async def test_a_letter_goes_back_only_while_its_rows_are_wanted():
 
 def test_scores_of_a_slot_that_ended_dead_are_ignored():
     """A dead letter that was retried all the same does no harm."""
-    world = PipelineWorld(CoreSettings(num_batches=2, groups_per_batch=2, group_size=2))
-    world.start_trainer()
-    worker = world.join(64)
-    world.load(worker)
-    world.answer_prompts(8)
+    world = PipelineWorld.ready(CoreSettings(num_batches=2, groups_per_batch=2, group_size=2))
     group = GroupId("0/0")
-    while group in world.workers[worker].plans:
-        world.finish_sample(worker, group)
+    world.generate(group)
     world.tell(ScoringFailed(group_id=group, reason="it raised"))
     assert world.outcomes[group].outcome == "dead"
     assert world.tell(GroupScored(group_id=group, rewards=(0.0, 1.0), response_tokens=(3, 4), signal=True)) == []
