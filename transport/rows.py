@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from transport.broker.base import Broker, Commit, CommitResult
+from transport.broker.entries import check_block
 from transport.errors import MessageError
 from transport.messages import rollout_info_decoder
 from transport.types import USER_PREFIX, Column, GroupId, RowId
@@ -142,7 +143,7 @@ class RowStore(Protocol):
 def check_commit(commit: Commit) -> None:
     """Check every column of a commit.
 
-    Raises: MessageError naming row, group or column; ValueError: a run's column in a block.
+    Raises: MessageError naming row, group or column; ValueError: a run's column in a block, or one that is no block.
     """
     written = [(row.row_id, row.columns) for row in commit.rows]
     written += [(group.group_id, group.columns) for group in commit.groups]
@@ -152,6 +153,7 @@ def check_commit(commit: Commit) -> None:
         except MessageError as error:
             raise MessageError(f"{unit_id}: {error}") from error
     for block in commit.blocks:
+        check_block(block)
         for column, values in block.columns.items():
             if not column.startswith(USER_PREFIX):
                 raise ValueError(f"column {column} of a run is not written in blocks: its rows are made one by one")

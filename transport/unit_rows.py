@@ -22,22 +22,24 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
+from functools import cache
+from itertools import accumulate, chain, count, cycle
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, RowWrite
 from transport.errors import ChecksumError, PeerUnavailableError
-from transport.messages import MessageDecoder, encode
+from transport.locators import ALIGNMENT, Locator, SegmentLocator, SentLocator, aligned, decode_locator
+from transport.messages import encode
 from transport.rows import MAX_COLUMN_BYTES, check_commit
 from transport.segments import Buffer, open_segment, read_segments, write_buffers
 from transport.tensors.manifest import checksum
 from transport.tensors.shm import SHARED_MEMORY
-from transport.types import USER_PREFIX, Column, GroupId, RowId, Struct, parse_row_id
+from transport.types import USER_PREFIX, Column, GroupId, RowId, parse_row_id
 from transport.units import GroupParts, Part, Range, UnitClient
-from transport.user_columns import ColumnBytes
+from transport.user_columns import ColumnBytes, sizes_of
 
 T = TypeVar("T")
 
@@ -49,37 +51,6 @@ SHARED_BYTES = 64 * 1024
 """For less, a file costs more than sending it."""
 COMMIT_BYTES = 64 * 1024 * 1024
 """Of values that one commit carries: they do not pass through the broker, but make one segment."""
-_ALIGNMENT = 8
-"""Of every value in a segment, so that arrays are read in place."""
-
-
-class Locator(Struct, frozen=True, kw_only=True):
-    """What stands in the broker in place of a column that was sent to a unit."""
-
-    unit: str
-    key: str
-    nbytes: int
-    checksum: str
-
-
-class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
-    """What stands there for a column in a segment: an array in MessagePack, because 64 bytes, which it has on a unit of
-    this host, are the most that the broker keeps in the compact form of a hash."""
-
-    unit: str
-    segment: str
-    offset: int
-    nbytes: int
-
-
-_locator_decoder = MessageDecoder(Locator)
-_segment_locator_decoder = MessageDecoder(SegmentLocator)
-
-
-def decode_locator(raw: bytes) -> Locator | SegmentLocator:
-    """Raises MessageError for what is neither."""
-    is_array = raw[:1] and raw[0] & 0xF0 == 0x90  # MessagePack's first byte of a short array
-    return _segment_locator_decoder.decode(raw) if is_array else _locator_decoder.decode(raw)
 
 
 def in_unit(column: Column) -> bool:
@@ -89,39 +60,32 @@ def in_unit(column: Column) -> bool:
 
 @dataclass(slots=True)
 class _Parcel:
-    """Values of one group that go to one unit together. name: theirs alone.  located: where they went."""
+    """One column of a row or of a whole group, which goes to one unit together. name: of the row, or of the group, and
+    this attempt.  at: where it went.
+    """
 
     group_id: GroupId
     name: str
     values: Sequence[Pieces]
-    located: Sequence[Locator | SegmentLocator] = ()
+    of_group: bool
+    at: Locator | None = None
 
     def put(self, unit: str) -> tuple[GroupParts, list[bytes]]:
         """What a put needs of it."""
         values = [b"".join(value) for value in self.values]
-        parts = tuple(
-            Part(key=f"{self.name}:{place}", nbytes=len(value), checksum=checksum(value))
-            for place, value in enumerate(values)
-        )
-        self.located = [Locator(unit=unit, key=p.key, nbytes=p.nbytes, checksum=p.checksum) for p in parts]
+        sizes, checksums = tuple(map(len, values)), tuple(map(checksum, values))
+        self.at = SentLocator(unit=unit, name=self.name, sizes=sizes, checksums=checksums)
+        parts = tuple(self.at.of(place) for place in range(len(values)))
         return GroupParts(group_id=self.group_id, parts=parts), values
 
-
-def _lay_out(parcels: Sequence[_Parcel]) -> tuple[list[Buffer], list[tuple[int, int]]]:
-    """The values of all parcels one after another, each aligned: as buffers, and as (offset, size) of each."""
-    buffers: list[Buffer] = []
-    places: list[tuple[int, int]] = []
-    offset = 0
-    for parcel in parcels:
-        for value in parcel.values:
-            nbytes = sum(map(len, value))
-            places.append((offset, nbytes))
+    def lay_out(self, buffers: list[Buffer]) -> tuple[int, ...]:
+        """Add its values to ``buffers``, each aligned. Returns their sizes, one number where all are equal."""
+        sizes = tuple(sizes_of(self.values))
+        for value, nbytes in zip(self.values, cycle(sizes), strict=False):
             buffers.extend(value)
-            padding = -nbytes % _ALIGNMENT
-            if padding:
-                buffers.append(bytes(padding))
-            offset += nbytes + padding
-    return buffers, places
+            if nbytes % ALIGNMENT:
+                buffers.append(bytes(-nbytes % ALIGNMENT))
+        return sizes
 
 
 class UnitRows:
@@ -154,17 +118,16 @@ class UnitRows:
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
         attempt = uuid.uuid4().hex
-        of_rows = [_parcel(row, attempt) for row in commit.rows]
-        of_blocks = [_parcels(block, attempt) for block in commit.blocks]
-        await self._place([parcel for parcel in chain(of_rows, *of_blocks) if parcel.values])
-        rows = [_located_row(row, parcel) for row, parcel in zip(commit.rows, of_rows, strict=True)]
+        of_rows = [_parcels_of_row(row, attempt) for row in commit.rows]
+        of_blocks = [_parcels_of_block(block.of_rows(), attempt) for block in commit.blocks]
+        await self._place(list(chain(*of_rows, *of_blocks)))
+        rows = [_located_row(row, parcels) for row, parcels in zip(commit.rows, of_rows, strict=True)]
         blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
         result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
         if not all(result.inserted):
-            located = [parcel.located for parcel in of_rows]
+            located = [[_value(parcel, 0) for parcel in parcels] for parcels in of_rows]
             for block, parcels in zip(commit.blocks, of_blocks, strict=True):
-                values = chain.from_iterable(parcel.located for parcel in parcels)
-                located += [list(islice(values, len(block.columns))) for _ in range(len(parcels) * block.size)]
+                located += _values_of_rows(block, parcels)
             await self._take_back(located, result.inserted)
         return result
 
@@ -197,7 +160,8 @@ class UnitRows:
 
     def _share(self, client: UnitClient, parcels: Sequence[_Parcel]) -> bool:
         """Write parcels into a segment of a unit on this host. Returns False where they must be sent instead."""
-        buffers, places = _lay_out(parcels)
+        buffers: list[Buffer] = []
+        sizes = [parcel.lay_out(buffers) for parcel in parcels]
         total = sum(map(len, buffers))
         if total < SHARED_BYTES:
             return False
@@ -210,23 +174,25 @@ class UnitRows:
         except OSError:  # no room after all; or not a file that this process can open, though the host is the same
             client.drop(segments=[segment])
             return False
-        located = (SegmentLocator(client.address, segment, *place) for place in places)
-        for parcel in parcels:
-            parcel.located = list(islice(located, len(parcel.values)))
+        offset = 0
+        for parcel, nbytes in zip(parcels, sizes, strict=True):
+            parcel.at = SegmentLocator(client.address, segment, offset, nbytes if parcel.of_group else nbytes[0])
+            of_each = nbytes * len(parcel.values) if len(nbytes) == 1 else nbytes
+            offset += sum(map(aligned, of_each))
         return True
 
-    async def _take_back(self, located: Sequence[Sequence[Locator | SegmentLocator]], inserted: Sequence[bool]) -> None:
+    async def _take_back(self, located: Sequence[Sequence[_Value]], inserted: Sequence[bool]) -> None:
         """Free what inserts that lost had put; what cannot be freed now goes with its group.
 
         located: per row its values.  A segment is freed when all rows in it lost.
         """
-        lost = [at for values, won in zip(located, inserted, strict=True) if not won for at in values]
-        kept = [at for values, won in zip(located, inserted, strict=True) if won for at in values]
-        needed = {at.segment for at in kept if isinstance(at, SegmentLocator)}
-        for unit in {at.unit for at in lost}:
-            of_unit = [at for at in lost if at.unit == unit]
-            keys = [at.key for at in of_unit if isinstance(at, Locator)]
-            segments = {at.segment for at in of_unit if isinstance(at, SegmentLocator)} - needed
+        lost = [value for values, won in zip(located, inserted, strict=True) if not won for value in values]
+        kept = [value for values, won in zip(located, inserted, strict=True) if won for value in values]
+        needed = {at.segment for _, at in kept if isinstance(at, Range)}
+        for unit in {unit for unit, _ in lost}:
+            of_unit = [at for held_by, at in lost if held_by == unit]
+            keys = [at.key for at in of_unit if isinstance(at, Part)]
+            segments = {at.segment for at in of_unit if isinstance(at, Range)} - needed
             try:
                 await asyncio.to_thread(self._client(unit).drop, keys=keys, segments=sorted(segments))
             except PeerUnavailableError:
@@ -243,7 +209,7 @@ class UnitRows:
         What came through shared memory lies in one buffer, column by column, each value aligned.
         """
         rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
-        held = list(_by_unit(rows, columns).items())
+        held = list(_by_unit(row_ids, rows, columns).items())
         read = (asyncio.to_thread(self._get, unit, places) for unit, places in held)
         for (_, places), values in zip(held, await asyncio.gather(*read), strict=True):
             for place, value in zip(places, values, strict=True):
@@ -255,24 +221,20 @@ class UnitRows:
 
     def _get(self, unit: str, places: Sequence[_Place]) -> list[ColumnBytes | None]:
         """What there is of one unit's values, through shared memory where that can be."""
-        shared = [(at.segment, at.offset, at.nbytes) for _, _, at, _ in places if isinstance(at, SegmentLocator)]
-        into = [place.buffer for place in places if isinstance(place.at, SegmentLocator)]
-        found = iter(read_segments(shared, into, self._directory))
-        is_read = [isinstance(place.at, SegmentLocator) and next(found) for place in places]
+        ranges = [(place.at, place.buffer) for place in places if isinstance(place.at, Range)]
+        shared = [(at.segment, at.offset, at.nbytes) for at, _ in ranges]
+        found = iter(read_segments(shared, [buffer for _, buffer in ranges], self._directory))
+        is_read = [isinstance(place.at, Range) and next(found) for place in places]
         sent = iter(self._ask(unit, [place.at for place, was in zip(places, is_read, strict=True) if not was]))
         return [place.buffer.toreadonly() if was else next(sent) for place, was in zip(places, is_read, strict=True)]
 
-    def _ask(self, unit: str, wanted: Sequence[Locator | SegmentLocator]) -> Iterator[bytes | None]:
+    def _ask(self, unit: str, wanted: Sequence[Part | Range]) -> Iterator[bytes | None]:
         client = self._client(unit)
-        parts = [Part(key=at.key, nbytes=at.nbytes, checksum=at.checksum) for at in wanted if isinstance(at, Locator)]
+        parts = [at for at in wanted if isinstance(at, Part)]
+        ranges = [at for at in wanted if isinstance(at, Range)]
         of_keys = (value for some in _pieces(parts, ROWS_PER_REQUEST) for value in client.get(some))
-        ranges = [
-            Range(segment=at.segment, offset=at.offset, nbytes=at.nbytes)
-            for at in wanted
-            if isinstance(at, SegmentLocator)
-        ]
         of_ranges = (value for some in _requests(ranges) for value in client.read(some))
-        return (next(of_keys) if isinstance(at, Locator) else next(of_ranges) for at in wanted)
+        return (next(of_keys) if isinstance(at, Part) else next(of_ranges) for at in wanted)
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_groups(group_ids, columns)
@@ -298,33 +260,54 @@ class UnitRows:
             client.close()
 
 
-def _parcel(row: RowWrite, attempt: str) -> _Parcel:
+def _parcels_of_row(row: RowWrite, attempt: str) -> list[_Parcel]:
     """What of one row goes into a unit."""
     group_id, _ = parse_row_id(row.row_id)
-    values = [(raw,) for column, raw in row.columns.items() if in_unit(column)]
-    return _Parcel(group_id, f"{row.row_id}:{attempt}", values)
+    bulky = [raw for column, raw in row.columns.items() if in_unit(column)]
+    return [_Parcel(group_id, f"{row.row_id}:{attempt}:{n}", [(raw,)], of_group=False) for n, raw in enumerate(bulky)]
 
 
-def _located_row(row: RowWrite, parcel: _Parcel) -> RowWrite:
+def _located_row(row: RowWrite, parcels: Sequence[_Parcel]) -> RowWrite:
     """The row as it goes into the broker."""
     bulky = (column for column in row.columns if in_unit(column))
-    return replace(row, columns={**row.columns, **dict(zip(bulky, map(encode, parcel.located), strict=True))})
+    located = (encode(parcel.at) for parcel in parcels)
+    return replace(row, columns={**row.columns, **dict(zip(bulky, located, strict=True))})
 
 
-def _parcels(block: Block, attempt: str) -> list[_Parcel]:
+def _parcels_of_block(block: Block, attempt: str) -> list[_Parcel]:
     """A block's values, group by group; all of its columns go into units, because all are users'."""
-    values = list(block.values())
-    step = block.size * len(block.columns)
     return [
-        _Parcel(group_id, f"{group_id}:{attempt}", values[place * step : (place + 1) * step])
-        for place, group_id in enumerate(block.group_ids)
+        _Parcel(group_id, f"{group_id}:{attempt}:{n}", values[start : start + block.size], of_group=True)
+        for group_id, start in zip(block.group_ids, count(step=block.size), strict=False)
+        for n, values in enumerate(block.columns.values())
     ]
 
 
 def _located_block(block: Block, parcels: Sequence[_Parcel]) -> Block:
-    located: list[Pieces] = [(encode(at),) for parcel in parcels for at in parcel.located]
+    """The block as it goes into the broker: one locator for a column of a group."""
+    located: list[Pieces] = [(encode(parcel.at),) for parcel in parcels]
     num_columns = len(block.columns)
-    return replace(block, columns={column: located[n::num_columns] for n, column in enumerate(block.columns)})
+    columns = {column: located[n::num_columns] for n, column in enumerate(block.columns)}
+    return replace(block, columns=columns, shared=True)
+
+
+_Value: TypeAlias = tuple[str, Part | Range]
+"""A value in a unit."""
+
+
+def _value(parcel: _Parcel, sample: int) -> _Value:
+    assert parcel.at is not None  # what was placed is somewhere
+    return parcel.at.unit, parcel.at.of(sample)
+
+
+def _values_of_rows(block: Block, parcels: Sequence[_Parcel]) -> list[list[_Value]]:
+    """Per row of a block its values."""
+    num_columns = len(block.columns)
+    return [
+        [_value(parcel, sample) for parcel in parcels[start : start + num_columns]]
+        for start in range(0, len(parcels), num_columns)
+        for sample in range(block.size)
+    ]
 
 
 def _pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
@@ -350,20 +333,30 @@ class _Place(NamedTuple):
 
     row: dict[Column, ColumnBytes]
     column: Column
-    at: Locator | SegmentLocator
+    at: Part | Range
     buffer: memoryview
 
 
-def _by_unit(rows: Sequence[dict[Column, ColumnBytes]], columns: Sequence[Column]) -> Mapping[str, list[_Place]]:
+def _by_unit(
+    row_ids: Sequence[RowId], rows: Sequence[dict[Column, ColumnBytes]], columns: Sequence[Column]
+) -> Mapping[str, list[_Place]]:
     """Per unit what it holds of these rows, with room for it in one buffer."""
-    bulky = [column for column in columns if in_unit(column)]
-    held = [(row, column, decode_locator(bytes(row[column]))) for column in bulky for row in rows if column in row]
-    sizes = [at.nbytes if isinstance(at, SegmentLocator) else 0 for _, _, at in held]
-    ends = list(accumulate(size + -size % _ALIGNMENT for size in sizes))
+    locate = cache(decode_locator)  # rows of a group have one
+    samples = [parse_row_id(row_id)[1] for row_id in row_ids]
+    held = [
+        (row, column, at.unit, at.of(sample))
+        for column in columns
+        if in_unit(column)
+        for row, sample in zip(rows, samples, strict=True)
+        if column in row
+        for at in (locate(bytes(row[column])),)
+    ]
+    sizes = [at.nbytes if isinstance(at, Range) else 0 for *_, at in held]
+    ends = list(accumulate(map(aligned, sizes)))
     if any(not 0 <= size <= MAX_COLUMN_BYTES for size in sizes):
         raise ChecksumError("a locator names a value of an impossible size")
     whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # numpy asks for huge pages, whose faults cost little
     result: dict[str, list[_Place]] = {}
-    for (row, column, at), size, start in zip(held, sizes, chain([0], ends), strict=False):
-        result.setdefault(at.unit, []).append(_Place(row, column, at, whole[start : start + size]))
+    for (row, column, unit, at), size, start in zip(held, sizes, chain([0], ends), strict=False):
+        result.setdefault(unit, []).append(_Place(row, column, at, whole[start : start + size]))
     return result

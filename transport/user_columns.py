@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from transport.types import Column
 Value: TypeAlias = "NDArray[Any] | str"
 Values: TypeAlias = "Sequence[object] | NDArray[Any]"
 """Values of many rows: one each, or the rows of one array."""
+EncodedPieces: TypeAlias = tuple[bytes, bytes | memoryview]
+"""Header and elements."""
 ColumnBytes: TypeAlias = bytes | memoryview
 """A value as it is read; views belong to their reader and are read-only."""
 
@@ -55,7 +58,7 @@ def encode_value(value: object) -> bytes:
     return b"".join(encode_pieces(value))
 
 
-def encode_pieces(value: object) -> tuple[bytes, bytes | memoryview]:
+def encode_pieces(value: object) -> EncodedPieces:
     """As ``encode_value``, the header and the elements apart: those of an array are not copied, so it must not change
     until they are written."""
     if isinstance(value, str):
@@ -68,22 +71,65 @@ def encode_pieces(value: object) -> tuple[bytes, bytes | memoryview]:
     return _checked(_header(kind, array.shape), _elements(array.astype(_KINDS[kind], copy=False)))
 
 
-def encode_values(values: Values) -> list[tuple[bytes, bytes | memoryview]]:
-    """Each of ``values`` as ``encode_pieces`` does; the rows of one array ([N, ...]) in a fraction of the time."""
+@dataclass(frozen=True, slots=True)
+class Table(Sequence[EncodedPieces]):
+    """Encoded values of one type and shape, so that what holds for one holds for all.
+
+    head: of each.  elements: of all, one value after another.  of_each: bytes of elements.
+    """
+
+    head: bytes
+    elements: memoryview
+    of_each: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of each value."""
+        return len(self.head) + self.of_each
+
+    def __len__(self) -> int:
+        return len(self.elements) // self.of_each
+
+    @overload
+    def __getitem__(self, at: int) -> EncodedPieces: ...
+    @overload
+    def __getitem__(self, at: slice) -> Table: ...
+    def __getitem__(self, at: int | slice) -> EncodedPieces | Table:
+        if isinstance(at, int):
+            start = range(len(self))[at] * self.of_each
+            return self.head, self.elements[start : start + self.of_each]
+        start, end, step = at.indices(len(self))
+        if step != 1:
+            raise ValueError("values of a table are next to each other")
+        return Table(self.head, self.elements[start * self.of_each : end * self.of_each], self.of_each)
+
+    def __iter__(self) -> Iterator[EncodedPieces]:
+        head, elements, of_each = self.head, self.elements, self.of_each
+        return ((head, elements[start : start + of_each]) for start in range(0, len(elements), of_each))
+
+
+def encode_values(values: Values) -> Sequence[EncodedPieces]:
+    """Each of ``values`` as ``encode_pieces`` does; the rows of one array ([N, ...]) all at once."""
     array: NDArray[Any] = values if isinstance(values, np.ndarray) else np.empty(0)
     if array.ndim < 2 or not array.size:
         return [encode_pieces(value) for value in values]
     head, first = encode_pieces(array[0])
-    elements = _elements(array.astype(array.dtype.newbyteorder("<"), copy=False))
-    nbytes = len(first)
-    return [(head, elements[start : start + nbytes]) for start in range(0, len(elements), nbytes)]
+    return Table(head, _elements(array.astype(array.dtype.newbyteorder("<"), copy=False)), len(first))
+
+
+def sizes_of(values: Sequence[Sequence[bytes | memoryview]]) -> Sequence[int]:
+    """Bytes of each value, which is in pieces; of one only where all have as many."""
+    if isinstance(values, Table):
+        return [values.nbytes]
+    sizes = [sum(map(len, value)) for value in values]
+    return sizes[:1] if len(set(sizes)) == 1 else sizes
 
 
 def _elements(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _checked(head: bytes, elements: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+def _checked(head: bytes, elements: bytes | memoryview) -> EncodedPieces:
     nbytes = len(head) + len(elements)
     if nbytes > MAX_VALUE_BYTES:
         raise ValueError(f"a value of {nbytes} bytes is over the limit of {MAX_VALUE_BYTES}")
@@ -160,7 +206,7 @@ def check_values(column: Column, values: Iterable[Sequence[bytes | memoryview]])
     """``check_value`` for values in pieces. Arrays with one header and one size are right or wrong together, so each
     such pair is looked at once."""
     seen: set[tuple[bytes, int]] = set()
-    for value in values:
+    for value in values[:1] if isinstance(values, Table) else values:
         head = bytes(value[0]) if len(value) > 1 else b""
         key = (head, sum(map(len, value)))
         if key in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,39 @@ async def test_a_block_overwrites_nothing_and_adds_to_groups_that_are_there(rows
     assert (await rows.commit(Commit(blocks=[again]))).inserted == (False, False)
     await rows.drop_groups([GROUP, group_id(0, 1)])
     assert await broker.retained_bytes() == 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 10])  # read row by row, and by one script
+async def test_rows_of_a_block_have_what_their_group_shares_beside_columns_of_their_own(
+    rows: RowStore, broker: Broker, num_groups: int
+) -> None:
+    groups = [group_id(0, slot) for slot in range(num_groups)]
+    ragged = [np.arange(1 + n % 3) + n for n in range(2 * num_groups)]
+    block = ids_block(groups, ragged)
+    await rows.commit(Commit(blocks=[block]))
+    own = [RowWrite(row_id=row, columns={Column("x_own"): encode_value("own")}) for row in block.row_ids()]
+    taken = [replace(write, columns={Column("x_ids"): encode_value("late"), **write.columns}) for write in own]
+    assert (await rows.commit(Commit(rows=taken))).inserted == (False,) * len(own)
+    await broker.add_user_task(TaskSpec(name="x_both", unit="sample", reads=frozenset(map(Column, ("x_ids", "x_own")))))
+    assert (await rows.commit(Commit(rows=own[1:]))).inserted == (True,) * (len(own) - 1)
+    outside = row_id(groups[-1], 2)
+    found = await rows.read_rows([*block.row_ids(), outside], [Column("x_own"), Column("x_ids"), Column("x_none")])
+    assert [row.keys() for row in found] == [{"x_ids"}, *[{"x_ids", "x_own"}] * (len(own) - 1), set()]
+    assert await x_ids_of(rows, block.row_ids()) == [value.tolist() for value in ragged]
+    noticed = [delivery.entry.fields["unit"] for delivery in await broker.claim(keys.tasks("x_both"), "me", count=99)]
+    assert noticed == block.row_ids()[1:]
+    await rows.drop_groups(groups)
+    assert await broker.retained_bytes() == 0
+    assert await rows.read_rows(block.row_ids(), [Column("x_own"), Column("x_ids")]) == [{}] * len(own)
+
+
+async def test_a_value_that_rows_share_is_that_of_each(rows: RowStore) -> None:
+    shared = Block(
+        group_ids=[GROUP, group_id(0, 1)], size=2, columns={Column("x_ids"): encode_values(np.eye(2))}, shared=True
+    )
+    await rows.commit(admit(GROUP))
+    assert (await rows.commit(Commit(blocks=[shared]))).inserted == (True,) * 4
+    assert await x_ids_of(rows, shared.row_ids()) == [[1, 0], [1, 0], [0, 1], [0, 1]]
 
 
 async def test_a_block_happens_only_while_its_delivery_is_held(rows: RowStore) -> None:

@@ -9,7 +9,7 @@ from transport.broker.base import Append, Block, Commit, Entry, GroupWrite, RowW
 from transport.rows import RowStore, decode_array, encode_array
 from transport.types import Column, GroupId, RowId, group_id
 from transport.units import StorageUnit
-from transport.user_columns import decode_value, encode_values
+from transport.user_columns import Values, decode_value, encode_values
 
 GROUP = group_id(0, 0)
 BOTH = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS)
@@ -40,7 +40,7 @@ async def ids_of(rows: RowStore, row: RowId) -> list[int] | None:
     return decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist() if columns else None
 
 
-def ids_block(groups: list[GroupId], values: np.ndarray, size: int = 2) -> Block:
+def ids_block(groups: list[GroupId], values: Values, size: int = 2) -> Block:
     return Block(group_ids=groups, size=size, columns={Column("x_ids"): encode_values(values)})
 
 

@@ -32,7 +32,7 @@ the broker went away, the outage the client was told to sit out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -138,18 +138,27 @@ Pieces: TypeAlias = Sequence[bytes | memoryview]
 class Block:
     """New groups with all their rows, which have the same columns: what many GroupWrites and RowWrites say, in less.
 
-    size: rows of each group.  columns: per column its ``len(group_ids) * size`` values, group by group.
+    size: rows of each group.  columns: per column its values, group by group: ``size`` a group, or, where they are
+    ``shared``, one that every row of the group then has, so that the broker need not keep it for each.
     """
 
     group_ids: Sequence[GroupId]
     size: int
     columns: Mapping[Column, Sequence[Pieces]]
+    shared: bool = False
 
     def row_ids(self) -> list[RowId]:
         return [row_id(group_id, sample) for group_id in self.group_ids for sample in range(self.size)]
 
+    def of_rows(self) -> Block:
+        """The same with a value for each row."""
+        if not self.shared:
+            return self
+        columns = {name: [value for value in values for _ in range(self.size)] for name, values in self.columns.items()}
+        return replace(self, columns=columns, shared=False)
+
     def values(self) -> Iterator[Pieces]:
-        """Every value, row by row."""
+        """Every value, row by row, or group by group where they are shared."""
         return (value for row in zip(*self.columns.values(), strict=True) for value in row)
 
 

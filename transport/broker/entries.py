@@ -69,15 +69,15 @@ def check_commit(commit: Commit) -> None:
             raise ValueError(f"row {row.row_id} is written without a column")
         _check_appends(row.on_insert)
     for block in commit.blocks:
-        _check_block(block)
+        check_block(block)
     _check_appends(commit.appends)
 
 
-def _check_block(block: Block) -> None:
+def check_block(block: Block) -> None:
     """Raises ValueError for groups without samples, rows without columns, or columns of another number of values."""
-    num_rows = block.size * len(block.group_ids)
+    num_values = len(block.group_ids) * (1 if block.shared else block.size)
     lengths = {column: len(values) for column, values in block.columns.items()}
-    if block.size < 1 or not lengths or set(lengths.values()) != {num_rows}:
+    if block.size < 1 or not lengths or set(lengths.values()) != {num_values}:
         raise ValueError(f"a block of {len(block.group_ids)} groups of {block.size} rows has columns of {lengths}")
 
 
@@ -91,7 +91,7 @@ def without_blocks(commit: Commit) -> Commit:
 
 def _as_writes(block: Block) -> tuple[list[GroupWrite], list[RowWrite]]:
     """The groups and rows of a block, one by one."""
-    columns = [[b"".join(value) for value in values] for values in block.columns.values()]
+    columns = [[b"".join(value) for value in values] for values in block.of_rows().columns.values()]
     rows = [
         RowWrite(row_id=row_id, columns=dict(zip(block.columns, values, strict=True)))
         for row_id, *values in zip(block.row_ids(), *columns, strict=True)

@@ -31,6 +31,7 @@ _KEY_NAMES: dict[str, str | int] = {
     "lease": keys.LEASE_PREFIX,
     "row": keys.ROW_PREFIX,
     "group": keys.GROUP_PREFIX,
+    "shared": keys.SHARED_PREFIX,
     "user": USER_PREFIX,
     "max_dead": MAX_DEAD_LETTERS,
 }

@@ -47,7 +47,7 @@ from transport.broker.lua import Request
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
 from transport.broker.session import Session
 from transport.errors import FencedError, TailLostError
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
+from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 ROWS_PER_ROUND_TRIP = 256
 """HMGETs in one pipeline: enough to hide the round trip, few enough to bound what the server buffers."""
@@ -65,6 +65,7 @@ _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 _lengths_decoder = msgspec.msgpack.Decoder(list[int])
 _Fields = list[bytes]
 _T = TypeVar("_T")
+_Name = TypeVar("_Name", bound=str)
 
 
 class RedisBroker:
@@ -304,8 +305,30 @@ class RedisBroker:
         for row_id in row_ids:
             parse_row_id(row_id)
         found = await self._read_small(row_ids, columns) if columns and len(row_ids) >= ROWS_FOR_SCRIPT else []
-        rest = [keys.row(self._run, row_id) for row_id in row_ids[len(found) :]]
-        return found + await self._read_hashes(rest, columns)
+        rest = row_ids[len(found) :]
+        rows = await self._read_hashes([keys.row(self._run, row_id) for row_id in rest], columns)
+        await self._add_shared(rest, columns, rows)
+        return found + rows
+
+    async def _add_shared(
+        self, row_ids: Sequence[RowId], columns: Sequence[Column], rows: Sequence[dict[Column, bytes]]
+    ) -> None:
+        """Fill in what rows have together with all of their group, as far as a group has them."""
+        fields = {f"{keys.SHARED_PREFIX}{column}": column for column in columns if column.startswith(USER_PREFIX)}
+        lacking = [
+            (row, *parse_row_id(row_id))
+            for row_id, row in zip(row_ids, rows, strict=True)
+            if any(column not in row for column in fields.values())
+        ]
+        group_ids = list(dict.fromkeys(group_id for _, group_id, _ in lacking))
+        hashes = [keys.group(self._run, group_id) for group_id in group_ids]
+        of_group = dict(zip(group_ids, await self._read_hashes(hashes, ["size", *fields]), strict=True))
+        for row, group_id, sample in lacking:
+            found = of_group[group_id]
+            if sample < int(found.get("size", 0)):
+                for name, column in fields.items():
+                    if name in found:
+                        row.setdefault(column, found[name])
 
     async def _read_small(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         """The first of these rows, all of them when they are small (locators of storage units are)."""
@@ -321,15 +344,15 @@ class RedisBroker:
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._read_hashes([keys.group(self._run, group_id) for group_id in group_ids], columns)
 
-    async def _read_hashes(self, hashes: Sequence[str], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        if not columns:
+    async def _read_hashes(self, hashes: Sequence[str], names: Sequence[_Name]) -> list[dict[_Name, bytes]]:
+        if not names:
             return [{} for _ in hashes]
-        found: list[dict[Column, bytes]] = []
+        found: list[dict[_Name, bytes]] = []
         for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
-            replies = await self._link.pipeline([("HMGET", key, *columns) for key in part])
+            replies = await self._link.pipeline([("HMGET", key, *names) for key in part])
             for reply in cast("list[list[bytes | None]]", replies):
-                pairs = zip(columns, reply, strict=True)
-                found.append({column: value for column, value in pairs if value is not None})
+                pairs = zip(names, reply, strict=True)
+                found.append({name: value for name, value in pairs if value is not None})
         return found
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
@@ -389,7 +412,12 @@ def _columns(request: Request, columns: Mapping[Column, bytes]) -> list[object]:
 
 
 def _is_bulky(block: Block) -> bool:
-    """Whether joining its values and cutting them apart would cost more than naming each; the first row tells."""
+    """Whether joining its values and cutting them apart would cost more than naming each; the first row tells.
+
+    Shared ones are never written out: each would be sent for every row.
+    """
+    if block.shared:
+        return False
     first_row = [value for values in block.columns.values() for value in values[:1]]
     return sum(len(piece) for value in first_row for piece in value) > BULKY_BYTES * len(first_row)
 
@@ -401,6 +429,7 @@ def _block(request: Request, block: Block) -> dict[str, object]:
         "groups": list(block.group_ids),
         "size": block.size,
         "columns": list(block.columns),
+        "shared": block.shared,
         "values": request.blob(b"".join(values)),
         "lengths": [len(value) for value in values],
     }

@@ -14,7 +14,7 @@ from itertools import count
 from transport.broker.base import Block, Commit, GroupWrite, RowWrite
 from transport.rows import RowStore
 from transport.types import USER_PREFIX, Column, GroupId, RowId, is_user_name, parse_row_id, row_id
-from transport.user_columns import Values, encode_value, encode_values
+from transport.user_columns import Values, encode_value, encode_values, sizes_of
 from workers.errors import ClientError
 
 COMMIT_ROWS = 128
@@ -116,10 +116,10 @@ def check_inserted(commit: Commit, inserted: Sequence[bool]) -> None:
 def block_pieces(block: Block, max_bytes: int) -> list[Block]:
     """Whole groups in blocks of bounded size."""
     bounds, nbytes = [0], 0
-    values = list(block.values())
-    step = block.size * len(block.columns)
+    sizes = [sizes_of(values) for values in block.columns.values()]
     for place in range(len(block.group_ids)):
-        of_group = sum(len(piece) for value in values[place * step : (place + 1) * step] for piece in value)
+        rows = slice(place * block.size, (place + 1) * block.size)
+        of_group = sum(block.size * each[0] if len(each) == 1 else sum(each[rows]) for each in sizes)
         num_rows = (place + 1 - bounds[-1]) * block.size
         if place > bounds[-1] and (nbytes + of_group > max_bytes or num_rows > BLOCK_ROWS):
             bounds.append(place)

@@ -1,6 +1,6 @@
 -- The one atomic step: groups, rows with what they append and complete, acks, appends.
 -- Request: fence?, groups {key, size, columns}, rows {key, group_key, row_id, group_id, sample, columns, on_insert},
---          blocks {groups, size, columns, values: a number for ARGV, lengths}, acks {queue, id},
+--          blocks {groups, size, columns, shared, values: a number for ARGV, lengths}, acks {queue, id},
 --          appends {stream, fields}, if_held (1 or 0).
 -- Reply: {retained bytes, {1 or 0 per row, then per row of the blocks}}.
 
@@ -35,22 +35,27 @@ local function insert_group(group)
   end
 end
 
+local function has(row_key, group_key, column)
+  return redis.call('HEXISTS', row_key, column) == 1
+    or is_users(column) and redis.call('HEXISTS', group_key, KEY.shared .. column) == 1
+end
+
 local function may_insert(row_key, group_key, sample, columns)
   local size = redis.call('HGET', group_key, 'size')
   if not size or sample >= tonumber(size) then
     return false
   end
   for i = 1, #columns, 2 do
-    if redis.call('HEXISTS', row_key, columns[i]) == 1 then
+    if has(row_key, group_key, columns[i]) then
       return false
     end
   end
   return true
 end
 
-local function has_all(hash, columns)
+local function has_all(row_key, group_key, columns)
   for _, column in ipairs(columns) do
-    if redis.call('HEXISTS', hash, column) == 0 then
+    if not has(row_key, group_key, column) then
       return false
     end
   end
@@ -66,7 +71,7 @@ end
 -- Mark the row for every task whose columns are now all there, once, and notice the units that this completes.
 local function complete_units(specs, row_key, group_key, row_id, group_id)
   for task, spec in pairs(specs) do
-    if has_all(row_key, spec.reads) and redis.call('HSETNX', row_key, 'ready:' .. task, '1') == 1 then
+    if has_all(row_key, group_key, spec.reads) and redis.call('HSETNX', row_key, 'ready:' .. task, '1') == 1 then
       if spec.unit == 'sample' then
         notify(task, row_id, group_id)
       else
@@ -99,7 +104,7 @@ local function insert_row(row, specs)
   return 1
 end
 
--- A function that gives the columns {name, value, ...} of one row of a block after another.
+-- A function that gives the columns {name, value, ...} of one row (or group) of a block after another.
 local function rows_of(block)
   local values, place, start = ARGV[block.values], 0, 1
   return function()
@@ -115,19 +120,35 @@ local function rows_of(block)
   end
 end
 
--- Insert a block by the rules of groups and rows; in a group that is new with it, no row can be there yet.
+-- Columns {name, value, ...} under the names that they have in the hash of a group, for all of its rows.
+local function of_all_rows(columns)
+  local named = {}
+  for i = 1, #columns, 2 do
+    named[i], named[i + 1] = KEY.shared .. columns[i], columns[i + 1]
+  end
+  return named
+end
+
+-- Insert a block by the rules of groups and rows; in a group that is new with it, no row can be there yet, and what its
+-- rows share is kept once.
 local function insert_block(block, specs, inserted)
   local next_columns = rows_of(block)
   for _, group_id in ipairs(block.groups) do
     local group_key, bytes = key(KEY.group .. group_id), 0
     local is_new = redis.call('HSETNX', group_key, 'size', block.size) == 1
+    local shared = block.shared and next_columns()
+    if is_new and shared then
+      bytes = write_hash(group_key, of_all_rows(shared))
+    end
     for sample = 0, block.size - 1 do
-      local columns, row_id = next_columns(), group_id .. '/' .. sample
+      local columns, row_id = shared or next_columns(), group_id .. '/' .. sample
       local row_key = key(KEY.row .. row_id)
       local wins = is_new or may_insert(row_key, group_key, sample, columns)
       inserted[#inserted + 1] = wins and 1 or 0
       if wins then
-        bytes = bytes + write_hash(row_key, columns)
+        if not (is_new and shared) then
+          bytes = bytes + write_hash(row_key, columns)
+        end
         complete_units(specs, row_key, group_key, row_id, group_id)
       end
     end

@@ -46,6 +46,11 @@ local function resolve(list)
   return list
 end
 
+-- Whether a column is a user's: only those can be in the hash of the group, for all of its rows.
+local function is_users(column)
+  return string.sub(column, 1, #KEY.user) == KEY.user
+end
+
 -- nil when `fence` ({role, epoch} or nil) may write, else the error reply.
 local function refuse_fence(fence)
   if not fence then
