@@ -1,72 +1,40 @@
-"""Scoring with real child processes: rewards that misbehave, workers that share or lose units, groups told once."""
+"""Scoring with real child processes: rewards that misbehave, workers that share units, groups told once."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import multiprocessing
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from orchestrator.core.dataflow import grpo_tasks
 from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.fakes.unscored_group import GROUP, PROMPT, admit, all_events, generate, next_event, settings_for
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker, Commit, GroupWrite, RowWrite
+from transport.broker.base import ZERO_ID, Broker
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock
-from transport.messages import Event, GroupScored, RolloutInfo, RowsMissing, ScoringFailed, encode, event_decoder
-from transport.rows import BrokerRows, decode_array, decode_scalar, encode_array
+from transport.messages import GroupScored, RowsMissing, ScoringFailed
+from transport.rows import BrokerRows, decode_array, decode_scalar
 from transport.settings import (
-    AlgorithmSettings,
-    DataSettings,
-    PipelineSettings,
-    SamplingSettings,
-    ScoringSettings,
     Settings,
-    TrainerSettings,
 )
 from transport.types import (
     Column,
-    FinishReason,
-    GroupId,
     RunName,
-    VersionSpan,
-    WeightIdentity,
     WorkerId,
     group_id,
     row_id,
 )
-from workers.errors import RewardError, RewardSetupError
+from workers.errors import RewardSetupError
 from workers.models import prepare_model
-from workers.scoring.consumer import BusyMeter, Outcome, TaskConsumer, Unit
-from workers.scoring.rewards import Reward, reward_spec
-from workers.scoring.sandbox import RewardSandbox
 from workers.scoring.worker import ScoringWorker
-
-GROUP = group_id(0, 0)
-PROMPT = [5, 6, 7]
-
-
-def settings_for(reward: str = "", *, kl_coef: float = 0.0, timeout_s: float = 5.0, attempts: int = 3) -> Settings:
-    return Settings(
-        data=DataSettings(source="jsonl"),
-        scoring=ScoringSettings(reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0),
-        algorithm=AlgorithmSettings(kl_coef=kl_coef),
-        sampling=SamplingSettings(temperature=0.7),
-        trainer=TrainerSettings(dtype="float32"),
-        pipeline=PipelineSettings(group_size=3),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -105,42 +73,6 @@ async def real_broker(tmp_path: Path) -> AsyncIterator[Broker]:
     server.kill()
 
 
-# --- a group as generation leaves it ----------------------------------------------------------------------------------
-
-
-async def admit(
-    broker: Broker, entry: object, *, group: GroupId = GROUP, size: int = 3, reference: bool = False
-) -> None:
-    await broker.declare_tasks(grpo_tasks(with_reference=reference))
-    columns = {
-        Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT),
-        Column.PROMPT_TEXT: b"say it",
-        Column.TASK_ENTRY: json.dumps(entry).encode(),
-    }
-    await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=size, columns=columns)]))
-
-
-async def generate(broker: Broker, *responses: list[int], group: GroupId = GROUP) -> None:
-    rows = [_row(group, sample, ids) for sample, ids in enumerate(responses)]
-    await BrokerRows(broker).commit(Commit(rows=rows))
-
-
-def _row(group: GroupId, sample: int, ids: list[int]) -> RowWrite:
-    info = RolloutInfo(
-        worker_id=WorkerId("generate-0.1"),
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=len(PROMPT),
-        response_tokens=len(ids),
-        spans=(VersionSpan(start=0, end=len(ids), weights=WeightIdentity(epoch=1, version=0)),),
-    )
-    columns = {
-        Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, ids),
-        Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, [-1.0] * len(ids)),
-        Column.ROLLOUT_INFO: encode(info),
-    }
-    return RowWrite(row_id=row_id(group, sample), columns=columns)
-
-
 @asynccontextmanager
 async def running(*workers: ScoringWorker) -> AsyncIterator[None]:
     """Workers at work; an error of theirs fails the test, their end is awaited."""
@@ -160,16 +92,6 @@ async def started(*workers: ScoringWorker) -> None:
     async with asyncio.timeout(50):
         while any(worker.activity().doing == "starting" for worker in workers):  # noqa: ASYNC110 asked, as a lease asks
             await asyncio.sleep(0.01)
-
-
-async def next_event(broker: Broker, after: str = ZERO_ID) -> tuple[str, Event]:
-    entries = await broker.read(keys.EVENTS, after, count=1, wait_s=40.0)
-    assert entries, "no event came"
-    return entries[0].entry_id, event_decoder.decode(entries[0].entry.payload)
-
-
-async def all_events(broker: Broker) -> list[Event]:
-    return [event_decoder.decode(entry.entry.payload) for entry in await broker.read(keys.EVENTS, ZERO_ID, count=1000)]
 
 
 def worker_for(
@@ -288,6 +210,32 @@ async def test_a_dropped_group_is_acknowledged_and_forgotten(
     assert await broker.dead_letters() == []
 
 
+async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    await admit(broker, {}, size=1)
+    await generate(broker, tokenize("x"))
+
+    class Forgetful(BrokerRows):
+        """A store whose unit was restarted."""
+
+        async def read_rows(self, row_ids, columns):
+            return [{} for _ in row_ids]
+
+    worker = ScoringWorker(
+        broker,
+        settings_for("tests.fakes.rewards:as_told"),
+        WorkerId("score-0.1"),
+        model_dir=model_dir,
+        clock=clock,
+        allowed_reward="tests.fakes.rewards:as_told",
+        rows=Forgetful(broker),
+    )
+    async with running(worker):
+        _, event = await next_event(broker)
+    assert event == RowsMissing(row_ids=(row_id(GROUP, 0),))
+
+
 # --- rewards that misbehave -------------------------------------------------------------------------------------------
 
 
@@ -360,253 +308,3 @@ async def test_a_reward_that_cannot_be_imported_ends_the_worker(
     worker = worker_for(broker, settings_for("tests.fakes.rewards:no_such"), model_dir, clock)
     with pytest.raises(RewardSetupError, match="no_such"):
         await worker.run()
-
-
-# --- the child process ------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def sandbox(
-    reward: str = "as_told", *, timeout_s: float = 5.0, processes: int = 1
-) -> AsyncIterator[RewardSandbox]:
-    name = f"tests.fakes.rewards:{reward}"
-    made = RewardSandbox(reward_spec(settings_for(name), name), timeout_s=timeout_s, processes=processes)
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-def told(do: str = "") -> bytes:
-    return json.dumps({"do": do}).encode()
-
-
-@pytest.mark.parametrize(
-    ("do", "reason"),
-    [
-        ("leak", "MemoryError"),
-        ("exit", "SystemExit"),
-        ("exit hard", "ended with 3"),
-        ("die", "ended with -9"),
-        ("hang", r"longer than 0\.5 s"),
-    ],
-)
-async def test_a_reward_harms_only_itself(do: str, reason: str) -> None:
-    async with sandbox(timeout_s=0.5) as rewards:
-        with pytest.raises(RewardError, match=reason):
-            await rewards.score("", "x", told(do))
-        assert await rewards.score("", "x", told()) == Reward(value=1.0)
-
-
-async def test_what_a_reward_prints_or_reads_is_not_the_conversation() -> None:
-    async with sandbox() as rewards:
-        assert await rewards.score("", "x", told("write")) == Reward(value=1.0)
-        assert await rewards.score("", "x", told("read")) == Reward(value=0.0)
-
-
-async def test_a_killed_child_is_replaced() -> None:
-    async with sandbox() as rewards:
-        (pid,) = rewards.pids()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RewardError, match="ended with -9"):
-            await rewards.score("", "x", told())
-        assert await rewards.score("", "x", told()) == Reward(value=1.0)
-        assert rewards.pids() != [pid]
-
-
-def start_a_reward_and_die(hanging: bool, pids: multiprocessing.SimpleQueue[int]) -> None:
-    async def work() -> None:
-        async with sandbox(timeout_s=2.0) as rewards:
-            pids.put(rewards.pids()[0])
-            if hanging:
-                asyncio.create_task(rewards.score("", "x", told("hang")))  # noqa: RUF006 the process ends first
-                await asyncio.sleep(0.2)  # the child has begun to hang, or will
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    asyncio.run(work())
-
-
-@pytest.mark.parametrize("hanging", [False, True], ids=["idle", "hanging"])
-def test_the_child_of_a_killed_worker_ends_by_itself(hanging: bool) -> None:
-    context = multiprocessing.get_context("spawn")
-    pids = context.SimpleQueue()
-    worker = context.Process(target=start_a_reward_and_die, args=(hanging, pids))
-    worker.start()
-    pid = pids.get()
-    worker.join(30)
-    assert worker.exitcode == -signal.SIGKILL
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(timeout=15)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-async def test_a_cancelled_score_leaves_no_answer_for_the_next() -> None:
-    async with sandbox(timeout_s=30.0) as rewards:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await rewards.score("", "x", told("hang"))
-        assert await rewards.score("", "x", told()) == Reward(value=1.0)
-
-
-async def test_a_hanging_reward_does_not_stop_the_others() -> None:
-    async with sandbox(timeout_s=3.0, processes=2) as rewards:
-        hanging = asyncio.create_task(rewards.score("", "x", told("hang")))
-        for _ in range(50):
-            assert await rewards.score("", "x", told()) == Reward(value=1.0)
-        assert not hanging.done()
-        with pytest.raises(RewardError, match="longer than"):
-            await hanging
-
-
-async def test_a_reward_does_not_see_the_brokers_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STREAMRL_BROKER_PASSWORD", "hush")
-    async with sandbox("secrets") as rewards:
-        assert (await rewards.score("", "x", told())).value == 0.0
-
-
-# --- delivery ---------------------------------------------------------------------------------------------------------
-
-
-class HeldHandler:
-    """Tells that it has a unit and keeps it until released."""
-
-    def __init__(self) -> None:
-        self.started = asyncio.Event()
-        self.release = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self.calls = 0
-
-    async def __call__(self, unit: Unit) -> Outcome:
-        self.calls += 1
-        value = float(self.calls)
-        self.started.set()
-        try:
-            await self.release.wait()
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        reward = {Column.REWARD: encode_array(Column.REWARD, [value])}
-        return Outcome(rows=[RowWrite(row_id=row_id(GROUP, 0), columns=reward)])
-
-
-def consumer(
-    broker: Broker, handle: HeldHandler, clock: ManualClock, *, index: int, lease_s: float = 0.3, attempts: int = 3
-) -> TaskConsumer:
-    return TaskConsumer(
-        broker,
-        BrokerRows(broker),
-        "reward",
-        WorkerId(f"score-{index}.1"),
-        handle,
-        clock=clock,
-        meter=BusyMeter(clock),
-        lease_s=lease_s,
-        max_attempts=attempts,
-        at_once=4,
-    )
-
-
-async def cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_a_dead_workers_unit_goes_to_another(broker: Broker, clock: ManualClock) -> None:
-    await admit(broker, {}, size=1)
-    await generate(broker, [1])
-    first, second = HeldHandler(), HeldHandler()
-    dying = asyncio.create_task(consumer(broker, first, clock, index=0).run())
-    await first.started.wait()
-    await cancelled(dying)  # without acknowledging, as a kill would
-    clock.advance(1.0)
-    living = asyncio.create_task(consumer(broker, second, clock, index=1).run())
-    await second.started.wait()
-    (pending,) = await broker.pending(keys.tasks("reward"))
-    assert (pending.consumer, pending.deliveries) == ("score-1.1", 2)
-    second.release.set()
-    assert await broker.claim(keys.tasks("advantages"), "test", count=1, wait_s=10.0)  # the reward was written
-    await cancelled(living)
-    assert await broker.length(keys.tasks("reward")) == 0
-    (row,) = await broker.read_rows([row_id(GROUP, 0)], [Column.REWARD])
-    assert decode_scalar(Column.REWARD, row[Column.REWARD]) == 1.0
-
-
-async def test_work_on_a_unit_that_another_took_over_stops(broker: Broker, clock: ManualClock) -> None:
-    await admit(broker, {}, size=1)
-    await generate(broker, [1])
-    slow = HeldHandler()
-    running_slow = asyncio.create_task(consumer(broker, slow, clock, index=0).run())
-    await slow.started.wait()
-    clock.advance(1.0)
-    taken, _ = await broker.reclaim(keys.tasks("reward"), "score-1.1", idle_s=0.3, max_deliveries=9, count=1)
-    assert len(taken) == 1
-    async with asyncio.timeout(10):
-        await slow.cancelled.wait()
-    assert not running_slow.done()
-    await cancelled(running_slow)
-
-
-async def test_a_unit_that_kills_its_workers_is_given_up(broker: Broker, clock: ManualClock) -> None:
-    await admit(broker, {}, size=1)
-    await generate(broker, [1])
-    for index in range(2):
-        handle = HeldHandler()
-        dying = asyncio.create_task(consumer(broker, handle, clock, index=index, attempts=2).run())
-        await handle.started.wait()
-        await cancelled(dying)
-        clock.advance(1.0)
-    living = asyncio.create_task(consumer(broker, HeldHandler(), clock, index=2, attempts=2).run())
-    _, event = await next_event(broker)
-    await cancelled(living)
-    assert isinstance(event, ScoringFailed)
-    assert "given up after 2 deliveries" in event.reason
-    assert len(await broker.dead_letters()) == 1
-
-
-async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
-    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
-) -> None:
-    await admit(broker, {}, size=1)
-    await generate(broker, tokenize("x"))
-
-    class Forgetful(BrokerRows):
-        """A store whose unit was restarted."""
-
-        async def read_rows(self, row_ids, columns):
-            return [{} for _ in row_ids]
-
-    worker = ScoringWorker(
-        broker,
-        settings_for("tests.fakes.rewards:as_told"),
-        WorkerId("score-0.1"),
-        model_dir=model_dir,
-        clock=clock,
-        allowed_reward="tests.fakes.rewards:as_told",
-        rows=Forgetful(broker),
-    )
-    async with running(worker):
-        _, event = await next_event(broker)
-    assert event == RowsMissing(row_ids=(row_id(GROUP, 0),))
-
-
-async def test_a_score_of_a_row_that_the_broker_lost_is_not_given_to_the_row_in_its_place(clock: ManualClock) -> None:
-    server = MemoryServer(clock)
-    broker = MemoryBroker(server, RunName("scoring"))
-    await admit(broker, {}, size=1)
-    on_disk = server.snapshot()
-    await generate(broker, [1, 2])
-    handler = HeldHandler()
-    task = asyncio.create_task(consumer(broker, handler, clock, index=0, lease_s=60.0).run())
-    await handler.started.wait()
-    server.restore(on_disk)
-    clock.advance(1.0)
-    await generate(broker, [3, 4, 5])
-    handler.started.clear()
-    handler.release.set()
-    async with asyncio.timeout(10):
-        await handler.started.wait()  # the new row is scored for itself
-        while not (found := await broker.read_rows([row_id(GROUP, 0)], [Column.REWARD]))[0]:  # noqa: ASYNC110 a row wakes nobody
-            await asyncio.sleep(0)
-    await cancelled(task)
-    assert [decode_scalar(Column.REWARD, row[Column.REWARD]) for row in found] == [2.0]
