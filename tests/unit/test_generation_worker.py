@@ -1,178 +1,32 @@
-"""What a generation worker does with plans, results and commands, over the in-memory broker and a fake engine."""
+"""What a generation worker does with plans, results and aborts, over the in-memory broker and a fake engine."""
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
 
-import msgspec
-import numpy as np
 import pytest
-import torch
 
-from tests.fakes.engine import FakeEngine
+from tests.fakes.generation_world import ME, PROMPT, V1, World, running
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
-from transport.clock import MonotonicClock
-from transport.errors import ChecksumError, PeerUnavailableError
+from transport.broker.base import ZERO_ID, Entry
 from transport.messages import (
     AbortRollouts,
-    GroupPlan,
     LoadWeights,
-    RolloutFailed,
     RolloutFinished,
-    WeightManifest,
-    WeightsFailed,
     WeightsLoaded,
     WorkerReported,
-    encode,
-    event_decoder,
     rollout_info_decoder,
 )
-from transport.rows import decode_array, encode_array
-from transport.settings import Settings
+from transport.rows import decode_array
 from transport.types import (
     Column,
     FinishReason,
-    PromptId,
     RowId,
-    RunName,
-    WeightIdentity,
-    WorkerId,
     evaluation_id,
     group_id,
 )
-from workers.errors import EngineCrashedError, WeightsMismatchError
-from workers.generation import updates as updates_module
+from workers.errors import EngineCrashedError
 from workers.generation import worker as worker_module
 from workers.generation.lengths import ForcedLengths
-from workers.generation.worker import GenerationWorker, group_seed
-
-ME = WorkerId("generate-0.1")
-V1, V2 = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
-PROMPT = np.array([5, 6, 7], np.int32)
-SETTINGS = msgspec.convert(
-    {
-        "pipeline": {"group_size": 2},
-        "sampling": {"max_new_tokens": 9, "temperature": 0.7},
-        "liveness": {"lease_s": 0.3},
-    },
-    Settings,
-)
-
-
-class FakePuller:
-    """Gives tensors, or fails; ``open`` says whether a context is open."""
-
-    def __init__(self):
-        self.pulled, self.open, self.error = [], False, None
-
-    @contextmanager
-    def pull(self, manifest):
-        if self.error:
-            raise self.error
-        self.pulled.append(manifest.weights)
-        self.open = True
-        try:
-            yield {"w": torch.full((2,), float(manifest.weights.version))}
-        finally:
-            self.open = False
-
-
-class RenewalCounter(MemoryBroker):
-    """Remembers what was renewed."""
-
-    def __init__(self, server, run):
-        super().__init__(server, run)
-        self.renewed = asyncio.Queue()
-
-    async def renew(self, queue, consumer, entry_ids):
-        kept = await super().renew(queue, consumer, entry_ids)
-        self.renewed.put_nowait((queue, consumer, list(entry_ids), kept))
-        return kept
-
-
-class World:
-    """One worker on one in-memory broker, and what a test does to it."""
-
-    def __init__(self, capacity, lengths=None):
-        self.broker = RenewalCounter(MemoryServer(), RunName("test"))
-        self.engine = FakeEngine(capacity)
-        self.puller = FakePuller()
-        self.worker = GenerationWorker(
-            self.broker,
-            self.engine,
-            SETTINGS,
-            ME,
-            self.puller,
-            MonotonicClock(),
-            stop_token_ids=(2, 4),
-            lengths=lengths,
-        )
-        self._cursor, self._unread = ZERO_ID, []
-        self._plans = 0
-
-    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None):
-        group = group or group_id(3, slot)
-        columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
-        if prompt and attempt == 0:
-            await self.broker.commit(Commit(groups=[GroupWrite(group_id=group, size=2, columns=columns)]))
-        plan = GroupPlan(
-            group_id=group,
-            batch=3,
-            prompt_id=PromptId("p"),
-            samples=samples,
-            group_size=2,
-            predicted_tokens=20,
-            priority=priority,
-            attempt=attempt,
-        )
-        self._plans += 1
-        entry_id = f"{self._plans}-0"
-        await self.broker.enqueue(keys.plans(ME), Entry(payload=encode(plan)), entry_id=entry_id)
-        return entry_id
-
-    async def command(self, command):
-        await self.broker.append(keys.control(ME), Entry(payload=encode(command)))
-
-    async def manifest(self, weights):
-        manifest = WeightManifest(weights=weights, tensors=(), total_bytes=0, sources=(), host="here")
-        await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
-
-    async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
-        """The next ``count`` events of these kinds; others before them are skipped."""
-        found = []
-        async with asyncio.timeout(3):
-            while len(found) < count:
-                if not self._unread:
-                    self._unread += await self.broker.read(keys.EVENTS, self._cursor, count=100, wait_s=1)
-                    continue
-                entry = self._unread.pop(0)
-                self._cursor = entry.entry_id
-                event = event_decoder.decode(entry.entry.payload)
-                assert entry.entry.fields["event"] == type(event).__name__
-                found += [event] if isinstance(event, of) else []
-        return found
-
-    async def unacknowledged(self):
-        return [pending.entry_id for pending in await self.broker.pending(keys.plans(ME))]
-
-    async def until_acknowledged(self):
-        """Wait for the worker to release what it held: its next report says so."""
-        while (await self.events(1, of=WorkerReported))[-1].held:
-            pass
-        assert await self.unacknowledged() == []
-
-
-@asynccontextmanager
-async def running(capacity=4, lengths=None):
-    world = World(capacity, lengths)
-    task = asyncio.create_task(world.worker.run())
-    try:
-        yield world
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert world.engine.closed
+from workers.generation.worker import group_seed
 
 
 @pytest.fixture(autouse=True)
@@ -336,84 +190,6 @@ async def test_an_abort_that_comes_before_its_plan_is_claimed_still_counts():
         assert world.engine.requests == []
 
 
-async def test_weights_are_pulled_loaded_and_told():
-    async with running() as world:
-        await world.manifest(V1)
-        await world.manifest(V2)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
-        (loaded,) = await world.events(1)
-        assert isinstance(loaded, WeightsLoaded)
-        assert loaded.weights == V1
-        ((weights, tensors),) = world.engine.loaded
-        assert (weights, tensors["w"].tolist()) == (V1, [1.0, 1.0])
-        assert not world.puller.open
-        assert world.worker.activity().weights == V1
-        await world.command(LoadWeights(worker_id=ME, weights=V1))  # what is served already is only said again
-        await world.events(1)
-        assert world.puller.pulled == [V1]
-
-
-async def test_a_load_waits_for_a_manifest_that_comes_late():
-    async with running() as world:
-        await world.command(LoadWeights(worker_id=ME, weights=V2))
-        await world.events(2, of=WorkerReported)
-        await world.broker.append(keys.WEIGHTS, Entry(payload=b"\xc1 nonsense"))
-        await world.manifest(V1)
-        await world.manifest(V2)
-        (loaded,) = await world.events(1)
-        assert loaded.weights == V2
-
-
-async def test_a_manifest_that_never_comes_is_a_failure(monkeypatch):
-    monkeypatch.setattr(updates_module, "MANIFEST_WAIT_S", 0.0)
-    async with running() as world:
-        await world.command(LoadWeights(worker_id=ME, weights=V2))
-        (failed,) = await world.events(1)
-        assert isinstance(failed, WeightsFailed)
-        assert "no manifest of e1v2" in failed.reason
-
-
-@pytest.mark.parametrize("where", ["puller", "engine"])
-async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
-    async with running() as world:
-        for weights in (V1, V2):
-            await world.manifest(weights)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
-        await world.events(1)
-        if where == "puller":
-            world.puller.error = ChecksumError("bytes of w are wrong")
-        else:
-            world.engine.load_error = WeightsMismatchError("missing: w")
-        await world.command(LoadWeights(worker_id=ME, weights=V2))
-        (failed,) = await world.events(1)
-        assert isinstance(failed, WeightsFailed)
-        assert failed.weights == V2
-        assert "w" in failed.reason
-        assert world.worker.activity().weights == V1
-        assert not world.puller.open
-
-
-async def test_of_several_loads_at_once_only_the_last_is_taken():
-    world = World(4)
-    for weights in (V1, V2):
-        await world.manifest(weights)
-        await world.command(LoadWeights(worker_id=ME, weights=weights))
-    task = asyncio.create_task(world.worker.run())
-    (loaded,) = await world.events(1)
-    assert loaded.weights == V2
-    assert world.puller.pulled == [V2]
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_an_unreadable_command_is_skipped():
-    async with running() as world:
-        await world.broker.append(keys.control(ME), Entry(payload=b"\xc1"))
-        await world.manifest(V1)
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
-        assert isinstance((await world.events(1))[0], WeightsLoaded)
-
-
 async def test_reports_say_what_is_held_and_never_before_it_is_claimed():
     async with running() as world:
         (empty,) = await world.events(1, of=WorkerReported)
@@ -477,16 +253,3 @@ async def test_activity_says_starting_until_the_engine_is_there():
     assert (activity.doing, activity.capacity) == ("waiting", 4)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_an_unreachable_source_leaves_the_worker_at_work():
-    async with running() as world:
-        await world.manifest(V1)
-        world.puller.error = PeerUnavailableError("tcp://there", "gone")
-        await world.command(LoadWeights(worker_id=ME, weights=V1))
-        (failed,) = await world.events(1)
-        assert "gone" in failed.reason
-        await world.plan(0)
-        (request,) = await world.engine.wait_submitted(1)
-        world.engine.finish(request, 0)
-        assert isinstance((await world.events(1))[0], RolloutFinished)

@@ -1,0 +1,163 @@
+"""One generation worker with a fake engine on an in-memory broker, and what a test does to it."""
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import numpy as np
+import torch
+
+from tests.fakes.engine import FakeEngine
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.clock import MonotonicClock
+from transport.messages import (
+    GroupPlan,
+    RolloutFailed,
+    RolloutFinished,
+    WeightManifest,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerReported,
+    encode,
+    event_decoder,
+)
+from transport.rows import encode_array
+from transport.settings import Settings
+from transport.types import (
+    Column,
+    PromptId,
+    RunName,
+    WeightIdentity,
+    WorkerId,
+    group_id,
+)
+from workers.generation.worker import GenerationWorker
+
+ME = WorkerId("generate-0.1")
+V1, V2 = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
+PROMPT = np.array([5, 6, 7], np.int32)
+SETTINGS = msgspec.convert(
+    {
+        "pipeline": {"group_size": 2},
+        "sampling": {"max_new_tokens": 9, "temperature": 0.7},
+        "liveness": {"lease_s": 0.3},
+    },
+    Settings,
+)
+
+
+class FakePuller:
+    """Gives tensors, or fails; ``open`` says whether a context is open."""
+
+    def __init__(self):
+        self.pulled, self.open, self.error = [], False, None
+
+    @contextmanager
+    def pull(self, manifest):
+        if self.error:
+            raise self.error
+        self.pulled.append(manifest.weights)
+        self.open = True
+        try:
+            yield {"w": torch.full((2,), float(manifest.weights.version))}
+        finally:
+            self.open = False
+
+
+class RenewalCounter(MemoryBroker):
+    """Remembers what was renewed."""
+
+    def __init__(self, server, run):
+        super().__init__(server, run)
+        self.renewed = asyncio.Queue()
+
+    async def renew(self, queue, consumer, entry_ids):
+        kept = await super().renew(queue, consumer, entry_ids)
+        self.renewed.put_nowait((queue, consumer, list(entry_ids), kept))
+        return kept
+
+
+class World:
+    """One worker on one in-memory broker, and what a test does to it."""
+
+    def __init__(self, capacity, lengths=None):
+        self.broker = RenewalCounter(MemoryServer(), RunName("test"))
+        self.engine = FakeEngine(capacity)
+        self.puller = FakePuller()
+        self.worker = GenerationWorker(
+            self.broker,
+            self.engine,
+            SETTINGS,
+            ME,
+            self.puller,
+            MonotonicClock(),
+            stop_token_ids=(2, 4),
+            lengths=lengths,
+        )
+        self._cursor, self._unread = ZERO_ID, []
+        self._plans = 0
+
+    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None):
+        group = group or group_id(3, slot)
+        columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
+        if prompt and attempt == 0:
+            await self.broker.commit(Commit(groups=[GroupWrite(group_id=group, size=2, columns=columns)]))
+        plan = GroupPlan(
+            group_id=group,
+            batch=3,
+            prompt_id=PromptId("p"),
+            samples=samples,
+            group_size=2,
+            predicted_tokens=20,
+            priority=priority,
+            attempt=attempt,
+        )
+        self._plans += 1
+        entry_id = f"{self._plans}-0"
+        await self.broker.enqueue(keys.plans(ME), Entry(payload=encode(plan)), entry_id=entry_id)
+        return entry_id
+
+    async def command(self, command):
+        await self.broker.append(keys.control(ME), Entry(payload=encode(command)))
+
+    async def manifest(self, weights):
+        manifest = WeightManifest(weights=weights, tensors=(), total_bytes=0, sources=(), host="here")
+        await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
+
+    async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
+        """The next ``count`` events of these kinds; others before them are skipped."""
+        found = []
+        async with asyncio.timeout(3):
+            while len(found) < count:
+                if not self._unread:
+                    self._unread += await self.broker.read(keys.EVENTS, self._cursor, count=100, wait_s=1)
+                    continue
+                entry = self._unread.pop(0)
+                self._cursor = entry.entry_id
+                event = event_decoder.decode(entry.entry.payload)
+                assert entry.entry.fields["event"] == type(event).__name__
+                found += [event] if isinstance(event, of) else []
+        return found
+
+    async def unacknowledged(self):
+        return [pending.entry_id for pending in await self.broker.pending(keys.plans(ME))]
+
+    async def until_acknowledged(self):
+        """Wait for the worker to release what it held: its next report says so."""
+        while (await self.events(1, of=WorkerReported))[-1].held:
+            pass
+        assert await self.unacknowledged() == []
+
+
+@asynccontextmanager
+async def running(capacity=4, lengths=None):
+    world = World(capacity, lengths)
+    task = asyncio.create_task(world.worker.run())
+    try:
+        yield world
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.engine.closed

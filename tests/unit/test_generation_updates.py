@@ -1,0 +1,116 @@
+"""How a generation worker takes new weights, over the in-memory broker and a fake engine."""
+
+import asyncio
+
+import pytest
+
+from tests.fakes.generation_world import ME, V1, V2, World, running
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.errors import ChecksumError, PeerUnavailableError
+from transport.messages import (
+    LoadWeights,
+    RolloutFinished,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerReported,
+)
+from workers.errors import WeightsMismatchError
+from workers.generation import updates as updates_module
+from workers.generation import worker as worker_module
+
+
+@pytest.fixture(autouse=True)
+def frequent_reports(monkeypatch):
+    monkeypatch.setattr(worker_module, "REPORT_S", 0.01)
+
+
+async def test_weights_are_pulled_loaded_and_told():
+    async with running() as world:
+        await world.manifest(V1)
+        await world.manifest(V2)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        (loaded,) = await world.events(1)
+        assert isinstance(loaded, WeightsLoaded)
+        assert loaded.weights == V1
+        ((weights, tensors),) = world.engine.loaded
+        assert (weights, tensors["w"].tolist()) == (V1, [1.0, 1.0])
+        assert not world.puller.open
+        assert world.worker.activity().weights == V1
+        await world.command(LoadWeights(worker_id=ME, weights=V1))  # what is served already is only said again
+        await world.events(1)
+        assert world.puller.pulled == [V1]
+
+
+async def test_a_load_waits_for_a_manifest_that_comes_late():
+    async with running() as world:
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        await world.events(2, of=WorkerReported)
+        await world.broker.append(keys.WEIGHTS, Entry(payload=b"\xc1 nonsense"))
+        await world.manifest(V1)
+        await world.manifest(V2)
+        (loaded,) = await world.events(1)
+        assert loaded.weights == V2
+
+
+async def test_a_manifest_that_never_comes_is_a_failure(monkeypatch):
+    monkeypatch.setattr(updates_module, "MANIFEST_WAIT_S", 0.0)
+    async with running() as world:
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        (failed,) = await world.events(1)
+        assert isinstance(failed, WeightsFailed)
+        assert "no manifest of e1v2" in failed.reason
+
+
+@pytest.mark.parametrize("where", ["puller", "engine"])
+async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
+    async with running() as world:
+        for weights in (V1, V2):
+            await world.manifest(weights)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.events(1)
+        if where == "puller":
+            world.puller.error = ChecksumError("bytes of w are wrong")
+        else:
+            world.engine.load_error = WeightsMismatchError("missing: w")
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        (failed,) = await world.events(1)
+        assert isinstance(failed, WeightsFailed)
+        assert failed.weights == V2
+        assert "w" in failed.reason
+        assert world.worker.activity().weights == V1
+        assert not world.puller.open
+
+
+async def test_of_several_loads_at_once_only_the_last_is_taken():
+    world = World(4)
+    for weights in (V1, V2):
+        await world.manifest(weights)
+        await world.command(LoadWeights(worker_id=ME, weights=weights))
+    task = asyncio.create_task(world.worker.run())
+    (loaded,) = await world.events(1)
+    assert loaded.weights == V2
+    assert world.puller.pulled == [V2]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_unreadable_command_is_skipped():
+    async with running() as world:
+        await world.broker.append(keys.control(ME), Entry(payload=b"\xc1"))
+        await world.manifest(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        assert isinstance((await world.events(1))[0], WeightsLoaded)
+
+
+async def test_an_unreachable_source_leaves_the_worker_at_work():
+    async with running() as world:
+        await world.manifest(V1)
+        world.puller.error = PeerUnavailableError("tcp://there", "gone")
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        (failed,) = await world.events(1)
+        assert "gone" in failed.reason
+        await world.plan(0)
+        (request,) = await world.engine.wait_submitted(1)
+        world.engine.finish(request, 0)
+        assert isinstance((await world.events(1))[0], RolloutFinished)
