@@ -17,6 +17,8 @@ import pytest
 import torch
 from aiohttp import web
 
+from workers.generation.sglang_order import Outcome, outcome_numbers
+
 VENV = os.environ.get("SGLANG_VENV", "")
 ON_CPU = shlex.split(
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
@@ -93,6 +95,28 @@ class FakeServer:
             "output_token_logprobs": [[-0.5, 7, None]] * count,
         }
         return {"output_ids": [7] * count, "meta_info": meta}
+
+
+def says(body: object) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """An answer: always ``body``."""
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response(body)
+
+    return answer
+
+
+def loader_says(
+    error: str, *, mismatch: bool = False, spoiled: bool = False
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """An answer to ``/get_weights_by_name``: how the last load went."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        number = int((await request.json())["name"].rpartition(":")[2])
+        outcome = Outcome(number=number, error=error, mismatch=mismatch, spoiled=spoiled)
+        return web.json_response(outcome_numbers(outcome))
+
+    return answer
 
 
 async def events(request: web.Request, *chunks: object) -> web.StreamResponse:

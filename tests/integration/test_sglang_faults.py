@@ -15,7 +15,7 @@ import structlog
 import torch
 from aiohttp import web
 
-from tests.fakes.sglang_servers import FakeServer, events, fake_server
+from tests.fakes.sglang_servers import FakeServer, events, fake_server, loader_says, says
 from transport.clock import MonotonicClock
 from transport.errors import PeerUnavailableError
 from transport.types import GroupId, SamplingParams, WeightIdentity
@@ -23,7 +23,7 @@ from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
 from workers.generation import sglang, sglang_sender
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_order import Outcome, outcome_numbers
+from workers.generation.sglang_order import LOADER
 from workers.generation.sglang_upkeep import SglangSettings
 
 WEIGHTS = WeightIdentity(epoch=1, version=1)
@@ -75,11 +75,7 @@ async def results(engine: SglangEngine, count: int) -> list[Completion | EngineF
 
 async def test_a_server_of_another_model_is_refused(model_dir: Path) -> None:
     async with fake_server() as server:
-
-        async def other(_: web.Request) -> web.Response:
-            return web.json_response({"model_path": "them/llama", "model_type": "llama"})
-
-        server.answers["/model_info"] = other
+        server.answers["/model_info"] = says({"model_path": "them/llama", "model_type": "llama"})
         with pytest.raises(ModelError, match="'them/llama' of type 'llama'"):
             async with started(model_dir, server):
                 pass
@@ -87,13 +83,7 @@ async def test_a_server_of_another_model_is_refused(model_dir: Path) -> None:
 
 async def test_a_server_with_another_vocabulary_is_refused(model_dir: Path) -> None:
     async with fake_server() as server:
-
-        async def mismatch(request: web.Request) -> web.Response:
-            number = int((await request.json())["name"].rpartition(":")[2])
-            outcome = Outcome(number=number, error="a vocabulary of 60 tokens, not 50", mismatch=True)
-            return web.json_response(outcome_numbers(outcome))
-
-        server.answers["/get_weights_by_name"] = mismatch
+        server.answers["/get_weights_by_name"] = loader_says("a vocabulary of 60 tokens, not 50", mismatch=True)
         with pytest.raises(ModelError, match="another model than the run's: a vocabulary of 60"):
             async with started(model_dir, server):
                 pass
@@ -101,24 +91,16 @@ async def test_a_server_with_another_vocabulary_is_refused(model_dir: Path) -> N
 
 async def test_a_server_without_our_loader_is_refused_with_what_to_do(model_dir: Path) -> None:
     async with fake_server() as server:
-
-        async def plain(_: web.Request) -> web.Response:
-            return web.json_response({"version": "0.5.23", "max_total_num_tokens": 100})
-
-        server.answers["/server_info"] = plain
+        server.answers["/server_info"] = says({"version": "0.5.23", "max_total_num_tokens": 100})
         with pytest.raises(ModelError, match=r"--custom-weight-loader workers\.generation\.sglang_loader\.load"):
             async with started(model_dir, server):
                 pass
 
 
 async def test_an_untested_version_is_told_about(model_dir: Path) -> None:
+    newer = {"version": "9.0", "max_total_num_tokens": 100, "custom_weight_loader": [LOADER]}
     async with fake_server() as server:
-
-        async def newer(_: web.Request) -> web.Response:
-            loaders = ["workers.generation.sglang_loader.load"]
-            return web.json_response({"version": "9.0", "max_total_num_tokens": 100, "custom_weight_loader": loaders})
-
-        server.answers["/server_info"] = newer
+        server.answers["/server_info"] = says(newer)
         with structlog.testing.capture_logs() as logs:
             async with started(model_dir, server):
                 pass
@@ -283,12 +265,7 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_service(
     model_dir: Path, mismatch: bool, error: type[Exception]
 ) -> None:
     async with fake_server() as server, started(model_dir, server) as engine:
-
-        async def fails(request: web.Request) -> web.Response:
-            number = int((await request.json())["name"].rpartition(":")[2])
-            return web.json_response(outcome_numbers(Outcome(number=number, error="it is gone", mismatch=mismatch)))
-
-        server.answers["/get_weights_by_name"] = fails
+        server.answers["/get_weights_by_name"] = loader_says("it is gone", mismatch=mismatch)
         server.asked.clear()
         with pytest.raises(error, match="it is gone"):
             await engine.load_weights(WEIGHTS, TENSORS)
@@ -304,10 +281,9 @@ async def test_a_server_with_half_of_a_version_is_not_used_before_it_has_the_who
         await engine.load_weights(WEIGHTS, TENSORS)
         fresh = server.answers.copy()
 
-        async def spoiled(request: web.Request) -> web.Response:
-            number = int((await request.json())["name"].rpartition(":")[2])
+        async def spoiled(request: web.Request) -> web.StreamResponse:
             server.answers = fresh
-            return web.json_response(outcome_numbers(Outcome(number=number, error="boom", spoiled=True)))
+            return await loader_says("boom", spoiled=True)(request)
 
         server.answers["/get_weights_by_name"] = spoiled
         server.asked.clear()

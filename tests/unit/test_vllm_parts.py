@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from tests.fakes.sglang_servers import FakeServer, events, fake_server
+from tests.fakes.sglang_servers import FakeServer, events, fake_server, says
 from transport.messages import MessageDecoder
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.sglang_http import NEVER, GenerateBody, Load, SamplingBody
@@ -49,13 +49,6 @@ async def client(server: FakeServer) -> AsyncIterator[VllmClient]:
     await client.open()
     yield client
     await client.close()
-
-
-def says(body: object) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return web.json_response(body)
-
-    return answer
 
 
 def test_a_sample_is_asked_for_in_its_words() -> None:
