@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.live_error import CALIBRATION, SETTINGS, Overheads, Setting, iteration_s, predicted
+from benchmarks.live_error import (
+    CALIBRATION,
+    SETTINGS,
+    Overheads,
+    Setting,
+    children_s,
+    iteration_s,
+    machine_busy_s,
+    predicted,
+)
 from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost
 
@@ -14,7 +25,7 @@ NO_OVERHEADS = Overheads(dispatch_s=0.0, scoring_s=0.0, load_s=0.0, publish_s=0.
 
 
 def simulated_s(setting: Setting, found: Overheads = NO_OVERHEADS) -> float:
-    settings = resolve("tiny", [], setting.overrides(Path("lengths.txt")), {}).settings
+    settings = resolve("tiny", [], setting.overrides(Path(".")), {}).settings
     return predicted(setting, settings, found, None)
 
 
@@ -32,8 +43,16 @@ def test_a_pace_scales_every_second_and_no_capacity():
     assert slower.kv_capacity_tokens == 500.0
 
 
-def test_the_first_batches_do_not_count():
+def test_neither_the_first_batches_nor_one_that_was_held_up_count():
     assert iteration_s([5.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(1.0)
+    assert iteration_s([5.0, 9.0, 10.0, 11.0, 19.0, 20.0]) == pytest.approx(1.0)
+
+
+def test_what_others_take_of_the_machine_can_be_told():
+    busy_s, own_s = machine_busy_s(), children_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert children_s() - own_s > 0.25
+    assert machine_busy_s() - busy_s > 0.2
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[5]], ids=lambda setting: setting.mode)
