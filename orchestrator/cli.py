@@ -232,14 +232,19 @@ def set_(
 
 
 @app.command(
-    help="Measure this machine's engine and trainer, fit the cost model to them, and write it: for plans of dispatch "
-    "and the number of workers (`run --config`), for `simulate` and `plan`. Settings as for `run` say which."
+    help="Measure this machine's engine and trainer, alone and at once, fit the cost model to them, and write it: for "
+    "`simulate` and `plan` (--profile), for plans of dispatch and the number of workers (`run --config`). Settings as "
+    "for `run` say which: batches of up to generation.slots samples and micro-batches of up to "
+    "trainer.micro_batch_tokens tokens are measured. It takes one to five minutes and wants the machine for itself; "
+    "coefficients are seconds a step, a sample, a token. [docs/simulation.md]"
 )
 def profile(
     preset: Preset = None,
     config_file: ConfigFiles = None,
     override: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Files to write, without their endings .json and .toml.")] = Path("profile"),
+    out: Annotated[
+        Path, typer.Option(help="Files to write, without their endings: .json for --profile, .toml for --config.")
+    ] = Path("profile"),
 ) -> None:
     resolved = _resolve(preset, config_file or [], override or [])
     from orchestrator import profile_cli
