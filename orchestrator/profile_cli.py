@@ -8,6 +8,7 @@ Owns: the child that measures, the files, the words. Never: measures (torch stay
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -44,13 +45,17 @@ def main(settings: Settings, out: Path) -> int:
 
 def measure(settings: Settings) -> Measurements:
     """Have a worker process measure. Raises ChildFailedError; what it says goes to our standard error."""
-    done = subprocess.run(
-        python_module("workers", "profile"),
-        input=msgspec.json.encode(settings),
-        stdout=subprocess.PIPE,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            python_module("workers", "profile"),
+            input=msgspec.json.encode(settings),
+            stdout=subprocess.PIPE,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        slow = f"it took longer than {LIMIT_S:.0f} s: measure with fewer generation.slots"
+        raise ChildFailedError("profile", -signal.SIGKILL, slow) from None
     if done.returncode != 0:
         raise ChildFailedError("profile", done.returncode, "see above")
     return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Measurements)
