@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.printable import printable
-from orchestrator.runtime.live import blocked_line, ranker_line, scaling_line
+from orchestrator.runtime.live import blocked_line, progress, ranker_line, scaling_line
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id
 from transport.errors import MessageError
@@ -128,7 +128,7 @@ def _readable(leases: Iterable[bytes]) -> list[WorkerStatus]:
 def survey_line(survey: Survey) -> str:
     """One line: where training is, what waits in which queue, what blocks."""
     status = survey.status
-    parts = [f"{status['elapsed_s']:.0f} s  {_trained(status)}"] if status else []
+    parts = [f"{status['elapsed_s']:.0f} s  {progress(status)}"] if status else []
     parts += [
         f"{stream.name} {stream.length} ({stream.held} held{_oldest_age(stream)})"
         for stream in survey.streams
@@ -138,10 +138,6 @@ def survey_line(survey: Survey) -> str:
     if blocked := status.get("blocked"):
         parts.append(blocked_line(blocked))
     return printable("  ".join(parts) or survey.state)
-
-
-def _trained(status: Mapping[str, Any]) -> str:
-    return f"trained {status['trained_version']}/{status['num_batches']}"
 
 
 def _oldest_age(stream: StreamSurvey) -> str:
@@ -168,7 +164,7 @@ def _weights_line(survey: Survey) -> str:
         return f"no orchestrator is alive  {retained}"
     newest = status.get("newest")
     weights = f"  newest weights e{newest['epoch']}v{newest['version']}" if newest else ""
-    return f"{_trained(status)}{weights}  {retained}"
+    return f"{progress(status)}{weights}  {retained}"
 
 
 def _stream_table(survey: Survey) -> Table:

@@ -7,7 +7,7 @@ nothing is counted twice and nothing is kept.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -32,6 +32,7 @@ GAUGES = {
     "paused": "1 while dispatch is paused.",
     "elapsed_s": "Seconds on the run's clock.",
 }
+REQUEST_SAMPLES = ("samples", "started", "ended", "failed", "taken")
 GROUP_STAGES = ("pending", "running", "scoring", "ready")
 
 
@@ -62,11 +63,22 @@ def _run(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, text in OF_LAST_BATCH.items():
         if name in status["last"]:
             yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(status["last"][name]))
+    if status.get("num_requests") is not None:
+        yield from _requests(status["num_requests"], status["requests"].values())
     blocked = status.get("blocked")
     still_s = {blocked["stage"]: blocked["still_s"]} if blocked else {}
     yield _labelled("streamrl_blocked_seconds", "Seconds without progress, past the first limit.", "stage", still_s)
     yield _labelled("streamrl_groups", "Groups by stage.", "stage", {stage: status[stage] for stage in GROUP_STAGES})
     yield _labelled("streamrl_queue_entries", "Entries of each stream.", "stream", status["queues"])
+
+
+def _requests(num_requests: int, open_ones: Collection[Mapping[str, float]]) -> Iterator[Metric]:
+    """Of a service run. open_ones: how many samples of each open request there are, and how far they are."""
+    yield CounterMetricFamily("streamrl_requests", "Requests that came.", value=num_requests)
+    yield GaugeMetricFamily("streamrl_open_requests", "Requests that are not all taken.", value=len(open_ones))
+    sums = {name: sum(each[name] for each in open_ones) for name in REQUEST_SAMPLES}
+    text = "Samples of open requests: all, let pass by the window, ended, of those failed, taken by the reader."
+    yield _labelled("streamrl_request_samples", text, "are", sums)
 
 
 def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -84,6 +84,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
     ranker: what it was judged last, None where nobody judges it.
     scaling: None where the number of generation workers is fixed.
+    num_requests: that came so far, None where the run trains.
     """
 
     seq: int
@@ -114,6 +115,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvaluationView | None = None
     ranker: RankerJudged | None = None
     scaling: ScalingView | None = None
+    num_requests: int | None = None
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -150,6 +152,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         evaluation=_evaluation_view(p),
         ranker=p.plans.ranker,
         scaling=_scaling_view(p),
+        num_requests=p.last_request if p.settings.service else None,
     )
 
 

@@ -98,7 +98,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     blind = ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     told = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
     desk = Desk(source, ranking or blind, held_out=problems, learnt=told)
-    metrics = MetricsLog(rundir.metrics)
+    metrics = MetricsLog(rundir.metrics, trains=spool is None)
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
     watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()

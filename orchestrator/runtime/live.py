@@ -103,6 +103,14 @@ def ranker_line(ranker: Mapping[str, Any]) -> str:
     return f"ranker: recall {recalls} at 20/10/5% of {ranker['num_groups']} groups, {verdict}"
 
 
+def progress(status: Mapping[str, Any]) -> str:
+    """How far the run is; a service gets as many requests as there are."""
+    requests = status.get("num_requests")
+    if requests is None:
+        return f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}"
+    return f"requests {requests}, {len(status.get('requests', ()))} of them open"
+
+
 def scaling_line(scaling: Mapping[str, Any]) -> str:
     """``status["scaling"]`` as a line: the last change and why; "" before the first."""
     if scaling["changed"] < 0:
@@ -179,11 +187,10 @@ def _headline(status: Mapping[str, Any]) -> Text:
     stages = ("pending", "running", "scoring", "ready", "rounds_outstanding")
     groups = "  ".join(f"{name.replace('_', ' ')} {status[name]}" for name in stages if name in status)
     parts = [
-        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s  "
-        f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}",
+        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s  {progress(status)}",
         f"groups: {groups}",
         "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
-        _waiting(status.get("wait"), status.get("elapsed_s", 0.0)),
+        _waiting(status.get("wait")),
         ranker_line(status["ranker"]) if status.get("ranker") else "",
         scaling_line(status["scaling"]) if status.get("scaling") else "",
     ]
@@ -193,11 +200,11 @@ def _headline(status: Mapping[str, Any]) -> Text:
     return text
 
 
-def _waiting(wait: Mapping[str, Any] | None, elapsed_s: float) -> str:
+def _waiting(wait: Mapping[str, Any] | None) -> str:
     """What the pipeline waits for at this moment; a healthy one does too."""
     if not wait:
         return ""
-    return printable(f"{wait['stage']} waits for {wait['waits_for']}  {max(0.0, elapsed_s - wait['since_s']):.0f} s")
+    return printable(f"{wait['stage']} waits for {wait['waits_for']}  {wait['waited_s']:.0f} s")
 
 
 def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:

@@ -28,6 +28,7 @@ from transport.messages import (
     RolloutFinished,
     SlotOutcome,
     StepDone,
+    WeightsLoaded,
     WorkerStatus,
 )
 from transport.types import GroupId, WorkerId, is_evaluation
@@ -86,15 +87,18 @@ class MetricsLog:
     For the live page it also keeps the curves, recent events and the names of the reward's components.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trains: bool = True) -> None:
+        """trains: a run that does not has no batches, and nothing is kept of its samples."""
         self._path = path
+        self._trains = trains
         self._open: dict[int, _BatchTally] = {}
         self._scored: set[GroupId] = set()
         lines, evaluations = read_metrics(path), read_evaluations(path)
         self._written = {(line["epoch"], line["batch"]) for line in lines}
         self._evaluated = {line["eval"] for line in evaluations}
         self._engine_s = _EngineSeconds()
-        self._last_step_s: float | None = None
+        self._begun_s: float | None = None
+        """When the seconds of the next line begin: at the last step, of the first batch when weights were loaded."""
         self._ranker: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
         self.curves = Curves(sorted(lines, key=lambda line: (line["epoch"], line["batch"])))
@@ -109,7 +113,9 @@ class MetricsLog:
                 case RolloutFinished() | GroupScored():
                     self.observe(record.event, (), record.now_s)
                 case StepDone():
-                    self._last_step_s = record.now_s
+                    self._begun_s = record.now_s
+                case WeightsLoaded():
+                    self._begin(record.now_s)
                 case RankerJudged():
                     self._ranker = ranker_numbers(record.event)
                 case _:
@@ -118,7 +124,11 @@ class MetricsLog:
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""
         self.recent.add(event, now_s)
+        if not self._trains:
+            return None
         match event:
+            case WeightsLoaded():
+                self._begin(now_s)
             case RolloutFinished():
                 self._finished(event)
             case GroupScored() if event.group_id not in self._scored and not is_evaluation(event.group_id):
@@ -135,6 +145,11 @@ class MetricsLog:
             elif isinstance(command, EvaluationOutcome):
                 self._evaluated_line(command, now_s)
         return self._finish(event, now_s) if isinstance(event, StepDone) else None
+
+    def _begin(self, now_s: float) -> None:
+        """Generation may begin; before it the run starts up, which is no batch's time."""
+        if self._begun_s is None:
+            self._begun_s = now_s
 
     def _finished(self, event: RolloutFinished) -> None:
         if is_evaluation(event.row_id):
@@ -173,8 +188,8 @@ class MetricsLog:
         key = (event.weights.epoch, event.batch)
         if key in self._written:
             return None
-        seconds = now_s - self._last_step_s if self._last_step_s is not None else now_s
-        self._last_step_s = now_s
+        seconds = now_s - self._begun_s if self._begun_s is not None else now_s
+        self._begun_s = now_s
         # A batch trained again after a restart of the trainer keeps its tally; a closed one of before is not needed.
         tally = self._tally(event.batch)
         for batch in [batch for batch in self._open if batch < event.batch - 64]:

@@ -6,7 +6,7 @@ events_cursor        id of the last entry of the events log that is applied
                      digest}, waiting_prompts, pending, running, scoring, ready, in_flight_samples,
                      rounds_outstanding, retained_bytes, paused, checkpoint_requested, stop_reason, finish_reason,
                      settings {key: value} of those that may change, ...
-                     wait: what is waited for now, also when all is well: {stage, waits_for, owner, since_s}
+                     num_requests: that a service run got so far, null where the run trains
                      batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
                      evaluation: null, or the one under way: {number, weights, problems, waiting, running, scoring,
                      answered, seconds, held}
@@ -14,7 +14,8 @@ events_cursor        id of the last entry of the events log that is applied
                      recall_10, recall_5, kendall_tau, drift, known_prompts, refits}
                      scaling: null, or how many generation workers there are to be: {min_workers, max_workers, draining,
                      changed (batch, -1 never), from_workers, to_workers, reason}
-blocked              null, or once nothing progressed for liveness.warn_s: the wait, and still_s, seconds since then
+wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
+blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
                      loading, fit}]
 longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
@@ -39,7 +40,7 @@ from orchestrator.core.state import PipelineState
 from orchestrator.runtime.decide import Decider
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog, UsageWindow
-from orchestrator.runtime.watchdog import Watchdog
+from orchestrator.runtime.watchdog import Watchdog, shown_wait
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
@@ -91,6 +92,7 @@ async def publish_status(
             "elapsed_s": round(clock.now_s(), 1),
             "events_cursor": decider.cursor,
             **view,
+            "wait": shown_wait(state.wait(), clock.now_s()),
             "blocked": watchdog.blocked(state),
             "generation": view["workers"],
             "longest": msgspec.to_builtins(state.longest_running()),

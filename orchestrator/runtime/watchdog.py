@@ -63,6 +63,14 @@ class Waiting(Protocol):
     def describe_wait(self) -> str: ...
 
 
+def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
+    """A wait as people read it: for how long, and not since when on a clock of its own."""
+    if wait is None:
+        return None
+    waited_s = round(max(0.0, now_s - wait.since_s), 1)
+    return {"stage": wait.stage, "waits_for": wait.waits_for, "owner": wait.owner, "waited_s": waited_s}
+
+
 class Watchdog:
     """Counts seconds since the last event that means progress."""
 
@@ -82,9 +90,8 @@ class Watchdog:
         """For the status: the wait and for how long nothing progressed, once that is over ``warn_s``."""
         still_s = self._still_s()
         wait = state.wait() if still_s >= self._liveness.warn_s else None
-        if wait is None:
-            return None
-        return {**msgspec.to_builtins(wait), "still_s": round(still_s, 1)}
+        shown = shown_wait(wait, self._clock.now_s())
+        return shown and {**shown, "still_s": round(still_s, 1)}
 
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.

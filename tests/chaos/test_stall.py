@@ -29,7 +29,7 @@ def test_a_stopped_scoring_worker_is_named_and_the_run_goes_on_with_it(tmp_path:
         blocked = status["blocked"]
         assert (blocked["stage"], blocked["owner"]) == ("scoring", "score-0.1")
         assert blocked["still_s"] >= 3.0
-        assert 0 < blocked["since_s"] <= status["elapsed_s"]
+        assert 0 < blocked["waited_s"] <= status["elapsed_s"]
         looked = run.command("inspect", str(run.run_dir))
         assert "blocked: scoring waits for" in looked.stdout
         run.resume_stopped(stopped)

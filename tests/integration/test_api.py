@@ -35,7 +35,7 @@ STATUS: dict[str, Any] = {
     "ready": 4,
     "in_flight_samples": 8,
     "retained_bytes": 4096,
-    "blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0.1", "since_s": 2.0, "still_s": 70.0},
+    "blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0.1", "waited_s": 2.0, "still_s": 70.0},
     "queues": {"plans:generate-0.1": 2},
     "workers": [
         {"worker": "generate-0.1", "kind": "generate", "running": 8, "idle": 0.25, "counters": {"tokens": 70.0}},
@@ -151,6 +151,15 @@ async def test_metrics_are_prometheus_text(tmp_path: Path):
         'streamrl_worker_tokens_total{worker="generate-0.1"} 70.0',
     ):
         assert line in lines
+
+
+async def test_the_metrics_of_a_service_count_its_requests(tmp_path: Path):
+    counts = {"samples": 64, "started": 40, "ended": 30, "failed": 1, "taken": 8}
+    async with serving(tmp_path) as service:
+        service.board.latest = {**STATUS, "num_requests": 12, "requests": {11: counts, 12: counts}}
+        lines = (await service.ask("/metrics"))[2].decode().splitlines()
+    assert {"streamrl_requests_total 12.0", "streamrl_open_requests 2.0"} <= set(lines)
+    assert 'streamrl_request_samples{are="ended"} 60.0' in lines
 
 
 async def test_batches_are_read_on_from_a_line(tmp_path: Path):

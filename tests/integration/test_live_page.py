@@ -86,7 +86,7 @@ def status() -> dict[str, Any]:
         "trained_version": 12,
         "newest": {"epoch": 1, "version": 12, "digest": "ab"},
         "running": 5,
-        "wait": {"stage": "training", "waits_for": "round 12/3", "owner": "train-0.1", "since_s": 299.0},
+        "wait": {"stage": "training", "waits_for": "round 12/3", "owner": "train-0.1", "waited_s": 1.0},
         "blocked": None,
         "generation": [
             {"worker_id": "generate-0.1", "loaded": {"epoch": 1, "version": 12}},
@@ -233,6 +233,20 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert browser.text("#bubbles-title") == "Idle time by cause, batches 2 to 10"
     assert "pipeline bubble 30%skew bubble 10%" in browser.text("#bubbles")
     assert "12/40" in browser.evaluate("document.title")
+    assert browser.errors == []
+
+
+def test_a_service_shows_its_requests(page: LivePage, browser: Browser):
+    one = {"samples": 64, "started": 40, "ended": 30, "failed": 1, "taken": 8}
+    page.tell(num_requests=12, requests={"12": one}, batches=[])
+    show(browser, page)
+    assert browser.text("#batches-title") == "Requests"
+    assert (browser.text("#batches"), browser.text("#left")) == ("12", "1 open")
+    assert browser.text("#open-title") == "Open requests"
+    assert browser.text("#open-batches .batch span") == "request 12"
+    bar = "document.querySelector('#open-batches .bar').title"
+    assert browser.evaluate(bar) == "24 pending, 10 running, 22 ready, 8 taken"
+    assert browser.evaluate("document.title").startswith("12 requests")
     assert browser.errors == []
 
 

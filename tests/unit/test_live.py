@@ -10,7 +10,7 @@ from rich.console import Console
 
 from orchestrator.core.settings import CoreSettings
 from orchestrator.printable import printable
-from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line
+from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line, progress
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import RankerJudged
 
@@ -29,6 +29,13 @@ def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
 
 def test_terminal_escapes_of_a_model_are_stripped():
     assert printable("a\x1b[31mred\x07\nb\x9b") == "a[31mred\nb"
+
+
+def test_how_far_a_run_is_says_what_it_does():
+    assert progress({"trained_version": 3, "num_batches": 9}) == "trained 3/9"
+    assert progress({"trained_version": 0, "num_batches": 9, "num_requests": 4, "requests": {"4": {}}}) == (
+        "requests 4, 1 of them open"
+    )
 
 
 def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
@@ -52,6 +59,6 @@ def test_the_table_shows_the_status_of_a_run_whose_ranker_knows_nothing_yet(judg
     status = msgspec.to_builtins(world.state.view())
     screen = io.StringIO()
     view = TableView(Console(file=screen, force_terminal=True, width=200))
-    view.status({**status, "workers": []})
+    view.status({**status, "wait": None, "workers": []})
     view.close()
     assert words in screen.getvalue()

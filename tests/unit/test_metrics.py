@@ -14,6 +14,7 @@ from transport.messages import (
     RolloutFinished,
     SlotOutcome,
     StepDone,
+    WeightsLoaded,
     WorkerStatus,
 )
 from transport.types import (
@@ -69,6 +70,22 @@ def test_a_batch_is_summed_up_when_its_step_is_done(tmp_path: Path):
     assert line["tokens_per_s"] == 4.0
     assert line["loss"] == 0.5
     assert read_metrics(tmp_path / "metrics.jsonl") == [line]
+
+
+def test_the_first_batch_begins_when_there_are_weights_to_generate_with(tmp_path: Path):
+    loaded = WeightsLoaded(worker_id=WorkerId("generate-0.1"), weights=W0, seconds=0.1)
+    again = WeightsLoaded(worker_id=WorkerId("generate-1.1"), weights=W0, seconds=0.1)
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    lines = [log.observe(event, [], now_s) for event, now_s in ((loaded, 30.0), (again, 31.0), (step(0), 32.0))]
+    assert lines[-1] is not None
+    assert lines[-1]["seconds"] == 2.0
+
+
+def test_nothing_is_kept_of_the_samples_of_a_run_that_trains_nothing(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", trains=False)
+    for number in range(1, 200):
+        log.observe(ended(f"{number}/0/0", 1.0), [], float(number))
+    assert not log._open
 
 
 def test_a_group_told_twice_counts_once(tmp_path: Path):

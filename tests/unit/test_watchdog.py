@@ -92,7 +92,7 @@ def test_the_status_names_what_blocks_from_the_first_limit_on():
         "stage": "scoring",
         "waits_for": "the scores of 2 groups",
         "owner": "score-0.1",
-        "since_s": 3.0,
+        "waited_s": 1.0,
         "still_s": 4.0,
     }
     watchdog.observe(PROGRESS)

@@ -98,10 +98,9 @@ function lastWords(state, away, silent_s) {
 /** What the run waits for: a healthy one waits for something all the time, so only a long wait is an alarm. */
 function showWait() {
   const { wait, blocked } = status;
-  const since_s = wait ? Math.max(0, status.elapsed_s - wait.since_s) : 0;
-  const text = wait ? `${wait.stage} waits for ${wait.waits_for}, since ${duration(since_s)}; to act: ${wait.owner}` : "\u00a0";
+  const text = wait ? `${wait.stage} waits for ${wait.waits_for}, since ${duration(wait.waited_s)}; to act: ${wait.owner}` : "\u00a0";
   if (blocked) say("stuck", "Blocked.", `Nothing has progressed for ${duration(blocked.still_s)}: ${text}`);
-  else if (wait) say(since_s < SLOW_S ? "flowing" : "slow", since_s < SLOW_S ? "Flowing." : "Waiting.", text);
+  else if (wait) say(wait.waited_s < SLOW_S ? "flowing" : "slow", wait.waited_s < SLOW_S ? "Flowing." : "Waiting.", text);
   else say("none", "", text);
 }
 
@@ -126,10 +125,21 @@ function showStatus() {
   showQueues(status);
   showLongest(status);
   showLanes(history && history.lanes, status);
-  document.title = `${status.trained_version}/${status.num_batches} · reward ${number(last.reward)} · ${visible(status.run)}`;
+  const done = serves() ? `${status.num_requests} requests` : `${status.trained_version}/${status.num_batches} · reward ${number(last.reward)}`;
+  document.title = `${done} · ${visible(status.run)}`;
 }
 
-function showTiles(last) {
+/** Whether the run is a service: it gets requests, and trains no batches. */
+const serves = () => typeof status.num_requests === "number";
+
+function showProgress() {
+  setText(byId("batches-title"), serves() ? "Requests" : "Batches trained");
+  byId("progress").hidden = serves();
+  if (serves()) {
+    setText(byId("batches"), String(status.num_requests));
+    setText(byId("left"), `${Object.keys(status.requests).length} open`);
+    return;
+  }
   const trained = status.trained_version;
   setText(byId("batches"), `${trained} / ${status.num_batches}`);
   byId("progress").value = status.num_batches ? trained / status.num_batches : 0;
@@ -137,6 +147,10 @@ function showTiles(last) {
   const each_s = recent.length ? recent.reduce((sum, value) => sum + value, 0) / recent.length : NaN;
   const left = status.num_batches - trained;
   setText(byId("left"), left > 0 && each_s ? `about ${duration(left * each_s)} left` : "\u00a0");
+}
+
+function showTiles(last) {
+  showProgress();
   setText(byId("reward"), number(last.reward));
   const rewards = (history && history.curves.reward) || [];
   setText(byId("reward-from"), rewards.length > 1 ? `${number(rewards[0])} in the first batch` : "mean of the last batch");

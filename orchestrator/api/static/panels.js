@@ -64,9 +64,12 @@ export function showScaling(status) {
   setText(byId("scaling"), `Generation workers ${scaling.from_workers} → ${scaling.to_workers} after batch ${scaling.changed + 1}: ${visible(scaling.reason)}${leaving}.`);
 }
 
-/** The oldest batches that are not trained, with their slots by stage; empty rows keep the place. */
+/** The oldest batches that are not trained, with their slots by stage, or the oldest requests of a service with their
+    samples; empty rows keep the place. */
 export function showBatches(status) {
-  const open = (status.batches || []).filter((batch) => !batch.trained).slice(0, MAX_BATCHES);
+  const serves = typeof status.num_requests === "number";
+  setText(byId("open-title"), serves ? "Open requests" : "Open batches");
+  const open = (serves ? openRequests(status.requests) : openBatches(status.batches || [])).slice(0, MAX_BATCHES);
   keyed(
     byId("open-batches"),
     Array.from({ length: MAX_BATCHES }, (_, index) => String(index)),
@@ -79,10 +82,21 @@ export function showBatches(status) {
   );
 }
 
+function openBatches(batches) {
+  return batches.filter((batch) => !batch.trained).map((batch) => ({ name: `batch ${batch.batch + 1}`, stages: batch.stages }));
+}
+
+function openRequests(requests) {
+  return Object.entries(requests).map(([name, { samples, started, ended, taken }]) => ({
+    name: `request ${name}`,
+    stages: { pending: samples - started, running: started - ended, ready: ended - taken, taken },
+  }));
+}
+
 function updateBatch(row, batch) {
   const stages = batch ? Object.entries(batch.stages) : [];
   const total = stages.reduce((sum, [, count]) => sum + count, 0) || 1;
-  setText(row.firstElementChild, batch ? `batch ${batch.batch + 1}` : "\u00a0");
+  setText(row.firstElementChild, batch ? batch.name : "\u00a0");
   row.classList.toggle("empty", !batch);
   showBar(row.lastElementChild, stages.map(([name, count]) => ({ name: `${count} ${name}`, tone: STAGE_TONES[name] || "other", share: count / total })));
   row.lastElementChild.title = stages.map(([name, count]) => `${count} ${name}`).join(", ");
