@@ -26,7 +26,7 @@ from ranker.history import LengthHistory
 from ranker.lengths import PromptLengths, checked
 from ranker.model import TextModel
 from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
-from ranker.quality import WORTH_IT_RECALL, RunningQuality
+from ranker.quality import TRUSTED_RECALL, RunningQuality
 from ranker.refit import refit_in_process
 
 MAX_KNOWN = 20_000
@@ -57,8 +57,8 @@ class KnownPrompt:
 class RankerQuality:
     """What to show. Recalls and tau are of predictions made before the lengths were known, over the newest groups.
 
-    worth_it: dispatch may rely on the order; otherwise it should dispatch evenly.  drift: how far log lengths have
-    moved since the start, e.g. 0.69 = doubled.  refits: models trained during the run.
+    trusted: dispatch may rely on the order; otherwise it should dispatch evenly.  measured: that rests on these groups.
+    drift: how far log lengths have moved since the start, e.g. 0.69 = doubled.  refits: models trained during the run.
     """
 
     num_groups: int
@@ -66,7 +66,8 @@ class RankerQuality:
     recall_10: float
     recall_5: float
     kendall_tau: float
-    worth_it: bool
+    trusted: bool
+    measured: bool
     drift: float
     known_prompts: int
     refits: int
@@ -83,7 +84,7 @@ class OnlineRanker:
         )
         self._lock = threading.Lock()
         self._history = LengthHistory()
-        self._quality = RunningQuality(worth_it=model is not None and model.stored.recall_20 >= WORTH_IT_RECALL)
+        self._quality = RunningQuality(trusted=model is not None and model.stored.recall_20 >= TRUSTED_RECALL)
         self._known: dict[str, KnownPrompt] = {}
         self._base: dict[str, tuple[int, ...]] = {}
         self._serial = 0
@@ -159,16 +160,17 @@ class OnlineRanker:
                 recall_10=recall_10,
                 recall_5=recall_5,
                 kendall_tau=self._quality.tau(),
-                worth_it=self._quality.worth_it,
+                trusted=self._quality.trusted,
+                measured=self._quality.measured,
                 drift=self._history.drift,
                 known_prompts=len(self._history),
                 refits=self._serial,
             )
 
     @property
-    def worth_it(self) -> bool:
+    def trusted(self) -> bool:
         """Whether dispatch may rely on the order of predictions; free to ask."""
-        return self._quality.worth_it
+        return self._quality.trusted
 
     @property
     def refit_due(self) -> bool:
@@ -207,7 +209,7 @@ class OnlineRanker:
             stored = store.StoredRanker(
                 model=self._model.stored if self._model is not None else None,
                 history=self._history.stored(),
-                worth_it=self._quality.worth_it,
+                trusted=self._quality.trusted,
             )
         store.write(path, stored)
 
@@ -219,6 +221,6 @@ class OnlineRanker:
         ranker = cls(model, first_guess_tokens=first_guess_tokens)
         if stored.history is not None:
             ranker._history = LengthHistory.restore(stored.history)
-        if stored.worth_it is not None:
-            ranker._quality.worth_it = stored.worth_it
+        if stored.trusted is not None:
+            ranker._quality.trusted = stored.trusted
         return ranker

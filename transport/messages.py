@@ -319,18 +319,17 @@ class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
     value: int | float | str
 
 
-class RankerJudged(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=False):
+class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
     """How right the predictions of response lengths were, on the newest groups that ended. See ranker/quality.py.
 
-    Written whole, defaults too: the status shows it as it is, and who reads that expects every number.
-
-    worth_it: dispatch may rely on their order.  num_groups: judged since the ranker was started.
+    trusted: dispatch may rely on their order.  measured: that rests on enough groups of the run.
+    num_groups: judged since the ranker was started.
     recall_20, _10, _5: of the longest so many percent, how many are among the predicted longest.
     drift: how far log lengths have moved since the run began.  known_prompts: with lengths of their own.
     refits: models trained during the run.
     """
 
-    worth_it: bool
+    trusted: bool = msgspec.field(name="worth_it")  # as journals have always had it
     num_groups: int = 0
     recall_20: float = 0.0
     recall_10: float = 0.0
@@ -339,6 +338,7 @@ class RankerJudged(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Fa
     drift: float = 0.0
     known_prompts: int = 0
     refits: int = 0
+    measured: bool = False
 
 
 class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True):

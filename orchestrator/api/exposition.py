@@ -21,7 +21,7 @@ OF_LAST_BATCH = {
     "staleness": "Mean staleness of the last trained batch, versions.",
     "staleness_max": "Largest staleness of the last trained batch, versions.",
     "ranker_recall_20": "Of the longest 20% of responses, how many were among the predicted longest.",
-    "ranker_worth_it": "1 while dispatch may rely on predicted lengths.",
+    "ranker_trusted": "1 while dispatch may rely on predicted lengths.",
     "samples_per_s": "Samples a second over the last trained batch.",
     "tokens_per_s": "Response tokens a second over the last trained batch.",
 }

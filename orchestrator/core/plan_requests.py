@@ -17,9 +17,9 @@ from transport.types import GroupId, parse_row_id
 
 HALFWAY = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
-UNPROVEN = "even_longest_first"
-"""In place of a policy that relies on predictions while the ranker is judged not worth it, and of "scored" until they
-have been compared with lengths: a bad ranker must not lose to none."""
+FALLBACK = "even_longest_first"
+"""In place of a policy that relies on predictions while these are not trusted, and of "scored" until they have been
+compared with lengths: a bad ranker must not lose to none."""
 WITHOUT_PREDICTIONS = ("even", "random")
 """Policies that look at none."""
 
@@ -79,12 +79,12 @@ class PlanRequests:
         p.outbox.emit_until(request_key(batch), command)
 
     def _policy(self) -> str:
-        """As configured, unless it would rely on predictions that are not (or no longer) worth it."""
+        """As configured, unless it would rely on predictions that are not (or no longer) trusted."""
         plans, wanted = self._p.plans, self._p.settings.dispatch
         if wanted in WITHOUT_PREDICTIONS:
             return wanted
-        judged_useless = plans.ranker is not None and not plans.ranker.worth_it
-        return UNPROVEN if judged_useless or (wanted == "scored" and not plans.calibration.known) else wanted
+        distrusted = plans.ranker is not None and not plans.ranker.trusted
+        return FALLBACK if distrusted or (wanted == "scored" and not plans.calibration.known) else wanted
 
     def _planned_group(self, group: Group) -> PlannedGroup:
         tokens, sigma = self._p.plans.calibration.corrected(group.predicted_tokens, group.predicted_sigma)

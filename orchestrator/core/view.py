@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -75,10 +76,29 @@ class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+RankerState: TypeAlias = Literal["not_yet_measured", "trusted", "not_trusted"]
+"""Whether dispatch relies on the order of predicted lengths; plans are even where it does not."""
+
+
+class RankerView(msgspec.Struct, frozen=True, kw_only=True):
+    """How right predictions of lengths were, see ``transport.messages.RankerJudged``."""
+
+    state: RankerState
+    num_groups: int
+    recall_20: float
+    recall_10: float
+    recall_5: float
+    kendall_tau: float
+    drift: float
+    known_prompts: int
+    refits: int
+
+
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline at one event.
 
-    waiting_prompts: read and not admitted.  pending, running, scoring, ready: groups (ready: and not in a round).
+    num_admitted: batches that were begun, trained ones too.  waiting_prompts: read and not admitted.
+    pending, running, scoring, ready: groups (ready: and not in a round).
     rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
     settings: those that may change while the run goes on, as they are now.
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
@@ -90,6 +110,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     now_s: float
     trained_version: int
+    num_admitted: int
     num_batches: int
     newest: WeightIdentity | None
     waiting_prompts: int
@@ -113,7 +134,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     batches: tuple[BatchView, ...]
     workers: tuple[WorkerView, ...]
     evaluation: EvaluationView | None = None
-    ranker: RankerJudged | None = None
+    ranker: RankerView | None = None
     scaling: ScalingView | None = None
     num_requests: int | None = None
 
@@ -127,6 +148,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         seq=p.outbox.seq,
         now_s=p.now_s,
         trained_version=p.training.trained_version,
+        num_admitted=p.next_batch,
         num_batches=p.settings.num_batches,
         newest=p.fleet.newest,
         waiting_prompts=len(p.prompts.waiting),
@@ -150,7 +172,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         batches=batches,
         workers=tuple(_worker_views(p)),
         evaluation=_evaluation_view(p),
-        ranker=p.plans.ranker,
+        ranker=_ranker_view(p.plans.ranker),
         scaling=_scaling_view(p),
         num_requests=p.last_request if p.settings.service else None,
     )
@@ -224,6 +246,22 @@ def _evaluation_view(p: Pipeline) -> EvaluationView | None:
         answered=current.answered,
         seconds=p.now_s - current.opened_s if current.opened_s is not None else 0.0,
         held=current.newer_s is not None,
+    )
+
+
+def _ranker_view(judged: RankerJudged | None) -> RankerView | None:
+    if judged is None:
+        return None
+    return RankerView(
+        state="trusted" if judged.trusted else "not_trusted" if judged.measured else "not_yet_measured",
+        num_groups=judged.num_groups,
+        recall_20=judged.recall_20,
+        recall_10=judged.recall_10,
+        recall_5=judged.recall_5,
+        kendall_tau=judged.kendall_tau,
+        drift=judged.drift,
+        known_prompts=judged.known_prompts,
+        refits=judged.refits,
     )
 
 

@@ -94,13 +94,19 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
     return "  ".join([*parts, f"{line['eval_answered']} of {line['eval_problems']} problems", short]).rstrip()
 
 
+RANKER_STATES = {
+    "trusted": "dispatch may rely on it",
+    "not_trusted": "not trusted: plans are even",
+    "not_yet_measured": "too few to tell: plans are even",
+}
+
+
 def ranker_line(ranker: Mapping[str, Any]) -> str:
     """``status["ranker"]`` as a line: how right predictions were, and whether dispatch relies on them."""
     if not ranker["num_groups"]:
         return "ranker: nothing judged yet"
     recalls = "/".join(f"{ranker[name]:.2f}" for name in ("recall_20", "recall_10", "recall_5"))
-    verdict = "dispatch may rely on it" if ranker["worth_it"] else "not worth it, plans are even"
-    return f"ranker: recall {recalls} at 20/10/5% of {ranker['num_groups']} groups, {verdict}"
+    return f"ranker: recall {recalls} at 20/10/5% of {ranker['num_groups']} groups, {RANKER_STATES[ranker['state']]}"
 
 
 def progress(status: Mapping[str, Any]) -> str:

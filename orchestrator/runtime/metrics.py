@@ -230,7 +230,7 @@ def ranker_numbers(judged: RankerJudged) -> dict[str, float]:
         "ranker_recall_5": round(judged.recall_5, 3),
         "ranker_tau": round(judged.kendall_tau, 3),
         "ranker_drift": round(judged.drift, 3),
-        "ranker_worth_it": float(judged.worth_it),
+        "ranker_trusted": float(judged.trusted),
     }
 
 

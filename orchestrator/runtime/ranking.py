@@ -46,7 +46,7 @@ class Ranking:
         self._clock = clock
         self._refit_s = refit_s
         self._observed = 0
-        self._judged_worth_it = ranker.worth_it
+        self._judged_trusted = ranker.trusted
         self._to_judge = asyncio.Event()
         self._to_learn = asyncio.Event()
 
@@ -58,7 +58,7 @@ class Ranking:
         """Lengths that a group turned out to have. Cheap; empty responses tell nothing of a length."""
         self._ranker.observe(prompt_id, [tokens for tokens in response_tokens if tokens > 0])
         self._observed += 1
-        if self._observed % JUDGED_EVERY == 0 or self._ranker.worth_it != self._judged_worth_it:
+        if self._observed % JUDGED_EVERY == 0 or self._ranker.trusted != self._judged_trusted:
             self._to_judge.set()
         if self._ranker.refit_due:
             self._to_learn.set()
@@ -74,8 +74,8 @@ class Ranking:
             await self._to_judge.wait()
             self._to_judge.clear()
             quality = await asyncio.to_thread(self._ranker.quality)
-            turned = quality.worth_it != self._judged_worth_it
-            self._judged_worth_it = quality.worth_it
+            turned = quality.trusted != self._judged_trusted
+            self._judged_trusted = quality.trusted
             if turned or self._clock.now_s() - saved_s >= SAVED_EVERY_S:
                 saved_s = self._clock.now_s()
                 await asyncio.to_thread(self.save)  # before it is told: a new verdict must survive a crash right after
@@ -131,7 +131,8 @@ def _own_or_first(settings: RankerSettings, path: Path, first_guess_tokens: floa
 def judged(quality: RankerQuality) -> RankerJudged:
     """What the core, the journal and people are told."""
     return RankerJudged(
-        worth_it=quality.worth_it,
+        trusted=quality.trusted,
+        measured=quality.measured,
         num_groups=quality.num_groups,
         recall_20=quality.recall_20,
         recall_10=quality.recall_10,

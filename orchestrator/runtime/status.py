@@ -2,16 +2,17 @@
 
 run, elapsed_s       name; seconds on the run's clock
 events_cursor        id of the last entry of the events log that is applied
-...                  every field of ``core.view.PipelineView``: trained_version, num_batches, newest {epoch, version,
-                     digest}, waiting_prompts, pending, running, scoring, ready, in_flight_samples,
+...                  every field of ``core.view.PipelineView``: trained_version, num_admitted, num_batches, newest
+                     {epoch, version, digest}, waiting_prompts, pending, running, scoring, ready, in_flight_samples,
                      rounds_outstanding, retained_bytes, paused, checkpoint_requested, stop_reason, finish_reason,
                      settings {key: value} of those that may change, ...
                      num_requests: that a service run got so far, null where the run trains
                      batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
                      evaluation: null, or the one under way: {number, weights, problems, waiting, running, scoring,
                      answered, seconds, held}
-                     ranker: null, or how right predictions of lengths were: {worth_it, num_groups, recall_20,
-                     recall_10, recall_5, kendall_tau, drift, known_prompts, refits}
+                     ranker: null, or how right predictions of lengths were: {state (not_yet_measured, trusted,
+                     not_trusted), num_groups, recall_20, recall_10, recall_5, kendall_tau, drift, known_prompts,
+                     refits}
                      scaling: null, or how many generation workers there are to be: {min_workers, max_workers, draining,
                      changed (batch, -1 never), from_workers, to_workers, reason}
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}

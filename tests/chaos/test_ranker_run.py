@@ -39,7 +39,7 @@ def test_plans_are_even_until_predictions_are_right_and_stay_right_over_a_kill(t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(f'{{"prompt": "Say {n} digits.", "answer": "{n}"}}' for n in range(NUM_PROMPTS)))
     with LiveRun(tmp_path, *FAST, f"data.path={prompts}", f"generation.lengths={lengths}") as run:
-        run.wait_until(lambda: any(line.get("ranker_worth_it") for line in run.metrics()), "a ranker that is worth it")
+        run.wait_until(lambda: any(line.get("ranker_trusted") for line in run.metrics()), "a ranker that is trusted")
         run.kill("orchestrator", "serve")
         reached = len(run.metrics())
         run.wait_for_batch(reached + 8)
@@ -56,16 +56,16 @@ def test_plans_are_even_until_predictions_are_right_and_stay_right_over_a_kill(t
 def check_journal(run: LiveRun) -> None:
     """What was decided follows from events: verdicts, then plans; predictions came with the prompts."""
     events = [record.event for record, _ in recorded_commands(run.run_dir / "journal")]
-    verdicts = [event.worth_it for event in events if isinstance(event, RankerJudged)]
+    verdicts = [event.trusted for event in events if isinstance(event, RankerJudged)]
     assert verdicts[0] is False
     turned = verdicts.index(True)
     assert all(verdicts[turned:]), "the verdict was forgotten with the process"
-    worth_it, policies = False, {False: set[str](), True: set[str]()}
+    trusted, policies = False, {False: set[str](), True: set[str]()}
     for event in events:
         if isinstance(event, RankerJudged):
-            worth_it = event.worth_it
+            trusted = event.trusted
         elif isinstance(event, PlanComputed):
-            policies[worth_it].add(event.policy)
+            policies[trusted].add(event.policy)
     assert "slicing" not in policies[False]
     assert "slicing" in policies[True]
     arrivals = [event for event in events if isinstance(event, PromptsArrived) and event.prompts]

@@ -72,7 +72,7 @@ def test_one_group_after_another_needs_no_plan():
 
 
 @pytest.mark.parametrize(
-    ("policy", "worth_it", "asked"),
+    ("policy", "trusted", "asked"),
     [
         ("slicing", False, "even_longest_first"),
         ("slicing", True, "slicing"),
@@ -80,10 +80,10 @@ def test_one_group_after_another_needs_no_plan():
         ("random", False, "random"),
     ],
 )
-def test_a_ranker_that_is_judged_not_worth_it_gets_even_dispatch(policy: str, worth_it: bool, asked: str):
+def test_a_ranker_that_is_judged_not_trusted_gets_even_dispatch(policy: str, trusted: bool, asked: str):
     world = PipelineWorld(msgspec.structs.replace(CORE, dispatch=policy))
-    world.tell(RankerJudged(worth_it=not worth_it, num_groups=300))
-    world.tell(RankerJudged(worth_it=worth_it, num_groups=400, recall_20=0.5))
+    world.tell(RankerJudged(trusted=not trusted, num_groups=300))
+    world.tell(RankerJudged(trusted=trusted, num_groups=400, recall_20=0.5))
     world.start_trainer()
     world.load(world.join(8))
     world.answer_prompts(world.requests[0].count)

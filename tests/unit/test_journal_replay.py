@@ -14,7 +14,7 @@ from orchestrator.runtime.rundir import RunDir
 from orchestrator.sim import replay
 from transport.messages import JournalRecord, RankerJudged
 
-JUDGED = RankerJudged(worth_it=False)
+JUDGED = RankerJudged(trusted=False)
 
 
 def rewritten(snapshot: bytes, **changes: float) -> bytes:

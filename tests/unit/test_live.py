@@ -49,11 +49,13 @@ def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("judged", "words"),
     [
-        (RankerJudged(worth_it=False), "nothing judged yet"),
-        (RankerJudged(worth_it=False, num_groups=16), "recall 0.00/0.00/0.00 at 20/10/5% of 16 groups"),
+        (RankerJudged(trusted=False), "nothing judged yet"),
+        (RankerJudged(trusted=False, num_groups=16), "recall 0.00/0.00/0.00 at 20/10/5% of 16 groups, too few to tell"),
+        (RankerJudged(trusted=False, num_groups=300, measured=True), "of 300 groups, not trusted: plans are even"),
+        (RankerJudged(trusted=True, num_groups=16), "of 16 groups, dispatch may rely on it"),
     ],
 )
-def test_the_table_shows_the_status_of_a_run_whose_ranker_knows_nothing_yet(judged: RankerJudged, words: str):
+def test_the_table_shows_whether_the_ranker_is_trusted(judged: RankerJudged, words: str):
     world = PipelineWorld(CoreSettings(num_batches=6, groups_per_batch=4, group_size=2))
     world.tell(judged)
     status = msgspec.to_builtins(world.state.view())

@@ -34,15 +34,15 @@ def model() -> TextModel:
 
 def test_without_a_model_history_alone_becomes_worth_using():
     ranker = OnlineRanker()
-    assert not ranker.worth_it
+    assert not ranker.trusted
     first, second = ranker.predict(["a", "b"], ["x", "y"])
     assert first == second
     visit(ranker, SAMPLES)
-    assert not ranker.worth_it
+    assert not ranker.trusted
     for _ in range(4):
         visit(ranker, SAMPLES)
     quality = ranker.quality()
-    assert ranker.worth_it
+    assert ranker.trusted
     assert quality.recall_20 > 0.8
     assert quality.num_groups == 5 * len(SAMPLES)
     assert ranker.predict([SAMPLES[0].prompt_id], [SAMPLES[0].text])[0].observations > 4
@@ -50,7 +50,7 @@ def test_without_a_model_history_alone_becomes_worth_using():
 
 def test_a_model_is_used_from_the_first_batch_and_its_history_makes_it_better(model: TextModel):
     ranker = OnlineRanker(model)
-    assert ranker.worth_it
+    assert ranker.trusted
     visit(ranker, SAMPLES)
     once = ranker.quality().kendall_tau
     for _ in range(4):
@@ -150,7 +150,7 @@ def test_a_ranker_survives_a_restart(model: TextModel, tmp_path: Path):
     restored = OnlineRanker.load(tmp_path / "ranker.bin")
     ids, texts = [sample.prompt_id for sample in SAMPLES[:20]], [sample.text for sample in SAMPLES[:20]]
     assert restored.predict(ids, texts) == ranker.predict(ids, texts)
-    assert restored.worth_it == ranker.worth_it
+    assert restored.trusted == ranker.trusted
     (tmp_path / "ranker.bin").write_bytes(b"\x93\x01\x02")
     with pytest.raises(RankerFileError):
         OnlineRanker.load(tmp_path / "ranker.bin")

@@ -55,32 +55,32 @@ def fed(quality: RunningQuality, noise: float, groups: int, seed: int = 0) -> Ru
 
 
 def test_the_flag_rises_for_a_good_ranker_and_falls_for_a_bad_one():
-    assert fed(RunningQuality(worth_it=False), noise=0.1, groups=MIN_GROUPS + JUDGED_EVERY).worth_it
-    assert not fed(RunningQuality(worth_it=True), noise=3.0, groups=MIN_GROUPS + JUDGED_EVERY).worth_it
+    assert fed(RunningQuality(trusted=False), noise=0.1, groups=MIN_GROUPS + JUDGED_EVERY).trusted
+    assert not fed(RunningQuality(trusted=True), noise=3.0, groups=MIN_GROUPS + JUDGED_EVERY).trusted
 
 
 def test_a_few_groups_do_not_decide():
-    assert fed(RunningQuality(worth_it=True), noise=3.0, groups=MIN_GROUPS - 1).worth_it
-    assert not fed(RunningQuality(worth_it=False), noise=0.1, groups=MIN_GROUPS - 1).worth_it
+    assert fed(RunningQuality(trusted=True), noise=3.0, groups=MIN_GROUPS - 1).trusted
+    assert not fed(RunningQuality(trusted=False), noise=0.1, groups=MIN_GROUPS - 1).trusted
 
 
 def test_between_the_bounds_the_flag_stays():
     """Recall about 0.70: neither good enough to begin nor bad enough to stop."""
     for before in (True, False):
-        quality = fed(RunningQuality(worth_it=before), noise=0.59, groups=WINDOW_GROUPS)
+        quality = fed(RunningQuality(trusted=before), noise=0.59, groups=WINDOW_GROUPS)
         assert 0.67 < quality.recalls()[0] < 0.73
-        assert quality.worth_it is before
+        assert quality.trusted is before
 
 
 def test_only_the_newest_groups_count():
-    quality = fed(RunningQuality(worth_it=False), noise=0.05, groups=WINDOW_GROUPS)
-    assert quality.worth_it
+    quality = fed(RunningQuality(trusted=False), noise=0.05, groups=WINDOW_GROUPS)
+    assert quality.trusted
     fed(quality, noise=3.0, groups=WINDOW_GROUPS, seed=1)
-    assert not quality.worth_it
+    assert not quality.trusted
     assert quality.tau() < 0.4
     assert quality.num_groups == 2 * WINDOW_GROUPS
 
 
 def test_before_the_first_group_there_is_nothing_to_say():
-    quality = RunningQuality(worth_it=False)
+    quality = RunningQuality(trusted=False)
     assert (quality.recalls(), quality.tau()) == ((0.0, 0.0, 0.0), 0.0)

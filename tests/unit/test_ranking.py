@@ -72,13 +72,13 @@ async def test_the_core_hears_at_once_that_nothing_is_known_and_later_that_it_is
     ranking = ranking_at(tmp_path / "ranker.bin")
     async with judging(ranking) as inbox:
         first = await next_judgement(inbox)
-        assert (first.worth_it, first.num_groups) == (False, 0)
+        assert (first.trusted, first.num_groups) == (False, 0)
         assert ranker_numbers(first) == {}
         visit_all(ranking, 6)
         later = await next_judgement(inbox)
-    assert later.worth_it
+    assert later.trusted
     assert later.recall_20 > 0.75
-    assert ranker_numbers(later)["ranker_worth_it"] == 1.0
+    assert ranker_numbers(later)["ranker_trusted"] == 1.0
 
 
 async def test_it_is_judged_again_after_so_many_groups_and_not_before(tmp_path: Path):
@@ -105,7 +105,7 @@ async def test_what_was_learnt_survives_a_restart(tmp_path: Path):
         await asyncio.to_thread(ranking.save)
     before = ranking.predict(PROMPTS, PROMPTS)
     again = opened(path)
-    assert again.worth_it
+    assert again.trusted
     assert [round(one.mean_tokens) for one in again.predict(PROMPTS, PROMPTS)] == [
         round(one.mean_tokens) for one in before
     ]
@@ -114,7 +114,7 @@ async def test_what_was_learnt_survives_a_restart(tmp_path: Path):
 def test_a_damaged_file_of_the_run_costs_what_it_held_and_one_that_the_user_named_is_refused(tmp_path: Path):
     path = tmp_path / "ranker.bin"
     path.write_bytes(b"torn")
-    assert not opened(path).worth_it
+    assert not opened(path).trusted
     with pytest.raises(RankerFileError, match=r"torn\.ranker"):
         opened(tmp_path / "none", kind="text", model=str(tmp_path / "torn.ranker"))
 

@@ -44,14 +44,19 @@ export function showEvaluation(status) {
   setText(byId("evaluation"), `Evaluating v${current.weights.version}: ${[answered, ...places].join(", ")}${held}.`);
 }
 
+const RANKER_STATES = {
+  trusted: "dispatch may rely on them",
+  not_trusted: "not trusted: plans are even",
+  not_yet_measured: "too few to tell: plans are even",
+};
+
 /** How right predictions of response lengths were; nothing where nobody judges them. */
 export function showRanker(status) {
   const ranker = status.ranker;
   byId("ranker").hidden = !ranker;
   if (!ranker) return;
   const recalls = [ranker.recall_20, ranker.recall_10, ranker.recall_5].map((recall) => recall.toFixed(2)).join("/");
-  const verdict = ranker.worth_it ? "dispatch may rely on them" : "not worth it: plans are even";
-  const found = ranker.num_groups ? `tail recall ${recalls} at 20/10/5% of ${ranker.num_groups} groups, ${verdict}` : "none judged yet";
+  const found = ranker.num_groups ? `tail recall ${recalls} at 20/10/5% of ${ranker.num_groups} groups, ${RANKER_STATES[ranker.state]}` : "none judged yet";
   setText(byId("ranker"), `Predicted lengths: ${found}.`);
 }
 
