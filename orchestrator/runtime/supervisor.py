@@ -1,8 +1,8 @@
 """``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
 
-Owns: the local processes and the terminal. Never: decides anything about prompts, batches or weights; the orchestrator
-does, in a process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left,
-and when it returns, no shared memory of theirs.
+Owns: the local processes. Never: decides anything about prompts, batches or weights; the orchestrator does, in a
+process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left, and when
+it returns, no shared memory of theirs.
 
     supervisor ─┬─ broker (embedded, unless broker.url is set)
                 ├─ orchestrator        streamrl-orchestrator serve
@@ -14,9 +14,7 @@ and when it returns, no shared memory of theirs.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shlex
 import signal
 import socket
 import time
@@ -29,14 +27,14 @@ import structlog
 
 from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
-from orchestrator.report.finish import REPORT, finish_run
 from orchestrator.runtime.control import append_event
-from orchestrator.runtime.live import View, evaluation_line, mismatch_line, open_view
+from orchestrator.runtime.live import View, open_view
+from orchestrator.runtime.local_fleet import LocalFleet
 from orchestrator.runtime.loggers import check_installed, logging_metrics
-from orchestrator.runtime.metrics import read_lines, read_metrics
-from orchestrator.runtime.provision import Children, ChildSpec, prepare_model, python_module
+from orchestrator.runtime.provision import Children, ChildSpec, prepare_model
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.signs_of_life import SILENCES, SignsOfLife
+from orchestrator.runtime.teller import Teller
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
@@ -47,7 +45,6 @@ from transport.errors import (
     BrokerUnavailableError,
     FatalError,
     MessageError,
-    StreamError,
     TransientError,
     first_error,
 )
@@ -111,8 +108,7 @@ class Supervisor:
         self._resume = resume
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
-        self._shown = 0
-        self._address = ""
+        self._teller = Teller(settings, rundir, view)
         self._server: EmbeddedServer | None = None
         self.started = False
         """Whether any process of the run was started."""
@@ -124,7 +120,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._stopping.set)
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
-            stack.callback(self._write_report)  # last of all, however the run ends
+            stack.callback(self._teller.write_report)  # last of all, however the run ends
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
@@ -138,8 +134,12 @@ class Supervisor:
             if self._resume:
                 await self._reopen(broker)
             self.started = True
-            await self._until_stopped(self._supervise(broker, model_dir, url, env))
-        self._view.note(self._summary(time.monotonic() - started_s))
+            fleet = LocalFleet(
+                settings=self._settings, run_dir=self._rundir.path, model_dir=model_dir, url=url, env=env
+            )
+            await self._until_stopped(self._supervise(broker, fleet))
+        restarts = sum(self._children.restarts.values())
+        self._view.note(self._teller.summary(time.monotonic() - started_s, restarts))
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
@@ -191,33 +191,22 @@ class Supervisor:
         await server.wait()
         raise BrokerUnavailableError(server.address, f"it died again and again; see {self._rundir.broker}/broker.log")
 
-    async def _supervise(self, broker: Broker, model_dir: Path, url: str, env: dict[str, str]) -> None:
+    async def _supervise(self, broker: Broker, fleet: LocalFleet) -> None:
         """All children until the trainer's clean exit. The first fatal failure ends the run."""
-        common = ["--broker", url, "--run", self._settings.run.name]
-        reach = ["--tls-ca", self._settings.broker.tls_ca, "--outage-s", str(self._settings.broker.outage_s)]
-        run_dir = ["--run-dir", str(self._rundir.path)]
         trainers: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                serve = python_module("orchestrator", "serve", *common, *run_dir, "--model-dir", str(model_dir))
-                spec = ChildSpec(name="orchestrator", argv=serve, env=env)
-                orchestrator = self._keep(group, spec, broker)
+                orchestrator = self._keep(group, fleet.orchestrator(), broker)
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
-
-                def worker(kind: WorkerKind, index: int) -> ChildSpec:
-                    argv = python_module("workers", kind.value, "--index", str(index), *common, *run_dir)
-                    argv += ["--model-dir", str(model_dir), *reach, *self._local_arguments(kind)]
-                    return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=env)
-
-                for kind, count in self._fleet():
-                    tasks = [self._keep(group, worker(kind, index), broker) for index in range(count)]
+                for kind, count in fleet.workers():
+                    tasks = [self._keep(group, fleet.worker(kind, index), broker) for index in range(count)]
                     (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 life = self._signs_of_life(broker)
                 others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
 
                 def add(index: int) -> ChildSpec:
-                    spec = worker(WorkerKind.GENERATE, index)
+                    spec = fleet.worker(WorkerKind.GENERATE, index)
                     others.append(self._keep(group, spec, broker))
                     return spec
 
@@ -231,7 +220,7 @@ class Supervisor:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise self._explained(first_error(failures)) from None
-        await self._show(broker)
+        await self._teller.show(broker)
 
     def _shrinks(self) -> bool:
         """Whether workers may go, so that others may come back."""
@@ -271,33 +260,6 @@ class Supervisor:
         clock = MonotonicClock()
         return SignsOfLife(broker, self._children, clock, startup_s=liveness.startup_s, silence_s=silence_s)
 
-    def _fleet(self) -> list[tuple[WorkerKind, int]]:
-        settings = self._settings
-        if settings.trainer.engine == "none":
-            return [(WorkerKind.PUBLISH, 1), (WorkerKind.GENERATE, settings.generation.workers)]
-        return [
-            (WorkerKind.TRAIN, settings.trainer.ranks),
-            (WorkerKind.GENERATE, settings.generation.workers),
-            (WorkerKind.SCORE, settings.scoring.workers),
-        ]
-
-    def _local_arguments(self, kind: WorkerKind) -> list[str]:
-        """What only this machine's owner may allow: code named here was named on the user's own command line."""
-        if kind is WorkerKind.PUBLISH:
-            weights_dir = self._settings.service.weights_dir
-            return ["--weights-dir", weights_dir] if weights_dir else []
-        if kind is WorkerKind.SCORE:
-            return ["--reward", self._settings.scoring.reward] if self._settings.scoring.reward else []
-        arguments = ["--trust-remote-code"] if self._settings.model.trust_remote_code else []
-        return arguments + (self._server_arguments() if kind is WorkerKind.GENERATE else [])
-
-    def _server_arguments(self) -> list[str]:
-        """Which inference server a generation worker uses, or how it starts its own."""
-        generation = self._settings.generation
-        arguments = ["--engine-url", generation.engine_url] if generation.engine_url else []
-        arguments += ["--server-command", shlex.join(generation.server_command)] if generation.server_command else []
-        return arguments + (["--server-args", shlex.join(generation.server_args)] if generation.server_args else [])
-
     def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
         return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))
 
@@ -328,62 +290,8 @@ class Supervisor:
                     reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; go on with: "
                     reason += f"streamrl-orchestrator run --resume {self._resume_args()}"
                     raise BrokerUnavailableError(error.address, reason) from error
-            await self._show(broker)
+            await self._teller.show(broker)
             await asyncio.sleep(POLL_S)
-
-    async def _show(self, broker: Broker) -> None:
-        """Show what is new; a broker that is away has nothing new."""
-        with suppress(TransientError):
-            raw = await broker.get_meta(keys.STATUS)
-            if raw is not None:
-                self._view.status(json.loads(raw))
-                self._show_address()
-        lines = read_lines(self._rundir.metrics)
-        for line in lines[self._shown :]:
-            if "eval" in line:
-                self._view.note(evaluation_line(line))
-            else:
-                self._view.batch(line)
-                if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
-                    self._view.note(warning)
-        self._shown = len(lines)
-
-    def _show_address(self) -> None:
-        """Where the live page is, also when the orchestrator had to take another port."""
-        path = self._rundir.api_address
-        address = path.read_text(encoding="ascii").strip() if self._settings.api.enabled and path.exists() else ""
-        if address not in ("", self._address):
-            self._address = address
-            self._view.note(f"live page http://{address}/")
-
-    def _write_report(self) -> None:
-        """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""
-        if not self._rundir.journal.is_dir():
-            return  # it ended before anything happened
-        try:
-            finish_run(self._rundir, self._view.note)
-        except (StreamError, OSError) as error:
-            log.warning("no report", error=str(error))
-            self._view.note(f"no report: {error}")
-
-    def _summary(self, seconds: float) -> str:
-        lines = read_metrics(self._rundir.metrics)
-        done = f"finished in {seconds:.0f} s"
-        if self._settings.trainer.engine == "none":
-            parts = [done]
-        elif not lines:
-            parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
-        else:
-            rewards = " -> ".join(f"{line.get('reward', 0.0):.2f}" for line in (lines[0], lines[-1]))
-            parts = [f"{done}: {len(lines)} batches", f"reward {rewards}"]
-            results = {
-                "model": self._rundir.model,
-                "metrics": self._rundir.metrics,
-                "report": self._rundir.path / REPORT,
-            }
-            parts += [f"{name} {os.path.relpath(path)}" for name, path in results.items() if path.exists()]
-        restarts = sum(self._children.restarts.values())
-        return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
 
 
 async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:

@@ -1,0 +1,88 @@
+"""What whoever started a run is told of it: how it goes, where to look, what came of it.
+
+Owns: which lines were told. Never: the terminal (live.py), the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+
+import structlog
+
+from orchestrator.report.finish import REPORT, finish_run
+from orchestrator.runtime.live import View, evaluation_line, mismatch_line
+from orchestrator.runtime.metrics import read_lines, read_metrics
+from orchestrator.runtime.rundir import RunDir
+from transport.broker import keys
+from transport.broker.base import Broker
+from transport.errors import StreamError, TransientError
+from transport.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class Teller:
+    """Of one run, from its files and its broker to ``view``."""
+
+    def __init__(self, settings: Settings, rundir: RunDir, view: View) -> None:
+        self._settings = settings
+        self._rundir = rundir
+        self._view = view
+        self._shown = len(read_lines(rundir.metrics))  # of before --resume: told already
+        self._address = ""
+
+    async def show(self, broker: Broker) -> None:
+        """Show what is new; a broker that is away has nothing new."""
+        with suppress(TransientError):
+            raw = await broker.get_meta(keys.STATUS)
+            if raw is not None:
+                self._view.status(json.loads(raw))
+                self._show_address()
+        lines = read_lines(self._rundir.metrics)
+        for line in lines[self._shown :]:
+            if "eval" in line:
+                self._view.note(evaluation_line(line))
+            else:
+                self._view.batch(line)
+                if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
+                    self._view.note(warning)
+        self._shown = len(lines)
+
+    def _show_address(self) -> None:
+        """Where the live page is, also when the orchestrator had to take another port."""
+        path = self._rundir.api_address
+        address = path.read_text(encoding="ascii").strip() if self._settings.api.enabled and path.exists() else ""
+        if address not in ("", self._address):
+            self._address = address
+            self._view.note(f"live page http://{address}/")
+
+    def write_report(self) -> None:
+        """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""
+        if not self._rundir.journal.is_dir():
+            return  # it ended before anything happened
+        try:
+            finish_run(self._rundir, self._view.note)
+        except (StreamError, OSError) as error:
+            log.warning("no report", error=str(error))
+            self._view.note(f"no report: {error}")
+
+    def summary(self, seconds: float, restarts: int) -> str:
+        """The last line of a run that took so long, in which so many processes were started again."""
+        lines = read_metrics(self._rundir.metrics)
+        done = f"finished in {seconds:.0f} s"
+        if self._settings.trainer.engine == "none":
+            parts = [done]
+        elif not lines:
+            parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
+        else:
+            rewards = " -> ".join(f"{line.get('reward', 0.0):.2f}" for line in (lines[0], lines[-1]))
+            parts = [f"{done}: {len(lines)} batches", f"reward {rewards}"]
+            results = {
+                "model": self._rundir.model,
+                "metrics": self._rundir.metrics,
+                "report": self._rundir.path / REPORT,
+            }
+            parts += [f"{name} {os.path.relpath(path)}" for name, path in results.items() if path.exists()]
+        return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))
