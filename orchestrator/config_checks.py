@@ -84,7 +84,7 @@ RANGES: dict[str, Range] = {
     "trainer.keep_checkpoints": _AT_LEAST_1,
     "pipeline.groups_per_batch": _AT_LEAST_1,
     "pipeline.group_size": _AT_LEAST_2,  # an advantage is relative to the other samples of the group
-    "pipeline.max_staleness": _AT_LEAST_0,
+    "pipeline.max_staleness": Range(low=0, high=16),  # AReaL v0.3, table 3: beyond 8 the trained policy is worse
     "pipeline.mini_batch_groups": _AT_LEAST_1,
     "pipeline.rollout_batches": _AT_LEAST_1,
     "pipeline.oversampled_groups": _AT_LEAST_0,

@@ -12,7 +12,7 @@ the entry. 400: it cannot be asked, and why. 503: the broker does not answer; wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -21,8 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from orchestrator.api.answers import answer
+from orchestrator.core.view import PipelineView
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.control import REQUESTS, Value, append_event, change
+from orchestrator.runtime.control import REQUESTS, append_event, change
 from transport.broker.base import Broker
 from transport.errors import TransientError
 from transport.messages import Event
@@ -44,11 +45,11 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Control:
     """The route that appends requests to the events log."""
 
-    def __init__(self, broker: Broker, settings: Settings, current: Callable[[], Mapping[str, Value]]) -> None:
-        """current: the changeable settings as they are now."""
+    def __init__(self, broker: Broker, settings: Settings, view: Callable[[], PipelineView]) -> None:
+        """view: the run as it is now."""
         self._broker = broker
         self._settings = settings
-        self._current = current
+        self._view = view
 
     def routes(self) -> list[Route]:
         return [Route("/control/{request}", self.ask, methods=["POST"])]
@@ -70,7 +71,8 @@ class Control:
             raise HTTPException(404, f"there is no {name!r}; there are {', '.join([*REQUESTS, 'set'])}")
         try:
             wanted = msgspec.json.decode(await _body(request), type=Change)
-            return change(self._settings, self._current(), wanted.key, wanted.value)
+            view = self._view()
+            return change(self._settings, view.settings, view.num_admitted, wanted.key, wanted.value)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise HTTPException(400, str(error)) from error
 

@@ -30,7 +30,6 @@ from orchestrator.api.generate import BODY_LIMITS, ServiceApi
 from orchestrator.api.routes import Api, build_app
 from orchestrator.api.server import control_secret, open_listener, serve_http
 from orchestrator.core.dataflow import grpo_tasks
-from orchestrator.core.settings import changeable
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import RunFailedError
 from orchestrator.report.samples import SAMPLES, SampleKeeper
@@ -158,7 +157,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
                 loops.append(group.create_task(ranking.learn(), name="refit ranker"))
         if listener is not None:
             api = Api(board, rundir.metrics, look_back.latest)
-            control = Control(broker, settings, lambda: changeable(state.settings))
+            control = Control(broker, settings, state.view)
             secret = control_secret(settings.api, rundir.api_secret)
             routes = [*api.routes(), *control.routes()]
             if service is not None:

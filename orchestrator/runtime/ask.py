@@ -56,7 +56,10 @@ def main_set(run_dir: Path, assignment: str) -> int:
     wanted = parse_override(assignment)
     value = wanted.text if wanted.text is not None and not isinstance(wanted.value, int | float | str) else wanted.value
     status = asyncio.run(
-        _ask(run_dir, lambda settings, status: change(settings, status["settings"], wanted.key, value))
+        _ask(
+            run_dir,
+            lambda settings, status: change(settings, status["settings"], status["num_admitted"], wanted.key, value),
+        )
     )
     if status["settings"][wanted.key] != value:
         raise RunFailedError(

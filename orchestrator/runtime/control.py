@@ -55,11 +55,13 @@ async def append_event(broker: Broker, event: Event, **fields: str) -> str:
     return entry_id
 
 
-def change(settings: Settings, now: Mapping[str, Value], key: str, value: object) -> SettingChanged:
+def change(settings: Settings, now: Mapping[str, Value], num_admitted: int, key: str, value: object) -> SettingChanged:
     """The event that sets ``key``.
 
-    Args:   settings: the run's configuration.  now: what was changed of it since (``settings`` of the status).
-    Raises: ConfigError: it cannot change while the run goes on, is of another type, or breaks a rule of the settings.
+    Args:   settings: the run's configuration.  now, num_admitted: what was changed of it since, and the batches that
+            were begun (``settings`` and ``num_admitted`` of the status).
+    Raises: ConfigError: it cannot change while the run goes on, is of another type, breaks a rule of the settings, or
+            comes too late.
     """
     if key not in CHANGEABLE:
         names = ", ".join(CHANGEABLE)
@@ -73,6 +75,12 @@ def change(settings: Settings, now: Mapping[str, Value], key: str, value: object
     for violation in violations(wanted):
         first = violation.keys[0]
         raise ConfigError(f"with {key} = {value}: {first} {violation.problem}", key=key)
+    if key == "run.batches" and wanted.run.batches < num_admitted:
+        raise ConfigError(
+            f"run.batches must be at least {num_admitted}: so many batches are begun, and what is begun is trained; "
+            "drain the run to end it sooner",
+            key=key,
+        )
     return SettingChanged(key=key, value=typing.cast("Value", value))
 
 

@@ -214,7 +214,7 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("sampling.top_p=nan", "must be in (0, 1]"),
         ("sampling.top_p=1.1", "must be in (0, 1]"),
         ("sampling.temperature=0", "must be > 0"),
-        ("pipeline.max_staleness=-1", "must be >= 0"),
+        ("pipeline.max_staleness=-1", "must be in [0, 16]"),
         ("pipeline.group_size=1", "must be >= 2"),
         ("algorithm.kl_coef=-0.1", "must be >= 0"),
         ("generation.slots=0", "must be >= 1"),

@@ -222,6 +222,11 @@ def test_what_may_change_is_shown_under_its_configured_name():
         ("run.batch", 1, r"run\.batch cannot change while a run goes on \(did you mean run\.batches\?\)"),
         ("run.batches", "many", r'run\.batches must be a whole number, not "many"'),
         ("run.batches", 0, r"with run\.batches = 0: run\.batches must be >= 1"),
+        (
+            "pipeline.max_staleness",
+            99,
+            r"pipeline\.max_staleness must be in \[0, 16\]",
+        ),
         ("pipeline.update", "sideways", r'pipeline\.update must be one of "barrier"'),
         (
             "pipeline.rollout_timeout_s",
@@ -232,30 +237,40 @@ def test_what_may_change_is_shown_under_its_configured_name():
 )
 def test_a_change_that_cannot_be_granted_says_why(key: str, value: object, problem: str):
     with pytest.raises(ConfigError, match=problem):
-        change(Settings(), {}, key, value)
+        change(Settings(), {}, 0, key, value)
+
+
+def test_no_fewer_batches_than_are_begun():
+    with pytest.raises(ConfigError, match=r"run\.batches must be at least 30: so many batches are begun"):
+        change(Settings(), {}, 30, "run.batches", 29)
+    assert change(Settings(), {}, 30, "run.batches", 30).value == 30
+    assert change(Settings(), {}, 30, "trainer.checkpoint_every", 1).value == 1
 
 
 def test_a_change_is_judged_with_the_changes_before_it():
     settings = Settings(run=RunSettings(), pipeline=PipelineSettings(max_staleness=0))
-    event = change(settings, {"pipeline.max_staleness": 3}, "run.batches", 7)
+    event = change(settings, {"pipeline.max_staleness": 3}, 0, "run.batches", 7)
     assert event == SettingChanged(key="run.batches", value=7)
     with pytest.raises(ConfigError, match=r"liveness\.stall_s"):
-        change(settings, {"pipeline.rollout_timeout_s": 900.0}, "run.batches", 7)
+        change(settings, {"pipeline.rollout_timeout_s": 900.0}, 0, "run.batches", 7)
 
 
 def test_every_changeable_setting_can_be_set_to_what_it_is():
     now = changeable(core_settings(Settings()))
     for key in CHANGEABLE:
         value = json.loads(json.dumps(now[key]))
-        assert change(Settings(), {}, key, value).key == key
+        assert change(Settings(), {}, 0, key, value).key == key
 
 
 # --- over HTTP
 
 
-async def ask(broker: MemoryBroker, path: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
-    """POST ``path`` to the control route alone."""
-    control = Control(broker, Settings(), lambda: changeable(core_settings(Settings())))
+async def ask(
+    broker: MemoryBroker, path: str, body: bytes = b"", state: PipelineState | None = None
+) -> tuple[int, dict[str, Any]]:
+    """POST ``path`` to the control route alone, of a run in ``state``."""
+    state = state or PipelineState(core_settings(Settings()))
+    control = Control(broker, Settings(), state.view)
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -311,6 +326,21 @@ async def test_a_bad_request_is_named_and_nothing_is_asked(path: str, body: byte
     answered, answer = await ask(broker, path, body)
     assert answered == status
     assert answer["error"]
+    assert await broker.read(keys.EVENTS, ZERO_ID, count=10) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"key": "run.batches", "value": 1}', "run.batches must be at least "),
+        (b'{"key": "pipeline.max_staleness", "value": 99}', "pipeline.max_staleness must be in [0, 16]"),
+    ],
+)
+async def test_what_a_running_run_cannot_take_is_refused_over_http(body: bytes, problem: str):
+    broker = new_broker()
+    state = running_world(checkpoint_every=1).state
+    status, answer = await ask(broker, "/control/set", body, state)
+    assert (status, problem in answer["error"]) == (400, True)
     assert await broker.read(keys.EVENTS, ZERO_ID, count=10) == []
 
 
