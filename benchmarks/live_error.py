@@ -19,11 +19,9 @@ import itertools
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +31,7 @@ from typing import Any
 from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
+from orchestrator.other_programs import LIMIT, OtherPrograms
 from orchestrator.profiles import Profile, read_profile
 from orchestrator.runtime.metrics import batch_of, read_metrics
 from orchestrator.sim.engine import Scenario
@@ -82,8 +81,6 @@ ENGINES: Mapping[str, Sequence[str]] = {
     "replay": ("generation.engine=replay", "trainer.engine=emulated", "replay.time_scale=0.2"),
     "embedded": (),
 }
-OTHERS_LIMIT = 0.1
-"""Of the machine, that other programs may take before the errors are theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +193,7 @@ def live(setting: Setting, directory: Path) -> Live:
     command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
     for override in setting.overrides(directory):
         command += ["--set", override]
-    busy_s, own_s, started_s = machine_busy_s(), children_s(), time.monotonic()
+    others = OtherPrograms()
     with (directory / "out.log").open("wb") as out:
         done = subprocess.run(
             command,
@@ -210,25 +207,11 @@ def live(setting: Setting, directory: Path) -> Live:
     if done.returncode != 0:
         raise SystemExit(f"{setting.name} failed: {(directory / 'out.log').read_text()[-2000:]}")
     run_dir = directory / "runs" / "tiny"
-    others_s = machine_busy_s() - busy_s - (children_s() - own_s)
-    wall_s = time.monotonic() - started_s
     return Live(
         iteration_s=iteration_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]),
         run_dir=run_dir,
-        others=max(0.0, others_s / (wall_s * (os.cpu_count() or 1))),
+        others=others.share(),
     )
-
-
-def machine_busy_s() -> float:
-    """CPU seconds that anything has used on this machine."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def children_s() -> float:
-    """CPU seconds of our processes that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def iteration_s(ended_s: Sequence[float]) -> float:
@@ -431,7 +414,7 @@ def live_errors(engines: Sequence[str] = tuple(ENGINES)) -> dict[str, Any]:
         errors += of_engine
         others = max(others, meanwhile)
     print(f"{len(errors)} settings: off by {fmean(errors):.1%} on average")
-    if others > OTHERS_LIMIT:
+    if others > LIMIT:
         print(f"other programs took up to {others:.0%} of this machine: measure again when it is quiet")
     return {"live_error_median": round(median(errors), 4), "live_error_worst": round(max(errors), 4)}
 

@@ -16,6 +16,7 @@ import msgspec
 
 from orchestrator.errors import ChildFailedError, ConfigError
 from orchestrator.fitting import fit
+from orchestrator.other_programs import LIMIT, OtherPrograms
 from orchestrator.profiles import Errors, Profile
 from orchestrator.runtime.provision import python_module
 from orchestrator.toml_source import to_toml
@@ -28,6 +29,7 @@ LIMIT_S = 1800.0
 
 def main(settings: Settings, out: Path) -> int:
     """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
+    others = OtherPrograms()
     profile = fit(measure(settings))
     json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
     try:
@@ -36,6 +38,8 @@ def main(settings: Settings, out: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", key="--out") from error
     print(report(profile))
+    if (share := others.share()) > LIMIT:
+        print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")
     print(
         f"wrote {json_path}, for `simulate` and `plan` with --profile {json_path}, and {toml_path}, for a run with "
         f"--config {toml_path}"
