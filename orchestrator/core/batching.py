@@ -77,7 +77,7 @@ def pack_round(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> 
     Returns: [R] lists of indices into group_tokens. No rank is empty when there are at least R groups. Which groups are
              considered follows arrival; inside that window the longest is placed first. The group that waited longest
              is always among them.
-    Source:  ours; longest-first packing as in ``lpt.assign_lpt``, with a cap.
+    Source:  ours; longest first, each to the rank with least, with a cap.
     """
     window = _window(group_tokens, num_ranks, max_tokens)
     longest_order = sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.batching import Phase, pack_round, part_of_slot, plan_phases
 from orchestrator.core.dispatch import least_loaded, plan_priority, with_room
-from orchestrator.core.lpt import assign_lpt
+from orchestrator.core.lpt import longest_first
 from orchestrator.core.staleness import Lineage, is_too_old, may_admit, may_dispatch
 from transport.types import WeightIdentity, WorkerId
 
@@ -28,10 +27,6 @@ def identity(epoch: int, version: int) -> WeightIdentity:
     return WeightIdentity(epoch=epoch, version=version)
 
 
-def makespan(weights: list[int], bins: list[list[int]]) -> int:
-    return max(sum(weights[item] for item in items) for items in bins)
-
-
 def best_makespan(weights: list[int], num_bins: int) -> int:
     """Brute force over every assignment."""
     best = sum(weights)
@@ -43,22 +38,14 @@ def best_makespan(weights: list[int], num_bins: int) -> int:
     return best
 
 
-@given(weights=st.lists(st.integers(0, 20), max_size=6), num_bins=st.integers(1, 3))
-def test_lpt_is_a_permutation_within_its_bound(weights, num_bins):
-    bins = assign_lpt(weights, num_bins)
-    assert sorted(item for items in bins for item in items) == list(range(len(weights)))
-    bound = (4 / 3 - 1 / (3 * num_bins)) * best_makespan(weights, num_bins)
-    assert makespan(weights, bins) <= bound + 1e-9
-
-
-def test_lpt_breaks_ties_by_index():
-    assert assign_lpt([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
-
-
-@pytest.mark.parametrize(("weights", "num_bins"), [([1], 0), ([-1], 1)])
-def test_lpt_refuses_nonsense(weights, num_bins):
-    with pytest.raises(ValueError, match=r"at least one|negative"):
-        assign_lpt(weights, num_bins)
+@given(weights=st.lists(st.integers(0, 20), max_size=6), num_workers=st.integers(1, 3))
+def test_longest_first_to_the_least_loaded_ends_within_the_bound_of_list_scheduling(weights, num_workers):
+    loads = {WorkerId(str(index)): 0.0 for index in range(num_workers)}
+    for weight in sorted(weights, key=longest_first):
+        workers = [Load(worker_id, predicted_load=load) for worker_id, load in loads.items()]
+        loads[least_loaded(workers, WorkerId(""))] += weight
+    bound = (4 / 3 - 1 / (3 * num_workers)) * best_makespan(weights, num_workers)
+    assert max(loads.values()) <= bound + 1e-9
 
 
 def test_least_loaded_counts_predicted_tokens_for_each_slot():

@@ -41,8 +41,8 @@ Order: TypeAlias = Callable[[float], float]
 def least_loaded(workers: Sequence[WorkerLoad], avoid: WorkerId) -> WorkerId:
     """The worker with the fewest predicted tokens per slot; the one to avoid only when it is alone.
 
-    Together with the longest-first order this is list scheduling, so its makespan has the bound of ``lpt.assign_lpt``
-    when workers are equal. Ties go to the worker that joined first.
+    Together with the longest-first order this is list scheduling, so its makespan has the bound of ``lpt.py`` when
+    workers are equal. Ties go to the worker that joined first.
     Source: StreamRL sec. 5.3 (greedy longest first). Ours: ``avoid``, a group that timed out goes elsewhere.
     """
     choices = [worker for worker in workers if worker.worker_id != avoid] if avoid else workers
