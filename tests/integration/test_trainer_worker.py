@@ -20,6 +20,7 @@ from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Entry
+from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FencedError
 from transport.ledger import read_ledger
 from transport.messages import (
@@ -31,6 +32,7 @@ from transport.messages import (
     manifest_decoder,
 )
 from transport.settings import DataSettings, ModelSettings, PipelineSettings
+from transport.types import RunName
 from workers.errors import CheckpointError, ResumeMismatchError, RoundsError
 from workers.models import prepare_model
 from workers.trainer import checkpoint as checkpoint_module
@@ -103,6 +105,18 @@ async def test_a_killed_trainer_replays_the_log_to_the_same_weights(run: Trainer
     ledger = read_ledger(run.run_dir / "checkpoints")
     assert ledger is not None
     assert {key: len(rows) for key, rows in ledger.rows().items()} == {(batch, 0): 9 for batch in range(5)}
+
+
+async def test_who_starts_from_a_checkpoint_tells_its_steps_again(run: TrainerRun) -> None:
+    """The broker was lost together with the trainer: nobody may have read of them."""
+    await train(run, [0, 1])
+    steps = await run.told(StepDone)
+    run.broker = MemoryBroker(MemoryServer(), RunName("run"))
+    await train(run, [2])
+    ready, *again = await run.events()
+    assert isinstance(ready, TrainerReady), "before its steps, which are then of a trainer that was replaced"
+    assert again[:2] == steps
+    assert [event.batch for event in again if isinstance(event, StepDone)] == [0, 1, 2]
 
 
 async def test_a_row_that_the_ledger_knows_is_refused(model_dir: Path, tmp_path: Path) -> None:

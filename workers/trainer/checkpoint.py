@@ -4,6 +4,7 @@
       model.safetensors      fp32 master weights
       optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
       ledger.msgpack         what was trained (transport/ledger.py)
+      steps.msgpack          what was told of the last steps that it contains
       meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
 
 Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced;
@@ -17,7 +18,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 from transport import faults
 from transport.errors import MessageError
 from transport.ledger import CHECKPOINT_PREFIX, FILE_NAME, Ledger, checkpoint_dirs
+from transport.messages import StepDone
 from transport.settings import Settings
 from transport.tensors.manifest import checksum
 from workers.errors import CheckpointError, ResumeMismatchError
@@ -37,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+STEPS_FILE = "steps.msgpack"
 META_FILE = "meta.json"
 HEADROOM_BYTES = 1024 * 1024
 """For the small files and the headers."""
@@ -79,6 +82,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     meta: CheckpointMeta
     ledger: Ledger
+    steps: tuple[StepDone, ...] = ()
 
 
 def fingerprint(settings: Settings, model_dir: Path) -> dict[str, str]:
@@ -116,7 +120,9 @@ class CheckpointStore:
         self._keep = max(keep, 1)
         self._saved: tuple[int, int] | None = None
 
-    def save(self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta) -> Path:
+    def save(
+        self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta, steps: Sequence[StepDone] = ()
+    ) -> Path:
         """Write a checkpoint and put it in place; ``meta.files`` is filled in here.
 
         files: by name, MODEL_FILE and OPTIMIZER_FILE; after a save of the same version theirs are taken again.
@@ -137,6 +143,7 @@ class CheckpointStore:
                 else:
                     file.write(aside / name)
             (aside / FILE_NAME).write_bytes(ledger.to_bytes())
+            (aside / STEPS_FILE).write_bytes(msgspec.msgpack.encode(steps))
             marks = {path.name: _mark(path) for path in sorted(aside.iterdir())}
             meta = msgspec.structs.replace(meta, files=marks)
             (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
@@ -194,7 +201,11 @@ def _verified(path: Path) -> Checkpoint:
     for name, mark in meta.files.items():
         if _mark(path / name) != mark:
             raise ValueError(f"{name} is not what was written")
-    return Checkpoint(path=path, meta=meta, ledger=Ledger.from_bytes((path / FILE_NAME).read_bytes()))
+    ledger = Ledger.from_bytes((path / FILE_NAME).read_bytes())
+    steps = ()
+    if STEPS_FILE in meta.files:  # there is none in checkpoints of earlier versions
+        steps = msgspec.msgpack.decode((path / STEPS_FILE).read_bytes(), type=tuple[StepDone, ...])
+    return Checkpoint(path=path, meta=meta, ledger=ledger, steps=steps)
 
 
 def _mark(path: Path) -> FileMark:

@@ -9,12 +9,16 @@ is told again, so that reports of batches come in their order.
 
     TrainerReady, RoundDone, CheckpointSaved   the last one of each: it stands for those before it
     StepDone                                   the last STEPS: each one is a line of metrics
+
+A trainer that starts from a checkpoint tells the steps that it contains again as well: whoever saved it may have died
+with the broker and all that nobody had read.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -72,6 +76,16 @@ class Teller:
             else:
                 self._last[type(event)] = told
             await self._append(told)
+
+    @property
+    def steps(self) -> tuple[StepDone, ...]:
+        """The last ones, for the checkpoint that contains them."""
+        return tuple(told.event for told in self._steps if isinstance(told.event, StepDone))
+
+    async def tell_steps(self, steps: Iterable[StepDone]) -> None:
+        """Tell the steps of a checkpoint; each has the epoch of the trainer that did it."""
+        for step in steps:
+            await self.tell(step, batch=step.batch, version=step.weights.version)
 
     async def keep_told(self) -> None:
         """Notice a restart of the broker also while there is nothing to tell, forever."""

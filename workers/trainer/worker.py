@@ -154,6 +154,7 @@ class TrainerWorker:
                 worker_id=self._worker_id, weights=self._weights, cursor=cursor, dp_size=self._learner.world_size
             )
             await self._tell(event, cursor=cursor, version=self._weights.version)
+            await self._teller.tell_steps(checkpoint.steps if checkpoint else ())
         log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
 
     def _load(self) -> Checkpoint | None:
@@ -330,6 +331,8 @@ class TrainerWorker:
     async def _save(self) -> CheckpointSaved:
         """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
         assert self._weights is not None  # rank 0 published before it read anything
+        assert self._teller is not None
+        steps = self._teller.steps
         self._doing = "saving a checkpoint"
         started_s = self._clock.now_s()
         meta = CheckpointMeta(
@@ -341,7 +344,7 @@ class TrainerWorker:
             fingerprint=self._fingerprint,
             files={},
         )
-        path = await self._in_thread(lambda: self._store.save(self._learner.tensor_files(), self._ledger, meta))
+        path = await self._in_thread(lambda: self._store.save(self._learner.tensor_files(), self._ledger, meta, steps))
         faults.point("train.checkpoint_saved")
         seconds = self._clock.now_s() - started_s
         return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path), seconds=seconds)
