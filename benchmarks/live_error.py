@@ -79,7 +79,7 @@ COMMON = (
 )
 ENGINES: Mapping[str, Sequence[str]] = {
     "replay": ("generation.engine=replay", "trainer.engine=emulated", "replay.time_scale=0.2"),
-    "embedded": (),
+    "embedded": ("model.path=random:qwen3-small",),
 }
 
 
@@ -106,12 +106,11 @@ class Setting:
         return [max(1, min(MAX_TOKENS, round(draw))) for draw in draws]
 
     def overrides(self, directory: Path) -> list[str]:
-        """Of a run in ``directory``, which holds its lengths; the embedded engine's model lies beside it."""
+        """Of a run in ``directory``, which holds its lengths."""
         return [
             *COMMON,
             *ENGINES[self.engine],
             *MODES[self.mode],
-            *([f"model.path={directory.parent / 'model'}"] if self.engine == "embedded" else []),
             f"generation.workers={self.workers}",
             f"generation.slots={self.slots}",
             f"generation.lengths={directory / LENGTHS}",
@@ -362,45 +361,12 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
 
 def profiled(work: Path) -> Profile:
     """Of the model on this machine, now."""
-    write_model(work / "model")
     out = work / "profile"
     command = [sys.executable, "-m", "orchestrator", "profile", "--preset", "tiny", "--out", str(out)]
-    for setting in ("generation.slots=32", "trainer.micro_batch_tokens=8192", f"model.path={work / 'model'}"):
+    for setting in ("generation.slots=32", "trainer.micro_batch_tokens=8192", *ENGINES["embedded"]):
         command += ["--set", setting]
     subprocess.run(command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, check=True)
     return read_profile(out.with_suffix(".json"))
-
-
-def write_model(directory: Path) -> None:
-    """A random Qwen3 of 5 million parameters: steps of milliseconds, in which arithmetic decides.
-
-    In those of the preset's 78,208 parameters Python does, and a sample's messages take as long as its tokens.
-    """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    from workers.random_model import END, PAD, SPECIAL, character_tokenizer
-
-    logging.disable_progress_bar()
-    tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        head_dim=32,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=SPECIAL.index(END),
-        pad_token_id=SPECIAL.index(PAD),
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def live_errors(engines: Sequence[str] = tuple(ENGINES)) -> dict[str, Any]:

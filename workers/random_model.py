@@ -36,25 +36,35 @@ CHAT_TEMPLATE = (
 
 def builder(name: str) -> Callable[[Path], None]:
     """The function that writes the random model ``name`` into a directory. Raises ModelError for another name."""
-    if name != "qwen3-tiny":
-        raise ModelError(f"random:{name} is not known; known: random:qwen3-tiny")
-    return build_qwen3_tiny
+    builders = {"qwen3-tiny": build_qwen3_tiny, "qwen3-small": build_qwen3_small}
+    if name not in builders:
+        raise ModelError(f"random:{name} is not known; known: {', '.join(f'random:{known}' for known in builders)}")
+    return builders[name]
 
 
 def build_qwen3_tiny(directory: Path) -> None:
     """Write a Qwen3 of 2 layers and 78,208 parameters, float32, with its tokenizer."""
+    _build_qwen3(directory, hidden=64, mlp=128, layers=2, heads=4)
+
+
+def build_qwen3_small(directory: Path) -> None:
+    """The same of 6 layers and 5 million parameters: its steps take milliseconds, and arithmetic takes most of them."""
+    _build_qwen3(directory, hidden=256, mlp=768, layers=6, heads=8)
+
+
+def _build_qwen3(directory: Path, *, hidden: int, mlp: int, layers: int, heads: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = character_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
