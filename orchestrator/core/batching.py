@@ -6,6 +6,7 @@ one rank, so that its prompt is computed once.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -69,34 +70,48 @@ def num_released(release: Release, num_queued: int, num_before: int, mini_batch_
             return num_before
 
 
-def pack_round(group_tokens: Iterable[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
+def pack_round(
+    group_tokens: Iterable[int], num_ranks: int, max_tokens: int, given: Sequence[int] = ()
+) -> list[list[int]]:
     """Choose groups for one round and spread them over the ranks, balanced by tokens.
 
     Args:    group_tokens: tokens of each ready group (prompt once + responses), in the order they became ready.
              num_ranks: R >= 1.  max_tokens: cap of one rank; a group above it goes alone.
-    Returns: [R] lists of indices into group_tokens. No rank is empty when there are at least R groups. Which groups are
-             considered follows arrival; inside that window the longest is placed first. The group that waited longest
-             is always among them.
-    Source:  ours; longest first, each to the rank with least, with a cap.
+             given: [R] tokens that each rank got since the ranks last met; empty: none.
+    Returns: [R] lists of indices into group_tokens. Which groups are considered follows arrival; inside that window the
+             longest is placed first, on the rank that got the least so far. The group that waited longest is always
+             among them. With nothing given before, no rank is empty when there are at least R groups.
+    Source:  ours; longest-first packing as in ``lpt.assign_lpt``, with a cap. Ranks wait for one another only where a
+             mini-batch is closed, so what counts is the sum of their rounds: a small one need not be even.
     """
     window = _window(group_tokens, num_ranks, max_tokens)
     longest_order = sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index))
-    ranks = _place(window, longest_order, num_ranks, max_tokens)
+    loads = list(given) or [0] * num_ranks
+    ranks = _place(window, longest_order, loads, max_tokens)
     if window and not any(0 in rank for rank in ranks):
-        ranks = _place(window, [0, *(index for index in longest_order if index)], num_ranks, max_tokens)
+        ranks = _place(window, [0, *(index for index in longest_order if index)], loads, max_tokens)
     return ranks
 
 
-def _place(window: Sequence[int], order: Iterable[int], num_ranks: int, max_tokens: int) -> list[list[int]]:
-    """Each group in turn on the rank with the fewest tokens; one that does not fit waits for the next round."""
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+def _place(window: Sequence[int], order: Iterable[int], given: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each in turn to the rank that got the least, of those with room; without any it waits for the next round."""
+    ranks: list[list[int]] = [[] for _ in given]
+    room = [max_tokens] * len(given)
+    lightest = [(load, rank) for rank, load in enumerate(given)]
+    heapq.heapify(lightest)
+    least = min(window, default=0)
     for index in order:
-        rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(ranks[rank])))
-        if ranks[rank] and loads[rank] + window[index] > max_tokens:
-            continue
-        ranks[rank].append(index)
-        loads[rank] += window[index]
+        full: list[tuple[int, int]] = []
+        while lightest and ranks[lightest[0][1]] and window[index] > room[lightest[0][1]]:
+            full.append(heapq.heappop(lightest))
+        if lightest:
+            load, rank = lightest[0]
+            ranks[rank].append(index)
+            room[rank] -= window[index]
+            heapq.heapreplace(lightest, (load + window[index], rank))
+        for entry in full:
+            if room[entry[1]] >= least:
+                heapq.heappush(lightest, entry)
     return ranks
 
 

@@ -39,6 +39,7 @@ class Training(msgspec.Struct, kw_only=True):
     trained_version: batches trained in the current lineage.  rounds: id -> batch of rounds it has not confirmed.
     progress_s: when it last confirmed one (or got one while idle).  source_*: furthest prompt of any closed batch.
     finish_id: where FinishTraining stands on the rounds log.
+    rank_tokens: sent to each rank since the last close, where all of them met; empty after one.
     """
 
     dp_size: int = 0
@@ -49,6 +50,7 @@ class Training(msgspec.Struct, kw_only=True):
     source_ordinal: int = -1
     source_position: str = ""
     finish_id: CommandId | None = None
+    rank_tokens: list[int] = msgspec.field(default_factory=list[int])
 
 
 WaitStage: TypeAlias = Literal["prompts", "weights", "generation", "scoring", "training", "deciding"]

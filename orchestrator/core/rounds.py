@@ -85,8 +85,12 @@ class Rounds:
         p = self._p
         queue = list(islice(batch.queue, batch.released))
         tokens = (p.groups[group_id].num_tokens for group_id in queue)
-        packed = pack_round(tokens, p.training.dp_size, p.settings.micro_batch_tokens)
+        if len(p.training.rank_tokens) != p.training.dp_size:
+            p.training.rank_tokens = [0] * p.training.dp_size
+        packed = pack_round(tokens, p.training.dp_size, p.settings.micro_batch_tokens, p.training.rank_tokens)
         ranks = tuple(tuple(self._put(batch, queue[index]) for index in rank) for rank in packed)
+        for number, rank in enumerate(ranks):
+            p.training.rank_tokens[number] += sum(rows.num_tokens for rows in rank)
         round_id = f"{batch.index}.{batch.num_rounds}"
         batch.num_rounds += 1
         if not p.training.rounds:
@@ -120,6 +124,7 @@ class Rounds:
             self._pass_source(batch)
         if phase.part is not None:
             p.outbox.emit_round(self._close_command(batch, phase, phase.part, finishes))
+            p.training.rank_tokens = []
         if not finishes:
             batch.queue = {group.group_id: None for group in self._members(batch, self._phases[batch.phase].part)}
             batch.released = 0

@@ -66,6 +66,7 @@ class SimulatedRows:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._rows: dict[RowId, Spans] = {}
+        self._tokens: dict[RowId, int] = {}
         self._missing: dict[GroupId, int] = {}
         self._dropped: set[GroupId] = set()
         simulation.attach(self._obey, DropRows)
@@ -74,8 +75,9 @@ class SimulatedRows:
         if isinstance(command, DropRows):
             self._dropped.update(command.group_ids)
             for group_id in command.group_ids:
-                for sample in self._samples(group_id):
-                    self._rows.pop(row_id(group_id, sample), None)
+                for row in self._rows_of(group_id):
+                    self._rows.pop(row, None)
+                    self._tokens.pop(row, None)
 
     def has(self, row: RowId) -> bool:
         return row in self._rows
@@ -86,11 +88,11 @@ class SimulatedRows:
 
     def num_tokens(self, row: RowId) -> int:
         """Response length of the row."""
-        return sum(tokens for _, tokens in self._rows[row])
+        return self._tokens[row]
 
     def lose(self, row: RowId) -> None:
         group_id, _ = parse_row_id(row)
-        del self._rows[row]
+        del self._rows[row], self._tokens[row]
         self._missing[group_id] = self._missing.get(group_id, 0) + 1
 
     def insert(self, event: RolloutFinished, sample: Sample) -> None:
@@ -98,7 +100,7 @@ class SimulatedRows:
         group_id, row = sample.plan.group_id, event.row_id
         if row in self._rows or group_id in self._dropped:
             return
-        self._rows[row] = tuple(sample.spans)
+        self._rows[row], self._tokens[row] = tuple(sample.spans), event.response_tokens
         self._simulation.log.tokens += event.response_tokens
         self._simulation.tell(event)
         missing = self._missing.get(group_id, sample.plan.group_size) - 1
@@ -107,12 +109,13 @@ class SimulatedRows:
             del self._missing[group_id]
             self._simulation.after(self._simulation.scenario.costs.scoring_s, partial(self._score, group_id))
 
-    def _samples(self, group_id: GroupId) -> range:
-        return range(1 if is_evaluation(group_id) else self._simulation.scenario.core.group_size)
+    def _rows_of(self, group_id: GroupId) -> list[RowId]:
+        size = 1 if is_evaluation(group_id) else self._simulation.scenario.core.group_size
+        return [row_id(group_id, sample) for sample in range(size)]
 
     def _lengths(self, group_id: GroupId) -> tuple[int, ...] | None:
-        rows = [self._rows.get(row_id(group_id, sample)) for sample in self._samples(group_id)]
-        return tuple(sum(tokens for _, tokens in row) for row in rows if row) if all(rows) else None
+        lengths = [self._tokens.get(row, 0) for row in self._rows_of(group_id)]
+        return tuple(lengths) if all(lengths) else None
 
     def _score(self, group_id: GroupId) -> None:
         lengths = self._lengths(group_id)

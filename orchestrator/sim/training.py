@@ -12,6 +12,7 @@ from functools import partial
 from orchestrator.core.cost_model import TrainCost
 from orchestrator.core.outbox import CommandId
 from orchestrator.sim.engine import Simulation
+from orchestrator.sim.ranks import Ranks
 from orchestrator.sim.rows import SimulatedRows
 from transport.messages import (
     CheckpointSaved,
@@ -32,12 +33,13 @@ from transport.types import RowId, WeightIdentity, WorkerId, row_id
 @dataclass(slots=True, kw_only=True)
 class _Work:
     """An entry under way. left_s: seconds of it that are left at ``since_s``, if nobody else worked.  spent_s: until
-    then.  pieces: how often its end was planned; only the last counts."""
+    then.  alone_s: what it would take, if nobody did.  pieces: how often its end was planned; only the last counts."""
 
     epoch: int
     at: CommandId
     command: TrainerCommand
     began_s: float
+    alone_s: float
     left_s: float
     since_s: float = 0.0
     spent_s: float = 0.0
@@ -50,7 +52,8 @@ class SimulatedTrainer:
     def __init__(self, simulation: Simulation, rows: SimulatedRows) -> None:
         self._simulation = simulation
         self._rows = rows
-        self._log: list[tuple[CommandId, TrainerCommand]] = []
+        self._log: list[tuple[CommandId, TrainerCommand, float]] = []
+        self._ranks = Ranks(simulation.scenario.dp_size)
         self._next = 0
         self._saved = (0, CommandId(0, 0))
         self._epoch = 0
@@ -59,7 +62,6 @@ class SimulatedTrainer:
         self._busy = False
         self._stepped_s = 0.0
         self._trained = simulation.log.trained
-        self._idle = False
         self._work_now: _Work | None = None
         self._pace = 1.0
         if simulation.shared is not None:
@@ -71,11 +73,11 @@ class SimulatedTrainer:
         self._epoch += 1
         self._version, self._cursor = self._saved
         self._busy = False
-        self._idle = True
-        self._next = sum(at <= self._cursor for at, _ in self._log)
+        self._next = sum(at <= self._cursor for at, _, _ in self._log)
         for batch in [batch for batch in self._trained if batch >= self._version]:
             del self._trained[batch]
         simulation = self._simulation
+        self._ranks.start(simulation.now_s)
         worker_id = WorkerId(f"train-0.{self._epoch}")
         ready = TrainerReady(
             worker_id=worker_id,
@@ -106,24 +108,21 @@ class SimulatedTrainer:
 
     def _obey(self, command_id: CommandId, command: Command) -> None:
         assert isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
-        self._log.append((command_id, command))
+        self._log.append((command_id, command, self._simulation.now_s))
         self._simulation.after(0.0, self._work)
 
     def _work(self) -> None:
         """Take the next entry of the log, if idle."""
-        if self._busy:
+        if self._busy or self._next == len(self._log):
             return
-        if self._next == len(self._log):
-            self._idle = True
-            return
-        at, command = self._log[self._next]
+        at, command, told_s = self._log[self._next]
         self._busy = True
-        seconds = self._seconds(command)
+        seconds = self._seconds(command, told_s)
         if seconds is None:  # rows of it are being made again
             self._simulation.after(self._simulation.scenario.costs.heartbeat_s, partial(self._look_again, self._epoch))
             return
-        self._idle = False
-        self._begin(_Work(epoch=self._epoch, at=at, command=command, began_s=self._simulation.now_s, left_s=seconds))
+        began_s = self._simulation.now_s
+        self._begin(_Work(epoch=self._epoch, at=at, command=command, began_s=began_s, alone_s=seconds, left_s=seconds))
 
     # -- at work, which takes longer beside an engine that decodes, where they share a machine
 
@@ -153,6 +152,8 @@ class SimulatedTrainer:
             return
         self._work_now = None
         seconds = work.spent_s + work.left_s * self._pace
+        if self._simulation.shared is not None:
+            self._ranks.delay(seconds - work.alone_s)
         self._simulation.log.trainer_busy_s += seconds
         self._simulation.note_training(work.began_s, work.command, seconds)
         self._complete(work.at, work.command, seconds)
@@ -161,27 +162,33 @@ class SimulatedTrainer:
 
     def _look_again(self, epoch: int) -> None:
         if epoch == self._epoch:
+            at, command, _ = self._log[self._next]
+            self._log[self._next] = at, command, self._simulation.now_s
             self._busy = False
             self._work()
 
-    def _seconds(self, command: TrainerCommand) -> float | None:
-        """What the entry costs, or None when rows of it are missing, which is told."""
-        costs = self._simulation.scenario.costs
+    def _seconds(self, command: TrainerCommand, told_s: float) -> float | None:
+        """What the entry costs rank 0, or None when rows of it are missing, which is told."""
+        costs, now_s = self._simulation.scenario.costs, self._simulation.now_s
         if isinstance(command, TrainRound):
-            return None if self._some_missing(command) else self._round_s(command)
+            if self._some_missing(command):
+                return None
+            return max(0.0, self._ranks.do(self._parts_s(command), told_s, costs.train.fill_s) - now_s)
+        together_s = costs.checkpoint_s
         if isinstance(command, CloseMiniBatch):
             publish = costs.publish_s + costs.switch_s if command.finishes_batch else 0.0
-            return costs.train.step_s() + publish + (costs.checkpoint_s if command.checkpoint else 0.0)
-        return costs.checkpoint_s
+            together_s = costs.train.step_s() + publish + (costs.checkpoint_s if command.checkpoint else 0.0)
+        return self._ranks.meet(now_s, together_s) - now_s
 
-    def _round_s(self, command: TrainRound) -> float:
-        """The ranks work at once; they wait for the busiest. An idle trainer fills its pipeline first."""
+    def _parts_s(self, command: TrainRound) -> list[float]:
+        """[ranks] seconds of each one's part of a round."""
         costs = self._simulation.scenario.costs
         switch = costs.switch_s if command.batch not in self._trained else 0.0
-        fill = costs.train.fill_s if self._idle else 0.0
-        return switch + fill + max(self._rank_s(costs.train, rank) for rank in command.ranks)
+        return [switch + self._rank_s(costs.train, rank) for rank in command.ranks]
 
     def _rank_s(self, train: TrainCost, rank: tuple[GroupRows, ...]) -> float:
+        if not rank:
+            return 0.0
         tokens = sum(rows.num_tokens for rows in rank)
         squared = sum(map(self._squared, rank)) if train.squared_token_s else 0.0
         return train.micro_batch_s(tokens, squared)

@@ -141,6 +141,23 @@ def test_a_round_balances_tokens():
     assert pack_round([10, 40, 20, 30], num_ranks=2, max_tokens=50) == [[1, 0], [3, 2]]
 
 
+@given(
+    tokens=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    given_before=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+)
+def test_rounds_even_out_what_ranks_were_given(tokens, given_before):
+    """As any list scheduling: no rank ends above the others by more than what it got last."""
+    ranks = pack_round(tokens, len(given_before), 10_000, given_before)
+    loads = [before + sum(tokens[index] for index in rank) for before, rank in zip(given_before, ranks, strict=True)]
+    assert sorted(index for rank in ranks for index in rank) == list(range(len(tokens)))
+    for load, rank in zip(loads, ranks, strict=True):
+        assert not rank or load - min(tokens[index] for index in rank) <= min(loads)
+
+
+def test_a_rank_that_has_no_room_is_passed_by():
+    assert pack_round([30, 30, 30], num_ranks=2, max_tokens=60, given=[0, 100]) == [[0, 1], [2]]
+
+
 def test_the_group_that_waited_longest_goes_though_longer_ones_would_fill_the_ranks():
     assert pack_round([22, 29, 29], num_ranks=2, max_tokens=50) == [[0], [1]]
 
