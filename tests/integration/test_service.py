@@ -102,6 +102,18 @@ async def test_a_publisher_that_died_is_followed_by_one_that_serves_the_same(tmp
     assert {span["version"] for line in samples(lines) for span in line["versions"]} == {1}
 
 
+async def test_after_a_broker_lost_its_tail_the_served_version_is_announced_again(tmp_path: Path, model_dir: Path):
+    async with service_run(tmp_path, model_dir, weights_dir=model_dir.parent) as run:
+        await run.until_serving(1)
+        before = run.server.snapshot()
+        await run.ask("/update", {"path": model_dir.name})
+        run.server.restore(before)
+        run.generate("generate-1.1")
+        await run.until_serving(2)
+        _, lines = await run.ask("/generate", {"prompts": [[1]] * 4})
+    assert {span["version"] for line in samples(lines) for span in line["versions"]} == {1}
+
+
 async def test_weights_that_somebody_serves_already_are_taken_by_their_manifest(tmp_path: Path, model_dir: Path):
     tensors = load_file(model_dir / "model.safetensors")
     elsewhere = WeightPublisher("elsewhere", tmp_path / "elsewhere")

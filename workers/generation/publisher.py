@@ -5,13 +5,16 @@
 
 Owns: the trainer's role, in the sense of who may publish. Never: decides who loads (the core does). Invariant: a path
 is read only below the directory that this machine's own command line names; a version is announced after its bytes can
-be read; what cannot be published is answered by UpdateFailed and leaves what is served as it is.
+be read, and once more by a broker that was restarted and may have lost it; what cannot be published is answered by
+UpdateFailed and leaves what is served as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,6 +86,8 @@ class PublishingWorker:
         self._weights_dir = weights_dir.resolve() if weights_dir is not None else None
         self._epoch = 0
         self._serving: WeightIdentity | None = None
+        self._announced: Commit | None = None
+        self._boot_id = ""
         self._doing = "waiting"
 
     def activity(self) -> Activity:
@@ -91,8 +96,10 @@ class PublishingWorker:
     async def run(self) -> None:
         """Publish what there is, then what is asked for, forever."""
         try:
+            self._boot_id = (await self._broker.info()).boot_id
             await self._begin()
             while True:
+                await self._announce_again()
                 for delivery in await self._claim():
                     await self._answer(delivery)
         finally:
@@ -204,9 +211,21 @@ class PublishingWorker:
             Append(stream=keys.WEIGHTS, entry=Entry(fields=fields, payload=encode(ours))),
             Append(stream=keys.EVENTS, entry=event_entry(published, weights=str(weights), update=update)),
         ]
+        announced = Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends)
         try:
-            await self._broker.commit(Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends, acks=acks))
+            await self._broker.commit(replace(announced, acks=acks))
         except FencedError as error:
             raise CheckpointRefusedError(f"somebody else published meanwhile ({error}): ask again") from error
-        self._serving = weights
+        self._serving, self._announced = weights, announced
         log.info("published", weights=str(weights), path=path)
+
+    async def _announce_again(self) -> None:
+        """After a restart of the broker, which may have lost its tail. Whoever knows of the version passes over it."""
+        boot_id = (await self._broker.info()).boot_id
+        if boot_id == self._boot_id:
+            return
+        self._boot_id = boot_id
+        if self._announced is not None:
+            log.warning("the broker was restarted; announcing again", weights=str(self._serving))
+            with suppress(FencedError):  # somebody else has published since
+                await self._broker.commit(self._announced)
