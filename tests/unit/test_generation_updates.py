@@ -62,6 +62,20 @@ async def test_a_manifest_that_never_comes_is_a_failure(monkeypatch):
         assert "no manifest of e1v2" in failed.reason
 
 
+async def test_nobody_waits_for_a_manifest_that_a_newer_one_has_overtaken():
+    """The broker lost it; its trainer, or the next one, announces only its newest again."""
+    async with running() as world:
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.events(2, of=WorkerReported)
+        await world.manifest(V2)
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        failed, loaded = await world.events(2)
+        assert isinstance(failed, WeightsFailed)
+        assert "no manifest of e1v1, only of newer ones" in failed.reason
+        assert isinstance(loaded, WeightsLoaded)
+        assert loaded.weights == V2
+
+
 @pytest.mark.parametrize("where", ["puller", "engine"])
 async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
     async with running() as world:

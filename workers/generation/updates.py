@@ -80,26 +80,32 @@ class WeightUpdates:
             )
 
     async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
-        """The manifest of ``weights`` from the weights log. Raises MessageError when it does not come."""
+        """The manifest of ``weights`` from the weights log.
+
+        Raises: MessageError: it does not come, or newer weights were announced and these are not there: a broker lost
+        them, and trainers announce only their newest again.
+        """
         deadline_s = self._clock.now_s() + MANIFEST_WAIT_S
         entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
         cursor = ZERO_ID
-        while (manifest := _manifest_of(entries, weights)) is None:
-            if self._clock.now_s() >= deadline_s:
-                raise MessageError(f"the weights log has no manifest of {weights}")
+        while True:
+            announced = _readable(entries)
+            if found := [manifest for manifest in announced if manifest.weights == weights]:
+                return found[-1]
+            is_overtaken = any(manifest.weights > weights for manifest in announced)
+            if is_overtaken or self._clock.now_s() >= deadline_s:
+                newer = ", only of newer ones" if is_overtaken else ""
+                raise MessageError(f"the weights log has no manifest of {weights}{newer}")
             cursor = entries[-1].entry_id if entries else cursor
             entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
-        return manifest
 
 
-def _manifest_of(entries: Sequence[LogEntry], weights: WeightIdentity) -> WeightManifest | None:
-    """The newest manifest of ``weights`` among entries of the weights log; one that cannot be read is skipped."""
-    for entry in reversed(entries):
+def _readable(entries: Sequence[LogEntry]) -> list[WeightManifest]:
+    """The manifests among entries of the weights log, in order; one that cannot be read is skipped."""
+    manifests: list[WeightManifest] = []
+    for entry in entries:
         try:
-            manifest = manifest_decoder.decode(entry.entry.payload)
+            manifests.append(manifest_decoder.decode(entry.entry.payload))
         except MessageError as error:
             log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
-            continue
-        if manifest.weights == weights:
-            return manifest
-    return None
+    return manifests
