@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Append, Commit, Entry, GroupWrite, RowWrite, StreamWrite
+from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.connect import check_server, connect
 from transport.broker.embedded import free_port
 from transport.broker.lua import Request
@@ -41,10 +42,6 @@ async def broker(proxy: CuttingProxy, run_name: RunName) -> AsyncIterator[RedisB
     await made.info()  # the connection is there, so that the next reply is the one to cut
     yield made
     await made.close()
-
-
-def told(name: str) -> Append:
-    return Append(stream=keys.EVENTS, entry=Entry(fields={"name": name}))
 
 
 def finished_row(row_id: str = "0/0/0") -> Commit:
