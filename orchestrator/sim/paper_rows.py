@@ -12,7 +12,9 @@ from orchestrator.core.hardware import H20, H800
 from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
 from orchestrator.sim.experiment import Experiment, Generation, Growing, Pipelined, Transfer
 from orchestrator.sim.paper_settings import (
+    CROSSING_TRAINERS,
     GPUS,
+    GROWING_START,
     LENGTHS,
     LINK_BYTES_PER_S,
     asyncflow,
@@ -154,7 +156,7 @@ def _figure_10() -> Row:
 
 
 def _figure_11() -> Row:
-    layout = split(QWEN_7B, 8)
+    layout = split(QWEN_7B, GROWING_START)
     return Row(
         key="fig11",
         source="StreamRL Figure 11",
@@ -164,7 +166,7 @@ def _figure_11() -> Row:
         low=10,
         high=16,
         unit="",
-        note="8 of 32 GPUs at first, ours: a node more comes at once, after iteration 1, and then as said",
+        note=f"{GROWING_START} of 32 GPUs at first, by Algorithm 1; a node more comes at once, after iteration 1",
     )
 
 
@@ -175,10 +177,14 @@ def _figure_12() -> Row:
         crossing = replace(
             single,
             layout=replace(
-                single.layout, generation_gpus=32, generation_gpu=H20, training_gpus=24, ranks=6,
+                single.layout,
+                generation_gpus=32,
+                generation_gpu=H20,
+                training_gpus=CROSSING_TRAINERS[tokens],
+                ranks=CROSSING_TRAINERS[tokens] // 2,
                 link_bytes_per_s=LINK_BYTES_PER_S,
             ),
-        )  # fmt: skip
+        )
         price = 32 * H800.price / (32 * H20.price + crossing.layout.training_gpus * H800.price)
         cells.append(Cell(label=f"{tokens // 1000}K", of=crossing, over=single, factor=price))
     return Row(
@@ -189,7 +195,7 @@ def _figure_12() -> Row:
         paper="1.23 - 1.31",
         low=1.23,
         high=1.31,
-        note="prices of Table 1; the abstract says 1.33; how many H800 train is not printed, here 24",
+        note="prices of Table 1; the abstract says 1.33; how many H800 train is not printed, here the cheapest",
     )
 
 

@@ -23,6 +23,8 @@ LINK_BYTES_PER_S = 10e9
 """Bytes a second of the 80 Gbps between StreamRL's datacenters (sec. 7)."""
 SAMPLES_A_GPU = 8
 """Of a batch: StreamRL's 1024 on 128 GPUs. AsyncFlow prints no batch."""
+ASYNCFLOW_SHARE = 9 / 16
+"""Of the GPUs that generate: what the allocation answers for the 7B on 128 A100s, on seed 0."""
 ASYNCFLOW_TOKENS = 8_192
 """Longest response: AsyncFlow prints none; the first stage of DeepScaleR's own recipe."""
 
@@ -77,6 +79,12 @@ ASYNC_SPLIT = {
     (QWEN_72B, 20_000): 48,
 }
 """(LLM, longest response) -> GPUs that generate."""
+GROWING_START = 8
+"""GPUs of 32 that generate while the longest response is 10K: what StreamRL's own Algorithm 1 answers for the 7B in whole
+nodes. Ours, which deals out half nodes, answers 12; a single node is added then, after iteration 5."""
+CROSSING_TRAINERS = {5_000: 32, 10_000: 30, 20_000: 28}
+"""H800 that train beside 32 H20 that generate, longest response -> GPUs, in ranks of two: the cheapest samples among
+all 132 sizes and degrees by the search of the allocation (``core/allocation.py``), on seed 0."""
 
 
 def sync_stream(llm: Llm, max_tokens: int = FULL_LENGTH) -> Pipelined:
@@ -112,8 +120,8 @@ def asyncflow(llm: Llm, gpus: int, pipeline: str, *, batch: int = 0) -> Pipeline
 
     batch: samples; 0: they grow with the cluster.
     """
-    generation = gpus * 5 // 8
     degree = 4 if llm is QWEN_7B else 8
+    generation = round(gpus * ASYNCFLOW_SHARE / degree) * degree
     layout = Layout(
         generation_gpus=gpus if pipeline == "serial_colocated" else generation,
         training_gpus=gpus if pipeline == "serial_colocated" else gpus - generation,
