@@ -80,7 +80,7 @@ ASYNC_SPLIT = {
 }
 """(LLM, longest response) -> GPUs that generate."""
 GROWING_START = 8
-"""GPUs of 32 that generate while the longest response is 10K: what StreamRL's own Algorithm 1 answers for the 7B in whole
+"""GPUs of 32 that generate while the longest response is 10K: what StreamRL's Algorithm 1 answers for the 7B in whole
 nodes. Ours, which deals out half nodes, answers 12; a single node is added then, after iteration 5."""
 CROSSING_TRAINERS = {5_000: 32, 10_000: 30, 20_000: 28}
 """H800 that train beside 32 H20 that generate, longest response -> GPUs, in ranks of two: the cheapest samples among
