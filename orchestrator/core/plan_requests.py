@@ -1,4 +1,4 @@
-"""Asking for plans of dispatch, using those that come, and learning what predictions were worth.
+"""Asking for plans of dispatch, and using those that come.
 
 Owns: when a batch is planned, and the second look at a plan. Never: the planning, which takes longer than an event may:
 it is done outside, on the values that the command carries. Invariant: a batch waits for its plan once, until a
@@ -8,12 +8,12 @@ deadline; a plan that comes later, names what has changed meanwhile, or never co
 from __future__ import annotations
 
 from orchestrator.core.assignments import Assignments
-from orchestrator.core.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.batches import Group, Stage
 from orchestrator.core.fleet import Worker
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.pipeline import Pipeline
-from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare, RolloutFinished
-from transport.types import GroupId, parse_row_id
+from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare
+from transport.types import GroupId
 
 HALFWAY = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
@@ -148,29 +148,3 @@ class PlanRequests:
     def _settle(self, batch: int) -> None:
         self._p.plans.awaited.pop(batch, None)
         self._p.outbox.confirm(request_key(batch))
-
-    def observe(self, event: RolloutFinished) -> None:
-        """How slow a worker is: the seconds of a sample, over those of its steps at the batch that ran meanwhile.
-
-        The batch is taken as the mean of what its share began with and what is left now.
-        """
-        p = self._p
-        if not (p.settings.plans or p.settings.move_running):
-            return
-        group, worker = p.groups.get(parse_row_id(event.row_id)[0]), p.fleet.workers.get(event.worker_id)
-        if group is None or worker is None or group.worker_id != event.worker_id:
-            return
-        in_flight = min(worker.capacity, worker.in_flight)
-        batch = (p.plans.limits.get(worker.worker_id, in_flight) + in_flight) / 2
-        context = batch * (group.prompt_tokens + event.response_tokens / 2)
-        expected_s = event.response_tokens * p.settings.decode_cost.step_s(batch, context)
-        p.plans.observe_pace(worker.worker_id, event.engine_s, expected_s)
-
-    def learn(self, batch: Batch) -> None:
-        """Compare what was predicted for a whole batch with what came. A part of it would be its short samples."""
-        calibration = self._p.plans.calibration
-        calibration.fade()
-        for group in (self._p.groups[group_id] for group_id in batch.members):
-            for tokens in group.tokens:
-                if tokens != MISSING:
-                    calibration.add(group.predicted_tokens, group.predicted_sigma, tokens)

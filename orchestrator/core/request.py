@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transport.types import GroupId, RowId, SamplingParams
+from transport.types import GroupId, RowId
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -21,7 +21,6 @@ class Request(msgspec.Struct, kw_only=True):
     """
 
     num_samples: int
-    sampling: SamplingParams | None = None
     waiting: list[GroupId] = msgspec.field(default_factory=list[GroupId])
     started: int = 0
     results: list[RowId] = msgspec.field(default_factory=list[RowId])

@@ -21,6 +21,7 @@ from orchestrator.core.elastic import ElasticFleet
 from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.evaluation_schedule import EvaluationSchedule
 from orchestrator.core.evaluation_tries import EvaluationTries
+from orchestrator.core.experience import Experience
 from orchestrator.core.invariants import check
 from orchestrator.core.lpt import longest_first
 from orchestrator.core.moving import Moving
@@ -105,12 +106,13 @@ class PipelineState:
         self._evaluation_schedule = EvaluationSchedule(pipeline, self._tries)
         self._plan_requests = PlanRequests(pipeline, self._assignments)
         self._moving = Moving(pipeline, self._assignments)
+        self._experience = Experience(pipeline)
         self._elastic = ElasticFleet(pipeline)
         self._worker_reports = WorkerReports(
             pipeline, self._rounds, self._rollouts, self._weights, self._tries, self._elastic
         )
         self._trainer_reports = TrainerReports(
-            pipeline, self._rounds, self._rollouts, self._plan_requests, self._evaluation_schedule, self._elastic
+            pipeline, self._rounds, self._rollouts, self._evaluation_schedule, self._experience, self._elastic
         )
         self._control = Control(pipeline, self._rounds, self._rollouts, self._requests, self._evaluation_schedule)
 
@@ -284,7 +286,7 @@ class PipelineState:
     def _apply(self, event: Event) -> None:
         match event:
             case RolloutFinished():
-                self._plan_requests.observe(event)
+                self._experience.observe(event)
                 self._rollouts.finished(event)
             case GroupScored():
                 self._rollouts.scored(event)

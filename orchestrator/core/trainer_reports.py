@@ -12,9 +12,9 @@ from typing import TypeAlias, assert_never
 
 from orchestrator.core.elastic import ElasticFleet
 from orchestrator.core.evaluation_schedule import EvaluationSchedule
+from orchestrator.core.experience import Experience
 from orchestrator.core.outbox import parse_entry_id
 from orchestrator.core.pipeline import Pipeline
-from orchestrator.core.plan_requests import PlanRequests
 from orchestrator.core.rollouts import Rollouts
 from orchestrator.core.rounds import Rounds
 from transport.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady
@@ -31,15 +31,15 @@ class TrainerReports:
         pipeline: Pipeline,
         rounds: Rounds,
         rollouts: Rollouts,
-        plan_requests: PlanRequests,
         evaluation_schedule: EvaluationSchedule,
+        experience: Experience,
         elastic: ElasticFleet,
     ) -> None:
         self._p = pipeline
         self._rounds = rounds
         self._rollouts = rollouts
-        self._plan_requests = plan_requests
         self._evaluation_schedule = evaluation_schedule
+        self._experience = experience
         self._elastic = elastic
 
     def take(self, report: TrainerReport) -> None:
@@ -66,7 +66,7 @@ class TrainerReports:
 
     def _train_up_to(self, weights: WeightIdentity) -> None:
         for index in range(self._p.training.trained_version, weights.version):
-            self._plan_requests.learn(self._p.batches[index])
+            self._experience.learn(self._p.batches[index])
         self._rounds.batch_trained(weights.version - 1)
         self._p.lineage.publish(weights.version)
         self._p.fleet.publish(weights)

@@ -62,6 +62,8 @@ def test_the_flag_rises_for_a_good_ranker_and_falls_for_a_bad_one():
 def test_a_few_groups_do_not_decide():
     assert fed(RunningQuality(trusted=True), noise=3.0, groups=MIN_GROUPS - 1).trusted
     assert not fed(RunningQuality(trusted=False), noise=0.1, groups=MIN_GROUPS - 1).trusted
+    assert not fed(RunningQuality(trusted=False), noise=0.1, groups=MIN_GROUPS - 1).measured
+    assert fed(RunningQuality(trusted=False), noise=0.1, groups=MIN_GROUPS).measured
 
 
 def test_between_the_bounds_the_flag_stays():
