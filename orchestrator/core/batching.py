@@ -81,7 +81,7 @@ def pack_round(
     Returns: [R] lists of indices into group_tokens. Which groups are considered follows arrival; inside that window the
              longest is placed first, on the rank that got the least so far. The group that waited longest is always
              among them. With nothing given before, no rank is empty when there are at least R groups.
-    Source:  ours; longest-first packing as in ``lpt.assign_lpt``, with a cap. Ranks wait for one another only where a
+    Source:  ours; longest first, each to the rank with least, with a cap. Ranks wait for one another only where a
              mini-batch is closed, so what counts is the sum of their rounds: a small one need not be even.
     """
     window = _window(group_tokens, num_ranks, max_tokens)

@@ -35,21 +35,21 @@ class EvaluationSchedule:
 
     def advance(self) -> None:
         """End what is over, begin what is due. Before weights and dispatch, which heed the pin."""
-        p, lane = self._p, self._p.evaluations
-        if lane.current is not None:
-            if p.finished:
-                self.give_up("the run is over")
-            elif lane.current.over:
-                whole = lane.current.answered == lane.current.num_problems
-                self._close(lane.current, "" if whole else "attempts at some problems are used up")
-            elif lane.current.newer_s is None and self._is_newer(lane.current):
-                lane.current.newer_s = p.now_s
-        if lane.current is None and p.settings.eval_every and self._may_open():
+        p = self._p
+        if p.evaluations.current is not None:
+            self._advance(p.evaluations.current)
+        if p.evaluations.current is None and p.settings.eval_every and self._may_open():
             self._open()
 
-    def _is_newer(self, current: Evaluation) -> bool:
+    def _advance(self, current: Evaluation) -> None:
         newest = self._p.fleet.newest
-        return newest is not None and age(newest) > age(current.weights)
+        if self._p.finished:
+            self.give_up("the run is over")
+        elif current.over:
+            whole = current.answered == current.num_problems
+            self._close(current, "" if whole else "attempts at some problems are used up")
+        elif current.newer_s is None and newest is not None and age(newest) > age(current.weights):
+            current.newer_s = self._p.now_s
 
     def _may_open(self) -> bool:
         p = self._p
@@ -65,35 +65,35 @@ class EvaluationSchedule:
 
     def _open(self) -> None:
         """Pin the newest weights; ask for the problems first, if they are not known."""
-        p, lane = self._p, self._p.evaluations
+        p, evaluations = self._p, self._p.evaluations
         assert p.fleet.newest is not None
-        if lane.problems is None:
-            if not lane.requested:
-                lane.requested = True
+        if evaluations.problems is None:
+            if not evaluations.requested:
+                evaluations.requested = True
                 p.outbox.emit_until(REQUEST_KEY, RequestHeldOutPrompts(count=p.settings.eval_problems))
             return
-        problems = lane.problems[: p.settings.eval_problems]
+        problems = evaluations.problems[: p.settings.eval_problems]
         longest_first = sorted(range(len(problems)), key=lambda place: -problems[place].predicted_tokens)
-        lane.current = Evaluation(
-            number=lane.num_opened, weights=p.fleet.newest, num_problems=len(problems), waiting=longest_first
+        evaluations.current = Evaluation(
+            number=evaluations.num_opened, weights=p.fleet.newest, num_problems=len(problems), waiting=longest_first
         )
-        lane.num_opened += 1
-        p.fleet.pin_to(lane.current.weights, wanted=bool(longest_first))
+        evaluations.num_opened += 1
+        p.fleet.pin_to(evaluations.current.weights, wanted=bool(longest_first))
 
     # -- what is told
 
     def problems_arrived(self, event: HeldOutPromptsArrived) -> None:
         """They are the same for the whole run."""
-        lane = self._p.evaluations
+        evaluations = self._p.evaluations
         self._p.outbox.confirm(REQUEST_KEY)
-        if lane.problems is None:
-            lane.problems = list(event.prompts)
+        if evaluations.problems is None:
+            evaluations.problems = list(event.prompts)
 
     def trainer_restarted(self, version: int) -> None:
         """The pin was of the former trainer; what is evaluated from now on is of this one, from ``version`` on."""
-        lane = self._p.evaluations
+        evaluations = self._p.evaluations
         self.give_up("the trainer started again")
-        lane.reached = min(lane.reached, version)
+        evaluations.reached = min(evaluations.reached, version)
 
     def expire(self) -> None:
         """Look at the deadlines of the whole; those of single tries were looked at before."""
@@ -117,11 +117,11 @@ class EvaluationSchedule:
 
     def give_up(self, reason: str) -> None:
         """End the current evaluation short, so that the same version may be evaluated again if it is still newest."""
-        lane = self._p.evaluations
-        if lane.current is not None:
-            reached = lane.reached
-            self._close(lane.current, reason)
-            lane.reached = reached
+        evaluations = self._p.evaluations
+        if evaluations.current is not None:
+            reached = evaluations.reached
+            self._close(evaluations.current, reason)
+            evaluations.reached = reached
 
     def _close(self, current: Evaluation, reason: str) -> None:
         """Tell how it went, let go of the pin."""
