@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.errors import ChildFailedError, ConfigError
+from orchestrator.errors import ChildFailedError
 from orchestrator.fitting import fit
 from orchestrator.other_programs import LIMIT, OtherPrograms
+from orchestrator.outputs import check_place, writing_out
 from orchestrator.profiles import Errors, Profile
 from orchestrator.runtime.provision import python_module
 from orchestrator.toml_source import to_toml
@@ -29,14 +30,13 @@ LIMIT_S = 1800.0
 
 def main(settings: Settings, out: Path) -> int:
     """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
+    check_place(out)
     others = OtherPrograms()
     profile = fit(measure(settings))
     json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
-    try:
+    with writing_out(out):
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
         toml_path.write_text(section(profile), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", key="--out") from error
     print(report(profile))
     if (share := others.share()) > LIMIT:
         print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from orchestrator.errors import ConfigError, DataError
+from orchestrator.errors import DataError
+from orchestrator.outputs import writing_out
 
 if TYPE_CHECKING:
     from ranker.evaluate import RankQuality
@@ -127,10 +128,8 @@ def _write(content: bytes, path: Path | None) -> None:
     if path is None:
         sys.stdout.buffer.write(content)
         return
-    try:
+    with writing_out(path):
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", where="--out") from error
 
 
 def _samples(log: Path, prompts: Path | None, model: str | None) -> list[PromptLengths]:

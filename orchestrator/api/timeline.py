@@ -10,13 +10,13 @@ import json
 import os
 from pathlib import Path
 
-from orchestrator.errors import ConfigError
+from orchestrator.outputs import writing_out
 from orchestrator.report.drawing import to_svg, write_png
 from orchestrator.report.newest import newest_records
 from orchestrator.report.spans import Timeline, build_timeline
 from orchestrator.report.timeline_drawing import draw_timeline
 from orchestrator.report.trace import trace_events
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import journal_of
 
 TRACE = "trace.json"
 
@@ -25,28 +25,31 @@ def main(run_dir: Path, *, svg: bool, png: bool, out: Path | None) -> int:
     """Write ``trace.json``, and with ``svg`` or ``png`` a picture, into ``out`` (the run's directory). Returns 0."""
     timeline = read_timeline(run_dir)
     directory = out or run_dir
-    directory.mkdir(parents=True, exist_ok=True)
-    written = [directory / TRACE]
-    write_trace(timeline, directory / TRACE)
-    drawing = draw_timeline(timeline, title=run_dir.name)
-    if svg:
-        written.append(directory / "timeline.svg")
-        written[-1].write_text(to_svg(drawing), encoding="utf-8")
-    if png:
-        written.append(directory / "timeline.png")
-        write_png(drawing, written[-1])
+    with writing_out(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        written = _write(timeline, directory, title=run_dir.name, svg=svg, png=png)
     for path in written:
         print(path)
     print("open trace.json in https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
+def _write(timeline: Timeline, directory: Path, *, title: str, svg: bool, png: bool) -> list[Path]:
+    written = [directory / TRACE]
+    write_trace(timeline, directory / TRACE)
+    drawing = draw_timeline(timeline, title=title)
+    if svg:
+        written.append(directory / "timeline.svg")
+        written[-1].write_text(to_svg(drawing), encoding="utf-8")
+    if png:
+        written.append(directory / "timeline.png")
+        write_png(drawing, written[-1])
+    return written
+
+
 def read_timeline(run_dir: Path) -> Timeline:
     """The timeline of the run in ``run_dir``. Raises: ConfigError: there is none; JournalError: it is damaged."""
-    rundir = RunDir(run_dir)
-    if not rundir.journal.is_dir():
-        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
-    return build_timeline(newest_records(rundir.journal))
+    return build_timeline(newest_records(journal_of(run_dir)))
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:

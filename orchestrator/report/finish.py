@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.api.timeline import TRACE, write_trace
 from orchestrator.errors import ConfigError
+from orchestrator.outputs import writing_out
 from orchestrator.report.comparison import render_comparison
 from orchestrator.report.page import render_report
 from orchestrator.report.record import read_run
@@ -63,7 +64,10 @@ def write_page(path: Path, text: str) -> Path:
 
 def report(run_dir: Path, out: Path | None) -> int:
     """``streamrl-orchestrator report``: write the page of a run, which may be live. Returns 0."""
-    print(write_page(out or run_dir / REPORT, render_report(read_run(run_dir))))
+    page = render_report(read_run(run_dir))
+    path = out or run_dir / REPORT
+    with writing_out(path):
+        print(write_page(path, page))
     return 0
 
 
@@ -71,5 +75,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> int:
     """``streamrl-orchestrator compare``: several runs on one page. Returns 0."""
     if len(run_dirs) < 2:
         raise ConfigError("a comparison needs two runs or more")
-    print(write_page(out, render_comparison([read_run(run_dir) for run_dir in run_dirs])))
+    page = render_comparison([read_run(run_dir) for run_dir in run_dirs])
+    with writing_out(out):
+        print(write_page(out, page))
     return 0

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ConfigError
 from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, usage_by_window
 from orchestrator.report.newest import newest_records
 from orchestrator.report.samples import SAMPLES, read_samples
 from orchestrator.report.spans import Timeline, build_timeline
 from orchestrator.runtime.metrics import batch_of, read_lines
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import RunDir, journal_of
 from transport.messages import GroupScored, JournalRecord
 from transport.types import GroupId, is_evaluation
 
@@ -61,10 +60,8 @@ class RunRecord:
 def read_run(run_dir: Path) -> RunRecord:
     """Read a run, live or over. Raises: ConfigError: there is none; JournalError: its history is damaged."""
     rundir = RunDir(run_dir)
-    if not rundir.journal.is_dir():
-        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     scored: dict[GroupId, GroupScored] = {}
-    timeline = build_timeline(_noting_scores(newest_records(rundir.journal), scored))
+    timeline = build_timeline(_noting_scores(newest_records(journal_of(run_dir)), scored))
     lines = joined(read_lines(rundir.metrics), timeline, scored.values())
     return RunRecord(
         name=run_dir.resolve().name,

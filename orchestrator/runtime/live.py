@@ -113,8 +113,11 @@ def progress(status: Mapping[str, Any]) -> str:
     """How far the run is; a service gets as many requests as there are."""
     requests = status.get("num_requests")
     if requests is None:
-        return f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}"
-    return f"requests {requests}, {len(status.get('requests', ()))} of them open"
+        done = f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}"
+    else:
+        done = f"requests {requests}, {len(status.get('requests', ()))} of them open"
+    asked = [word for key, word in (("paused", "paused"), ("stop_reason", "stopping")) if status.get(key)]
+    return "  ".join([done, *asked])
 
 
 def scaling_line(scaling: Mapping[str, Any]) -> str:

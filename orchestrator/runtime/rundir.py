@@ -23,8 +23,17 @@ import os
 from pathlib import Path
 from typing import IO
 
+from orchestrator.errors import ConfigError
 from transport.errors import RunExistsError
 from transport.files import writing
+
+
+def journal_of(run_dir: Path) -> Path:
+    """The journal of the run in ``run_dir``. Raises ConfigError when there is none."""
+    journal = RunDir(run_dir).journal
+    if not journal.is_dir():
+        raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
+    return journal
 
 
 class RunDir:

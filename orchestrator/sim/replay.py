@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.core.state import PipelineState
 from orchestrator.runtime.journal import JournalError, all_snapshots, first_snapshot, read_records
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import journal_of
 from transport.messages import Command, JournalRecord, encode
 
 
@@ -46,7 +46,7 @@ def replay(directory: Path) -> list[tuple[JournalRecord, list[Command]]]:
 
 def main(run_dir: Path) -> int:
     """Replay the journal of ``run_dir`` and compare with every state that was kept. Returns 0; 1 if one differs."""
-    directory = RunDir(run_dir).journal
+    directory = journal_of(run_dir)
     kept = dict(all_snapshots(directory))
     differing, num_commands, seq = diverging_snapshots(directory, kept)
     print(f"replayed {seq} events: {num_commands} commands, {len(kept)} kept states compared")

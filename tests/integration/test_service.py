@@ -22,6 +22,7 @@ from transport.clock import MonotonicClock
 from transport.messages import RolloutFinished, UpdateFailed, WeightsPublished
 from transport.tensors.endpoint import Endpoint
 from workers.client import ServiceClient
+from workers.client.service import ACK_EVERY
 from workers.client.weights import WeightChannel
 from workers.errors import ClientError
 from workers.models import prepare_model
@@ -167,6 +168,17 @@ async def test_the_client_gets_each_sample_once_also_over_a_restart(tmp_path: Pa
     assert [sample["n"] for sample in first] == list(range(70))
     assert [sample["n"] for sample in rest] == list(range(64, 200)), "64 were acknowledged"
     assert first[64:] == rest[:6]
+
+
+async def test_the_last_sample_may_be_one_after_which_the_client_acknowledges(tmp_path: Path, model_dir: Path):
+    async with service_run(tmp_path, model_dir) as run:
+
+        def ask() -> int:
+            with ServiceClient(f"http://127.0.0.1:{run.port}", run.secret) as client:
+                return len(list(client.generate([[1]] * 8, samples=ACK_EVERY // 4)))
+
+        for _ in range(3):
+            assert await asyncio.to_thread(ask) == 2 * ACK_EVERY
 
 
 async def test_the_client_says_what_the_service_refuses(tmp_path: Path, model_dir: Path):

@@ -36,6 +36,8 @@ def test_how_far_a_run_is_says_what_it_does():
     assert progress({"trained_version": 0, "num_batches": 9, "num_requests": 4, "requests": {"4": {}}}) == (
         "requests 4, 1 of them open"
     )
+    assert progress({"trained_version": 3, "num_batches": 9, "paused": True}) == "trained 3/9  paused"
+    assert progress({"stop_reason": "drain was asked for"}) == "trained 0/0  stopping"
 
 
 def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):

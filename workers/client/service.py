@@ -83,10 +83,10 @@ class ServiceClient:
                         return
                     if "error" in line:
                         raise ClientError(f"request {name}: {line['error']}")
-                    following = number = int(line["n"]) + 1
+                    if following is not None and following % ACK_EVERY == 0:  # and not the last: then it is forgotten
+                        self._take(name, following)
+                    following = int(line["n"]) + 1
                     yield line
-                    if number % ACK_EVERY == 0:
-                        self._take(name, number)
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > deadline_s:
                     raise ClientTimeoutError(f"{self._address} was away for {self._outage_s:.0f} s: {error}") from error
