@@ -55,7 +55,7 @@ from transport.types import GroupId, PromptId, RowId, parse_row_id
 from workers.generation.lengths import ForcedLengths
 
 ROOT = Path(__file__).parents[1]
-BATCHES, WARM_UP = 9, 2
+BATCHES, WARM_UP = 8, 2
 LIMIT_S = 240.0
 
 MODES: Mapping[str, Sequence[str]] = {
@@ -122,7 +122,7 @@ MAX_TOKENS = 400
 LENGTHS = "lengths.txt"
 CALIBRATION = {
     "replay": Setting(engine="replay", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
-    "embedded": Setting(engine="embedded", mode="stream", workers=1, slots=16, mean=120, sigma=0.4),
+    "embedded": Setting(engine="embedded", mode="stream", workers=1, slots=16, mean=70, sigma=0.4),
 }
 SETTINGS = (
     Setting(engine="replay", mode="synchronous", workers=2, slots=16, mean=100, sigma=0.6),
@@ -133,10 +133,10 @@ SETTINGS = (
     Setting(engine="replay", mode="in_flight", workers=3, slots=8, mean=110, sigma=0.4),
     Setting(engine="replay", mode="staggered", workers=2, slots=32, mean=150, sigma=0.6),
     Setting(engine="replay", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
-    Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=200, sigma=0.3),
-    Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=150, sigma=0.6),
-    Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=180, sigma=0.5),
-    Setting(engine="embedded", mode="in_flight", workers=1, slots=8, mean=130, sigma=0.4),
+    Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=100, sigma=0.3),
+    Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=80, sigma=0.6),
+    Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=90, sigma=0.5),
+    Setting(engine="embedded", mode="in_flight", workers=1, slots=8, mean=60, sigma=0.4),
 )
 
 

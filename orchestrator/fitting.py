@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import TypeVar
 
@@ -87,7 +88,7 @@ def _errors(errors: Sequence[float]) -> Errors:
 def held_out_errors(runs: Sequence[DecodeRun]) -> list[float]:
     """Relative errors of a fit on what it did not see: each run is held back once, one in FOLDS at a time."""
     return [
-        abs(cost.steps_s(run.batch, run.context_tokens, run.steps) / run.seconds - 1)
+        abs(cost.steps_s(run.batch, _read_tokens(run, cost.padded), run.steps) / run.seconds - 1)
         for seen, held_back in _folds(runs)
         for cost in [fit_decode(seen, [])]
         for run in held_back
@@ -97,7 +98,7 @@ def held_out_errors(runs: Sequence[DecodeRun]) -> list[float]:
 def held_out_train_errors(runs: Sequence[TrainRun]) -> list[float]:
     """The same of micro-batches."""
     return [
-        abs(cost.micro_batch_s(run.tokens, run.squared_tokens) / run.seconds - 1)
+        abs(cost.micro_batch_s(run.tokens, _attended(run, cost.padded)) / run.seconds - 1)
         for seen, held_back in _folds(runs)
         for cost in [fit_train(seen, [])]
         for run in held_back
@@ -118,15 +119,23 @@ def _folds(runs: Sequence[Run]) -> Iterator[tuple[list[Run], list[Run]]]:
 
 def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun]) -> DecodeCost:
     """Coefficients of decode steps; the knee is at one of the measured batches, or there is none."""
-    best, error = _fit_steps(runs, 0)
+    best, error = min((_fit_steps(runs, 0, padded) for padded in (False, True)), key=itemgetter(1))
     for knee in sorted({run.batch for run in runs})[1:-1]:
-        cost, knee_error = _fit_steps(runs, knee)
+        cost, knee_error = _fit_steps(runs, knee, best.padded)
         if knee_error < KNEE_GAIN * error - ROUNDING:
             best, error = cost, knee_error
     return msgspec.structs.replace(best, prefill_token_s=_fit_prefill(best, prefill))
 
 
-def _fit_steps(runs: Sequence[DecodeRun], knee: int) -> tuple[DecodeCost, float]:
+def _read_tokens(run: DecodeRun, padded: bool) -> float:
+    return run.padded_tokens if padded else run.context_tokens
+
+
+def _attended(run: TrainRun, padded: bool) -> float:
+    return run.padded_tokens if padded else run.squared_tokens
+
+
+def _fit_steps(runs: Sequence[DecodeRun], knee: int, padded: bool) -> tuple[DecodeCost, float]:
     """(coefficients, sum of squared relative errors). Up to ``knee`` samples the weights hide the arithmetic."""
     rows = np.array(
         [
@@ -134,14 +143,19 @@ def _fit_steps(runs: Sequence[DecodeRun], knee: int) -> tuple[DecodeCost, float]
                 run.steps,
                 run.steps * max(knee, run.batch) if knee else 0.0,
                 run.steps * run.batch,
-                run.steps * run.context_tokens + 0.5 * run.batch * run.steps * (run.steps - 1),
+                run.steps * _read_tokens(run, padded) + 0.5 * run.batch * run.steps * (run.steps - 1),
             )
             for run in runs
         ]
     )
     (fixed, gemm, sample, kv), error = non_negative(rows, np.array([run.seconds for run in runs]))
     cost = DecodeCost(
-        fixed_s=max(fixed, 1e-9), weights_s=gemm * knee, gemm_sample_s=gemm, sample_s=sample, kv_token_s=kv
+        fixed_s=max(fixed, 1e-9),
+        weights_s=gemm * knee,
+        gemm_sample_s=gemm,
+        sample_s=sample,
+        kv_token_s=kv,
+        padded=padded,
     )
     return cost, error
 
@@ -158,12 +172,16 @@ def _fit_prefill(cost: DecodeCost, runs: Sequence[PrefillRun]) -> float:
 
 def fit_train(runs: Sequence[TrainRun], optimizer_s: Sequence[float]) -> TrainCost:
     """Coefficients of micro-batches; the first optimizer step, which allocates, does not count."""
-    rows = np.array([(1.0, run.tokens, run.squared_tokens) for run in runs])
-    (round_s, token_s, squared_s), _ = non_negative(rows, np.array([run.seconds for run in runs]))
     later = optimizer_s[1:] or optimizer_s
-    return TrainCost(
-        round_s=round_s, token_s=token_s, squared_token_s=squared_s, optimizer_s=median(later) if later else 0.0
-    )
+    best, _ = min((_fit_micro_batches(runs, padded) for padded in (False, True)), key=itemgetter(1))
+    return msgspec.structs.replace(best, optimizer_s=median(later) if later else 0.0)
+
+
+def _fit_micro_batches(runs: Sequence[TrainRun], padded: bool) -> tuple[TrainCost, float]:
+    """(coefficients, sum of squared relative errors)."""
+    rows = np.array([(1.0, run.tokens, _attended(run, padded)) for run in runs])
+    (round_s, token_s, squared_s), error = non_negative(rows, np.array([run.seconds for run in runs]))
+    return TrainCost(round_s=round_s, token_s=token_s, squared_token_s=squared_s, padded=padded), error
 
 
 def non_negative(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:

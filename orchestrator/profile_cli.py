@@ -94,6 +94,11 @@ def report(profile: Profile) -> str:
             f"at once: decode steps take {profile.decode_beside:.2f} times as long, micro-batches "
             f"{profile.train_beside:.2f} times",
         ]
+    padded = [("decode steps", cost.padded), ("micro-batches", train is not None and train.padded)]
+    if names := [name for name, is_padded in padded if is_padded]:
+        parts.append(
+            f"attention of {' and of '.join(names)} is padded: a short sample takes as long as the longest there"
+        )
     return "\n".join(parts)
 
 

@@ -13,10 +13,14 @@ from transport.types import Struct
 
 
 class DecodeRun(Struct, frozen=True, kw_only=True):
-    """``steps`` decode steps of a constant batch. context_tokens: of all its samples together, at the first step."""
+    """``steps`` decode steps of a constant batch. context_tokens: of all its samples together, at the first step.
+
+    padded_tokens: if all were as long as the longest of them.
+    """
 
     batch: int
     context_tokens: float
+    padded_tokens: float
     steps: int
     seconds: float
 
@@ -30,10 +34,11 @@ class PrefillRun(Struct, frozen=True, kw_only=True):
 
 class TrainRun(Struct, frozen=True, kw_only=True):
     """One micro-batch, forward and backward. tokens: prompts once, and responses.  squared_tokens: sum over samples of
-    the square of prompt and response together."""
+    the square of prompt and response together.  padded_tokens: if all were as long as the longest of their group."""
 
     tokens: int
     squared_tokens: float
+    padded_tokens: float
     seconds: float
 
 

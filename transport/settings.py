@@ -182,6 +182,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     kv_token_s: float = 0.0  # reading one token of context
     prefill_token_s: float = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: float = 0.0  # tokens of context that fit into memory; 0: no limit
+    padded: bool = False  # samples are read as if all were as long as the longest; simulations alone heed it
     train_token_s: float = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 

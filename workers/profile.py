@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TypeAlias
 
 import msgspec
@@ -46,11 +46,14 @@ BESIDE_BATCH = 16
 """At most, for the company of the trainer."""
 PROMPTS = (16, 96, 192, 320)
 MOST_PASSES = 16
+SAID_EVERY = 10
 ENOUGH_S = 40.0
 """After one pass: with a large model that is all, with a small one there are several."""
 TOKEN_ID = 5
 """Exists in every vocabulary; which token it is does not change what computing it takes."""
-Shape: TypeAlias = tuple[int, int, int]
+Shape: TypeAlias = tuple[tuple[int, ...], int, int]
+"""(tokens of each prompt, samples of all together, tokens of each sample). Prompts of different lengths tell what the
+shorter ones take beside the longer ones."""
 ANSWER_S = 900.0
 """All batches together may take so long; a model of 135M on one core takes three minutes."""
 
@@ -85,27 +88,31 @@ class EngineProfile:
         self._say = say
         self._numbers = itertools.count()
 
-    async def seconds(self, prompt_tokens: int, lengths: Sequence[int]) -> float:
-        """From the admission of a group with these forced lengths to its last end. Raises ModelError."""
+    async def seconds(self, shape: Shape) -> float:
+        """From the admission of the groups to the last end of a sample. Raises ModelError."""
+        prompts, batch, tokens = shape
+        for prompt_tokens in prompts:
+            self._engine.submit(self._request(prompt_tokens, [tokens] * (batch // len(prompts))))
+        ended: list[Completion] = []
+        while len(ended) < batch // len(prompts) * len(prompts):
+            for result in await self._engine.results():
+                if not isinstance(result, Completion):
+                    raise ModelError(f"the engine could not answer a prompt of the profile: {result.reason}")
+                ended.append(result)
+        return max(completion.engine_s for completion in ended)
+
+    def _request(self, prompt_tokens: int, lengths: Sequence[int]) -> GenerationRequest:
         number = next(self._numbers)
         # Prompts differ, so that no engine answers one from its cache.
         prompt = np.full(prompt_tokens, TOKEN_ID, dtype=np.int32)
         prompt[: min(4, prompt_tokens)] = [1 + number % 7, 1 + number // 7 % 7, 1 + number // 49 % 7, 3][:prompt_tokens]
-        request = GenerationRequest(
+        return GenerationRequest(
             group_id=GroupId(f"profile/{number}"),
             prompt_ids=prompt,
             samples=tuple(range(len(lengths))),
             sampling=SamplingParams(max_new_tokens=max(lengths), temperature=1.0, ignore_eos=True, seed=number),
             limits=tuple(lengths),
         )
-        self._engine.submit(request)
-        ended: list[Completion] = []
-        while len(ended) < len(lengths):
-            for result in await self._engine.results():
-                if not isinstance(result, Completion):
-                    raise ModelError(f"the engine could not answer a prompt of the profile: {result.reason}")
-                ended.append(result)
-        return max(completion.engine_s for completion in ended)
 
     async def runs(self) -> tuple[list[DecodeRun], list[PrefillRun]]:
         """Every batch with every prompt length that fits, and prompts alone.
@@ -113,31 +120,31 @@ class EngineProfile:
         All are measured in turn, then all again while there is time, and the median of each counts: what else the
         machine does comes in bursts, and runs will meet it, too.
         """
-        prompts, batches = self.prompts, self._batches
-        shapes = [
-            (prompt, batch, tokens) for batch in batches for prompt in prompts for tokens in (FIRST_TOKENS, LONG_TOKENS)
-        ]
-        shapes += [(prompt, 1, 1) for prompt in prompts]
+        alone = [(tokens,) for tokens in self.prompts]
+        mixed = (self.prompts[0], self.prompts[-1])
+        batches = [(prompts, batch) for batch in self._batches for prompts in (*alone, mixed) if batch >= len(prompts)]
+        shapes = [(prompts, batch, tokens) for prompts, batch in batches for tokens in (FIRST_TOKENS, LONG_TOKENS)]
+        shapes += [(prompts, 1, 1) for prompts in alone]
         seconds = await self._medians(shapes)
         decode = [
             DecodeRun(
                 batch=batch,
-                context_tokens=float(batch * (prompt + FIRST_TOKENS)),
+                context_tokens=batch * (fmean(prompts) + FIRST_TOKENS),
+                padded_tokens=float(batch * (max(prompts) + FIRST_TOKENS)),
                 steps=MOST_STEPS,
-                seconds=max(1e-9, seconds[prompt, batch, LONG_TOKENS] - seconds[prompt, batch, FIRST_TOKENS]),
+                seconds=max(1e-9, seconds[prompts, batch, LONG_TOKENS] - seconds[prompts, batch, FIRST_TOKENS]),
             )
-            for batch in batches
-            for prompt in prompts
+            for prompts, batch in batches
         ]
-        return decode, [PrefillRun(tokens=prompt, seconds=seconds[prompt, 1, 1]) for prompt in prompts]
+        return decode, [PrefillRun(tokens=prompts[0], seconds=seconds[prompts, 1, 1]) for prompts in alone]
 
     async def beside(self) -> float:
         """Seconds of one batch, for comparisons with itself."""
         batch = max(batch for batch in self._batches if batch <= BESIDE_BATCH)
-        return await self.seconds(self.prompts[0], [LONG_TOKENS] * batch)
+        return await self.seconds(((self.prompts[0],), batch, LONG_TOKENS))
 
     async def _medians(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
-        """Seconds of each (prompt tokens, samples, tokens of each)."""
+        """Seconds of each."""
         measured: dict[Shape, list[float]] = {shape: [] for shape in shapes}
         started_s = time.perf_counter()
         for passed in range(MOST_PASSES):
@@ -146,11 +153,10 @@ class EngineProfile:
             if passed:
                 self._say(f"  all of them again ({passed + 1}), {time.perf_counter() - started_s:.0f} s so far")
             for done, shape in enumerate(shapes):
-                prompt, batch, tokens = shape
-                if not passed and done % (2 * len(self.prompts)) == 0:
+                if not passed and done % SAID_EVERY == 0:
                     spent_s = time.perf_counter() - started_s
-                    self._say(f"  {done} of {len(shapes)} measured in {spent_s:.0f} s; batches of {batch}")
-                measured[shape].append(await self.seconds(prompt, [tokens] * batch))
+                    self._say(f"  {done} of {len(shapes)} measured in {spent_s:.0f} s; batches of {shape[1]}")
+                measured[shape].append(await self.seconds(shape))
         return {shape: median(seconds) for shape, seconds in measured.items()}
 
 
@@ -176,7 +182,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
         measured = EngineProfile(engine, info.capacity, info.max_context, say)
         say(f"the {info.name} engine decodes batches of up to {info.capacity}")
         async with _limited(ANSWER_S, "the batches of the profile", "fewer generation.slots"):
-            await measured.seconds(PROMPTS[0], [FIRST_TOKENS])  # warms up
+            await measured.seconds(((PROMPTS[0],), 1, FIRST_TOKENS))  # warms up
             decode, prefill = await measured.runs()
         found = Measurements(
             model=settings.model.path,

@@ -32,21 +32,25 @@ from workers.trainer.samples import PromptGroup, TrainingSample
 
 REPEATS = 3
 """Of each measurement, at most."""
-TRAIN_SHAPES = (
-    (1, 32, 2, 32),
-    (1, 32, 4, 64),
-    (1, 64, 4, 192),
-    (2, 32, 4, 32),
-    (2, 32, 4, 128),
-    (4, 32, 4, 64),
-    (4, 64, 4, 192),
-    (8, 64, 4, 64),
-    (8, 64, 4, 192),
+TrainShape: TypeAlias = tuple[int, int, tuple[int, ...]]
+TRAIN_SHAPES: tuple[TrainShape, ...] = (
+    (1, 32, (32, 32)),
+    (1, 32, (64, 64, 64, 64)),
+    (1, 32, (16, 32, 64, 256)),
+    (1, 64, (192, 192, 192, 192)),
+    (2, 32, (32, 32, 32, 32)),
+    (2, 32, (128, 128, 128, 128)),
+    (2, 64, (64, 96, 160, 320)),
+    (4, 32, (64, 64, 64, 64)),
+    (4, 64, (192, 192, 192, 192)),
+    (4, 32, (32, 64, 96, 320)),
+    (8, 64, (64, 64, 64, 64)),
+    (8, 64, (192, 192, 192, 192)),
 )
-"""(groups, prompt tokens, samples of each, response tokens) of a micro-batch; none is past ``micro_batch_tokens``."""
-BUSY_SHAPE = (2, 32, 4, 128)
+"""(groups, prompt tokens, response tokens of each sample) of a micro-batch; none is past ``micro_batch_tokens``.
+Samples of a group that differ in length tell what attention takes for the shorter ones."""
+BUSY_SHAPE: TrainShape = (2, 32, (128, 128, 128, 128))
 """Seconds for a model of 135M on one core: long enough to meet many decode steps, short enough to be repeated."""
-TrainShape: TypeAlias = tuple[int, int, int, int]
 
 
 @contextmanager
@@ -63,20 +67,20 @@ def learner_of(settings: Settings, directory: Path) -> Iterator[PolicyLearner]:
 
 def samples_of(shape: TrainShape, number: int) -> PromptGroup:
     """One of the groups to train, every sample with a gradient."""
-    _, prompt_tokens, num_samples, response_tokens = shape
+    _, prompt_tokens, response_tokens = shape
     group_id = GroupId(f"profile/{number}")
-    responses: NDArray[np.int32] = np.full(response_tokens, TOKEN_ID, dtype=np.int32)
+    responses: list[NDArray[np.int32]] = [np.full(tokens, TOKEN_ID, dtype=np.int32) for tokens in response_tokens]
     return PromptGroup(
         group_id=group_id,
         prompt_ids=np.full(prompt_tokens, TOKEN_ID, dtype=np.int32),
         samples=[
             TrainingSample(
                 row_id=row_id(group_id, sample),
-                response_ids=responses,
-                rollout_logprobs=np.full(response_tokens, -1.0, dtype=np.float32),
+                response_ids=response,
+                rollout_logprobs=np.full(len(response), -1.0, dtype=np.float32),
                 advantage=1.0 if sample % 2 else -1.0,
             )
-            for sample in range(num_samples)
+            for sample, response in enumerate(responses)
         ],
     )
 
@@ -92,8 +96,8 @@ def shapes_within(max_tokens: int) -> list[TrainShape]:
 
 def tokens_of(shape: TrainShape) -> int:
     """Packed: prompts once, and responses."""
-    groups, prompt, num_samples, response = shape
-    return groups * (prompt + num_samples * response)
+    groups, prompt, responses = shape
+    return groups * (prompt + sum(responses))
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -112,10 +116,11 @@ def train_runs(learner: PolicyLearner, max_tokens: int) -> Iterator[TrainRun]:
     while len(passes) < REPEATS and (not passes or time.perf_counter() - started_s < ENOUGH_S):
         passes.append([timed(partial(learner.accumulate, batch)) for batch in batches])
     for shape, seconds in zip(shapes, zip(*passes, strict=True), strict=True):
-        groups, prompt, num_samples, response = shape
+        groups, prompt, responses = shape
         yield TrainRun(
             tokens=tokens_of(shape),
-            squared_tokens=float(groups * num_samples * (prompt + response) ** 2),
+            squared_tokens=float(groups * sum((prompt + response) ** 2 for response in responses)),
+            padded_tokens=float(groups * len(responses) * (prompt + max(responses)) ** 2),
             seconds=median(seconds),
         )
 
@@ -125,7 +130,7 @@ def optimizer_runs(learner: PolicyLearner) -> Iterator[float]:
     group = samples_of(TRAIN_SHAPES[0], 0)
     for batch in range(REPEATS + 1):
         learner.accumulate([group])
-        num_tokens = len(group.samples) * TRAIN_SHAPES[0][3]
+        num_tokens = sum(TRAIN_SHAPES[0][2])
         yield timed(partial(learner.close, batch=batch, num_rows=len(group.samples), num_tokens=num_tokens))
 
 

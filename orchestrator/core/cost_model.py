@@ -23,6 +23,7 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: what a sample adds in any case (bytes of collectives, sampling).
     kv_token_s: reading the keys and values of one token of context.  prefill_token_s: arithmetic of a prompt token.
     kv_capacity_tokens: tokens of context that fit, all samples together; infinite where memory is no limit.
+    padded: the context that is read is that of so many samples as long as the longest (the simulator alone heeds it).
     Source: StreamRL sec. 5.1 and fig. 6 (flat, then linear in the batch). Ours: the context, which it leaves out.
     """
 
@@ -33,6 +34,7 @@ class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_s: float = 0.0
     prefill_token_s: float = 0.0
     kv_capacity_tokens: float = math.inf
+    padded: bool = False
 
     def scaled(self, factor: float) -> DecodeCost:
         """Every second of it ``factor`` times as long."""
@@ -72,6 +74,7 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     round_s: of every micro-batch.  token_s: a token of the rank.  squared_token_s: attention, times the square of each
     sequence's tokens.  fill_s: filling the pipeline from empty, when the trainer had run out of micro-batches.
     mini_batch_s: reducing gradients and draining at the end of a mini-batch.  optimizer_s: the optimizer's step.
+    padded: attention takes as long as if all samples were as long as the longest of their group.
     Source: StreamRL sec. 4.2 takes it from a profile; the form is ours.
     """
 
@@ -81,6 +84,7 @@ class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
     fill_s: float = 0.0
     mini_batch_s: float = 0.0
     optimizer_s: float = 0.0
+    padded: bool = False
 
     def scaled(self, factor: float) -> TrainCost:
         """Every second of it ``factor`` times as long."""

@@ -164,6 +164,7 @@ def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
         kv_token_s=cost.kv_token_s,
         prefill_token_s=cost.prefill_token_s,
         kv_capacity_tokens=cost.kv_capacity_tokens or math.inf,
+        padded=cost.padded,
     )
 
 

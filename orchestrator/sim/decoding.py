@@ -99,7 +99,7 @@ class Decoding:
 
     def boundary_s(self, steps: int) -> float:
         """When ``steps`` more steps are done."""
-        return self.at_s + self.cost.steps_s(len(self.running), self.context, steps)
+        return self.at_s + self.cost.steps_s(len(self.running), self._read_tokens(), steps)
 
     def steps_until(self, now_s: float) -> int:
         """Steps to the first boundary that is not before ``now_s``; while nothing runs, any time is a boundary."""
@@ -108,8 +108,15 @@ class Decoding:
         if not self.running:
             self.at_s = now_s
             return 0
-        done = self.cost.steps_in(len(self.running), self.context, now_s - self.at_s)
+        done = self.cost.steps_in(len(self.running), self._read_tokens(), now_s - self.at_s)
         return math.ceil(done - ROUNDING)
+
+    def _read_tokens(self) -> int:
+        """Context that the next step reads; it grows by one token a sample and step, padded or not."""
+        if not self.cost.padded or not self.running:
+            return self.context
+        longest = self.steps + max(sample.context - sample.start_step for _, _, sample in self.running)
+        return longest * len(self.running)
 
     def advance(self, steps: int, now_s: float) -> list[Sample]:
         """``steps`` steps were done, and it is ``now_s``. Returns the samples that ended, in order of admission."""

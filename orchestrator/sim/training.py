@@ -197,6 +197,8 @@ class SimulatedTrainer:
         """Squares of the group's sequences, each with the prompt that they share."""
         lengths = [self._rows.num_tokens(row_id(rows.group_id, sample)) for sample in rows.samples]
         prompt_tokens = rows.num_tokens - sum(lengths)
+        if self._simulation.scenario.costs.train.padded:
+            return len(lengths) * (prompt_tokens + max(lengths)) ** 2
         return sum((prompt_tokens + length) ** 2 for length in lengths)
 
     def _some_missing(self, command: TrainRound) -> bool:

@@ -106,6 +106,18 @@ def test_both_at_once_are_slower_on_one_machine_and_in_turn_they_are_not(write: 
     assert 1.1 * at_once[0] < at_once[1] < 1.5 * at_once[0]
 
 
+def test_what_is_padded_takes_as_long_as_the_longest(write: Write, lengths: Path):
+    cost = DecodeCostSettings(fixed_s=0.002, kv_token_s=1e-5)
+    train = TrainCost(token_s=0.0, squared_token_s=1e-6)
+    for whole, padded in (
+        ({"decode_cost": cost}, {"decode_cost": msgspec.structs.replace(cost, padded=True)}),
+        ({"train": train}, {"train": msgspec.structs.replace(train, padded=True)}),
+    ):
+        few = ("--pipeline", "serial", "--slots", 4)  # so that samples of different ages run together
+        both = [simulated(write(**changes), lengths, *few)["iteration_s"] for changes in (whole, padded)]
+        assert both[1] > 1.05 * both[0]
+
+
 def test_work_beside_other_work_takes_exactly_as_long_as_told():
     """A trainer that is never alone is slower by its factor, and so is an engine."""
 

@@ -12,7 +12,7 @@ from orchestrator.config import resolve
 from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
 from orchestrator.errors import ConfigError
-from orchestrator.fitting import fit, fit_decode, held_out_errors, held_out_train_errors
+from orchestrator.fitting import fit, fit_decode, fit_train, held_out_errors, held_out_train_errors
 from orchestrator.profile_cli import report, section
 from orchestrator.profiles import read_profile
 from transport.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
@@ -27,6 +27,7 @@ def runs(cost: DecodeCost = TRUE, noise: float = 0.0) -> list[DecodeRun]:
         DecodeRun(
             batch=batch,
             context_tokens=float(batch * prompt),
+            padded_tokens=float(batch * prompt),
             steps=STEPS,
             seconds=cost.steps_s(batch, batch * prompt, STEPS) * chance.uniform(1 - noise, 1 + noise),
         )
@@ -52,7 +53,12 @@ def measurements(**changes: object) -> Measurements:
         decode=runs(noise=0.03),
         prefill=[PrefillRun(tokens=tokens, seconds=0.02 + 1e-4 * tokens) for tokens in (16, 64, 256)],
         train=[
-            TrainRun(tokens=tokens, squared_tokens=squared, seconds=train.micro_batch_s(tokens, squared))
+            TrainRun(
+                tokens=tokens,
+                squared_tokens=squared,
+                padded_tokens=squared,
+                seconds=train.micro_batch_s(tokens, squared),
+            )
             for tokens, squared in ((96, 8e3), (160, 2e4), (544, 9e4), (448, 1.5e5), (784, 1e5))
         ],
         optimizer_s=[9.0, 0.5, 0.6],
@@ -83,6 +89,39 @@ def test_noise_of_three_percent_is_no_error_of_fifteen_on_batches_that_were_not_
     errors = held_out_errors(runs(noise=0.03))
     assert len(errors) == len(runs()), "each was held back once"
     assert max(errors) < 0.08
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_samples_of_different_lengths_tell_what_the_shorter_ones_take(padded: bool):
+    mixed = [
+        DecodeRun(
+            batch=batch,
+            context_tokens=batch * 168.0,
+            padded_tokens=batch * 320.0,
+            steps=STEPS,
+            seconds=TRUE.steps_s(batch, batch * (320.0 if padded else 168.0), STEPS),
+        )
+        for batch in (2, 8, 32)
+    ]
+    cost = fit_decode([*runs(), *mixed], [])
+    assert cost.padded is padded
+    assert cost.kv_token_s == pytest.approx(TRUE.kv_token_s, rel=1e-3)
+    true = TrainCost(token_s=3e-4, squared_token_s=2e-7, round_s=0.01)
+    shapes = ((96, 8e3, 8e3), (160, 2e4, 2e4), (544, 9e4, 2e5), (448, 1.5e5, 1.5e5), (784, 1e5, 3e5))
+    learned = fit_train(
+        [
+            TrainRun(
+                tokens=tokens,
+                squared_tokens=squared,
+                padded_tokens=longest,
+                seconds=true.micro_batch_s(tokens, longest if padded else squared),
+            )
+            for tokens, squared, longest in shapes
+        ],
+        [],
+    )
+    assert learned.padded is padded
+    assert learned.squared_token_s == pytest.approx(true.squared_token_s, rel=1e-6)
 
 
 def test_a_run_that_is_held_back_does_not_decide_its_own_fit():
