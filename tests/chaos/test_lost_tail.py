@@ -34,6 +34,7 @@ def test_a_broker_that_lost_its_tail_is_told_again_and_the_rest_is_made_again(tm
         run.wait_for_batch(12)
         lose_tail(run, kept)
         check_whole(run, batches=24)
+        assert sorted(line["batch"] for line in run.metrics()) == list(range(24)), "each has one line"
 
 
 def test_a_resumed_run_needs_its_journal_and_checkpoints_but_not_its_broker(tmp_path: Path):
