@@ -81,10 +81,12 @@ class _Parcel:
     def lay_out(self, buffers: list[Buffer]) -> tuple[int, ...]:
         """Add its values to ``buffers``, each aligned. Returns their sizes, one number where all are equal."""
         sizes = tuple(sizes_of(self.values))
+        if not any(nbytes % ALIGNMENT for nbytes in sizes):
+            buffers.extend(chain.from_iterable(self.values))
+            return sizes
         for value, nbytes in zip(self.values, cycle(sizes), strict=False):
             buffers.extend(value)
-            if nbytes % ALIGNMENT:
-                buffers.append(bytes(-nbytes % ALIGNMENT))
+            buffers.append(bytes(-nbytes % ALIGNMENT))
         return sizes
 
 

@@ -132,24 +132,29 @@ end
 -- Insert a block by the rules of groups and rows; in a group that is new with it, no row can be there yet, and what its
 -- rows share is kept once.
 local function insert_block(block, specs, inserted)
-  local next_columns = rows_of(block)
+  local next_columns, has_tasks = rows_of(block), next(specs) ~= nil
   for _, group_id in ipairs(block.groups) do
     local group_key, bytes = key(KEY.group .. group_id), 0
     local is_new = redis.call('HSETNX', group_key, 'size', block.size) == 1
     local shared = block.shared and next_columns()
-    if is_new and shared then
+    local is_written = is_new and shared
+    if is_written then
       bytes = write_hash(group_key, of_all_rows(shared))
     end
     for sample = 0, block.size - 1 do
-      local columns, row_id = shared or next_columns(), group_id .. '/' .. sample
-      local row_key = key(KEY.row .. row_id)
-      local wins = is_new or may_insert(row_key, group_key, sample, columns)
-      inserted[#inserted + 1] = wins and 1 or 0
-      if wins then
-        if not (is_new and shared) then
-          bytes = bytes + write_hash(row_key, columns)
+      if is_written and not has_tasks then
+        inserted[#inserted + 1] = 1
+      else
+        local columns, row_id = shared or next_columns(), group_id .. '/' .. sample
+        local row_key = key(KEY.row .. row_id)
+        local wins = is_new or may_insert(row_key, group_key, sample, columns)
+        inserted[#inserted + 1] = wins and 1 or 0
+        if wins then
+          if not is_written then
+            bytes = bytes + write_hash(row_key, columns)
+          end
+          complete_units(specs, row_key, group_key, row_id, group_id)
         end
-        complete_units(specs, row_key, group_key, row_id, group_id)
       end
     end
     count_bytes(group_key, bytes)
