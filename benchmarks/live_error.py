@@ -3,9 +3,10 @@
 Both sides decide with the same code from the same settings and forced lengths. What the simulator must be told is how
 long things take: of the replay engine and the emulated trainer, what they were told themselves; of the embedded engine
 and the real trainer, what ``streamrl-orchestrator profile`` measures here, also of both at once. From one run of each
-kind that is not among those predicted come the seconds between them (a plan on its way, scoring, publishing), and how
-much slower a profiled engine and trainer are in the company of the other processes, and of the broker traffic in their
-own.
+kind that is not among those predicted come the seconds between them (a plan on its way, scoring, publishing).
+
+Iterations are compared one by one, as both sides train the same rows in each; the median counts, so that one that
+something held up does not decide.
 
 It wants the machine for itself, for less than ten minutes, and says how much of it other programs took.
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,21 +34,18 @@ from orchestrator.core.cost_model import DecodeCost, TrainCost
 from orchestrator.core.settings import core_settings
 from orchestrator.other_programs import LIMIT, OtherPrograms
 from orchestrator.profiles import Profile, read_profile
-from orchestrator.runtime.metrics import batch_of, read_metrics
+from orchestrator.runtime.metrics import read_metrics
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id
-from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
 from transport.messages import (
     DispatchGroups,
     GroupScored,
-    JournalRecord,
     PromptRef,
     PromptsArrived,
     RolloutFinished,
-    RoundDone,
     WeightsLoaded,
 )
 from transport.settings import Settings
@@ -143,16 +141,12 @@ SETTINGS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """Seconds between the parts of a live run, medians of one: a plan until it is claimed, a group's scores, the rest
-    of a load beyond what the engine was told to take, the publishing of a version.
-
-    decode_pace, train_pace: seconds of samples in their slots, and of micro-batches, over those that were profiled."""
+    of a load beyond what the engine was told to take, the publishing of a version."""
 
     dispatch_s: float
     scoring_s: float
     load_s: float
     publish_s: float
-    decode_pace: float = 1.0
-    train_pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +174,7 @@ class Forced:
 class Live:
     """A run that was. others: share of the machine's CPU time that other programs took meanwhile."""
 
-    iteration_s: float
+    iterations_s: list[float]
     run_dir: Path
     others: float
 
@@ -207,15 +201,20 @@ def live(setting: Setting, directory: Path) -> Live:
         raise SystemExit(f"{setting.name} failed: {(directory / 'out.log').read_text()[-2000:]}")
     run_dir = directory / "runs" / "tiny"
     return Live(
-        iteration_s=iteration_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]),
+        iterations_s=iterations_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]),
         run_dir=run_dir,
         others=others.share(),
     )
 
 
-def iteration_s(ended_s: Sequence[float]) -> float:
-    """Median of the seconds between versions, without the first ones: one that something held up does not decide."""
-    return median(later - earlier for earlier, later in itertools.pairwise(ended_s[WARM_UP - 1 :]))
+def iterations_s(ended_s: Sequence[float]) -> list[float]:
+    """Seconds between versions, without the first ones, which fill the pipeline."""
+    return [later - earlier for earlier, later in itertools.pairwise(ended_s[WARM_UP - 1 :])]
+
+
+def off_by(simulated_s: Sequence[float], real_s: Sequence[float]) -> float:
+    """Relative error of the simulator: the median over iterations."""
+    return median(simulated / real for simulated, real in zip(simulated_s, real_s, strict=True)) - 1.0
 
 
 def overheads(run_dir: Path, told_load_s: float) -> Overheads:
@@ -258,16 +257,9 @@ def prompt_tokens(run_dir: Path) -> int:
 
 def predicted(
     setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int = 0
-) -> float:
-    """Seconds per iteration by the simulator. each_prompt: tokens; the emulated hardware counts none of them."""
-    return iteration_s(simulated(setting, settings, found, profile, each_prompt).published_s)
-
-
-def simulated(
-    setting: Setting, settings: Settings, found: Overheads, profile: Profile | None, each_prompt: int
-) -> SimulationLog:
-    """The simulated run."""
-    decode, train, load_s = emulated(settings) if profile is None else measured(profile, found)
+) -> list[float]:
+    """Seconds of each iteration by the simulator. each_prompt: tokens; the emulated hardware counts none of them."""
+    decode, train, load_s = emulated(settings) if profile is None else measured(profile)
     costs = CostModel(
         decode=decode,
         train=train,
@@ -290,9 +282,8 @@ def simulated(
         lengths=Forced(forced, each_prompt),
         costs=costs,
         max_s=1e6,
-        record=True,
     )
-    return simulate(scenario)
+    return iterations_s(simulate(scenario).published_s)
 
 
 def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
@@ -307,28 +298,11 @@ def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
     return decode, train, replay.load_s * scale
 
 
-def measured(profile: Profile, found: Overheads) -> tuple[DecodeCost, TrainCost, float]:
-    """What was profiled, at the pace of live runs."""
+def measured(profile: Profile) -> tuple[DecodeCost, TrainCost, float]:
+    """What was profiled."""
     if profile.train is None:
         raise SystemExit("the profile has no trainer in it")
-    return profile.measured.decode.scaled(found.decode_pace), profile.train.scaled(found.train_pace), profile.load_s
-
-
-def paced(found: Overheads, setting: Setting, run_dir: Path, profile: Profile) -> Overheads:
-    """``found`` with both paces: of a live run over the simulated one with the profile's own coefficients."""
-    settings = resolve(None, [run_dir / "config.toml"], [], os.environ).settings
-    log = simulated(setting, settings, found, profile, prompt_tokens(run_dir))
-    real = work_s([record for record, _ in recorded_commands(run_dir / "journal")])
-    expected = work_s([record for record, _ in log.history])
-    return replace(found, decode_pace=real[0] / expected[0], train_pace=real[1] / expected[1])
-
-
-def work_s(records: Iterable[JournalRecord]) -> tuple[float, float]:
-    """(seconds of samples in slots, of micro-batches), without the first batches."""
-    events = [record.event for record in records]
-    samples = [one for one in events if isinstance(one, RolloutFinished) and batch_of(one.row_id) >= WARM_UP]
-    rounds = [one for one in events if isinstance(one, RoundDone)]
-    return sum(one.engine_s for one in samples), sum(one.busy_s for one in rounds)
+    return profile.measured.decode, profile.train, profile.load_s
 
 
 # -- the comparison
@@ -339,8 +313,6 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
     profile = profiled(work) if engine == "embedded" else None
     calibrated = live(CALIBRATION[engine], work / "calibration")
     found = overheads(calibrated.run_dir, 0.02 if engine == "replay" else (profile.load_s if profile else 0.0))
-    if profile is not None:
-        found = paced(found, CALIBRATION[engine], calibrated.run_dir, profile)
     print(f"{engine}: between the parts, from one other run: {found}", flush=True)
     errors: list[float] = []
     others = calibrated.others
@@ -349,11 +321,12 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
         resolved = resolve(None, [real.run_dir / "config.toml"], [], os.environ).settings
         each_prompt = prompt_tokens(real.run_dir) if profile is not None else 0
         simulated_s = predicted(setting, resolved, found, profile, each_prompt)
-        errors.append(abs(simulated_s / real.iteration_s - 1))
+        off = off_by(simulated_s, real.iterations_s)
+        errors.append(abs(off))
         others = max(others, real.others)
         print(
-            f"{setting.name}: live {real.iteration_s:.3f} s, simulated {simulated_s:.3f} s, off by "
-            f"{simulated_s / real.iteration_s - 1:+.1%}; others took {real.others:.0%} of the machine",
+            f"{setting.name}: live {median(real.iterations_s):.3f} s, simulated {median(simulated_s):.3f} s, off by "
+            f"{off:+.1%}; others took {real.others:.0%} of the machine",
             flush=True,
         )
     return errors, others
