@@ -20,10 +20,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
+from starlette.types import ASGIApp
 
 from orchestrator.api.control import Control
 from orchestrator.api.generate import BODY_LIMITS, ServiceApi
@@ -43,7 +46,7 @@ from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.planner import Planner
-from orchestrator.runtime.prompts import held_out, load_detokenizer, open_source
+from orchestrator.runtime.prompts import PromptSource, held_out, load_detokenizer, open_source
 from orchestrator.runtime.ranking import Ranking, open_ranker
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
@@ -88,15 +91,12 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
     state, restated = recover_state(settings, journal, recovered)
     spool = Spool(run_dir / REQUESTS) if settings.trainer.engine == "none" else None
-    source = await asyncio.to_thread(open_source, settings, model_dir) if spool is None else NoPrompts()
-    source.seek(state.source_position)
-    evaluates = settings.eval.every > 0 or state.evaluation() is not None
-    problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+    source, problems = await open_prompts(settings, model_dir, state)
     clock = MonotonicClock(origin_s=recovered.now_s)
     ranking = await open_ranking(settings, rundir, clock)
-    blind = ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
+    predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     told = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
-    desk = Desk(source, ranking or blind, held_out=problems, learnt=told)
+    desk = Desk(source, predictor, held_out=problems, learnt=told)
     metrics = MetricsLog(rundir.metrics, trains=spool is None)
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
     watchdog = Watchdog(settings.liveness, clock)
@@ -130,41 +130,34 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
-        loops = [
-            group.create_task(read_events(broker, inbox, recovered.cursor), name="events"),
-            group.create_task(tick(inbox), name="tick"),
-            group.create_task(watch_usage(broker, inbox), name="usage"),
-            group.create_task(membership.watch(inbox, state.worker_ids), name="membership"),
-            group.create_task(desk.run(inbox), name="desk"),
-            group.create_task(planner.run(inbox), name="planner"),
-            group.create_task(executor.run(), name="executor"),
-            group.create_task(decider.run(inbox), name="decide"),
-            group.create_task(
-                keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, restore), name="reconcile"
-            ),
-            group.create_task(asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out), name="held out"),
-            group.create_task(
-                publish_status(broker, state, membership, metrics, watchdog, clock, board, decider), name="status"
-            ),
-            group.create_task(watchdog.watch(state), name="watchdog"),
-            group.create_task(look_back.watch(), name="look back"),
-        ]
+        loops: list[asyncio.Task[None]] = []
+
+        def run(name: str, loop: Coroutine[Any, Any, None]) -> None:
+            loops.append(group.create_task(loop, name=name))
+
+        run("events", read_events(broker, inbox, recovered.cursor))
+        run("tick", tick(inbox))
+        run("usage", watch_usage(broker, inbox))
+        run("membership", membership.watch(inbox, state.worker_ids))
+        run("desk", desk.run(inbox))
+        run("planner", planner.run(inbox))
+        run("executor", executor.run())
+        run("decide", decider.run(inbox))
+        run("reconcile", keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, restore))
+        run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
+        run("status", publish_status(broker, state, membership, metrics, watchdog, clock, board, decider))
+        run("watchdog", watchdog.watch(state))
+        run("look back", look_back.watch())
         if service is None:
-            loops.append(group.create_task(samples.watch(), name="samples"))
+            run("samples", samples.watch())
         if ranking is not None:
-            loops.append(group.create_task(ranking.judge(inbox), name="judge ranker"))
+            run("judge ranker", ranking.judge(inbox))
             if settings.ranker.kind == "text":
-                loops.append(group.create_task(ranking.learn(), name="refit ranker"))
+                run("refit ranker", ranking.learn())
         if listener is not None:
-            api = Api(board, rundir.metrics, look_back.latest)
-            control = Control(broker, settings, state.view)
-            secret = control_secret(settings.api, rundir.api_secret)
-            routes = [*api.routes(), *control.routes()]
-            if service is not None:
-                prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
-                routes += ServiceApi(service, prompts, settings).routes()
-            web = build_app(routes, host=settings.api.host, secret=secret, body_limits=BODY_LIMITS)
-            loops.append(group.create_task(serve_http(web, listener), name="http"))
+            api, control = Api(board, rundir.metrics, look_back.latest), Control(broker, settings, state.view)
+            web = await open_web(settings, rundir, model_dir, api, control, service)
+            run("http", serve_http(web, listener))
         if service is not None:
             await service.recover()
         await ended.wait()
@@ -179,12 +172,35 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     return ended.finished
 
 
+async def open_prompts(
+    settings: Settings, model_dir: Path, state: PipelineState
+) -> tuple[PromptSource, PromptSource | None]:
+    """Prompts, from where the state left off, and the problems of evaluations where there are any. Raises DataError."""
+    trains = settings.trainer.engine != "none"
+    source = await asyncio.to_thread(open_source, settings, model_dir) if trains else NoPrompts()
+    source.seek(state.source_position)
+    evaluates = settings.eval.every > 0 or state.evaluation() is not None
+    return source, await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+
+
 async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock) -> Ranking | None:
     """Who predicts lengths and learns them; None where nobody does. Raises RankerError."""
     if settings.ranker.kind == "none" or settings.trainer.engine == "none":
         return None  # nobody predicts prompts of a service: each has a reader who waits for it
     ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
     return Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
+
+
+async def open_web(
+    settings: Settings, rundir: RunDir, model_dir: Path, api: Api, control: Control, service: Service | None
+) -> ASGIApp:
+    """Everything that is answered over HTTP, behind the run's secret."""
+    routes = [*api.routes(), *control.routes()]
+    if service is not None:
+        prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
+        routes += ServiceApi(service, prompts, settings).routes()
+    secret = control_secret(settings.api, rundir.api_secret)
+    return build_app(routes, host=settings.api.host, secret=secret, body_limits=BODY_LIMITS)
 
 
 async def open_service(
