@@ -180,6 +180,9 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
     try:
         info = await engine.start()
         measured = EngineProfile(engine, info.capacity, info.max_context, say)
+        if not measured.prompts:
+            needed = PROMPTS[0] + LONG_TOKENS
+            raise ModelError(f"samples of {info.max_context} tokens are too short to profile: {needed} are needed")
         say(f"the {info.name} engine decodes batches of up to {info.capacity}")
         async with _limited(ANSWER_S, "the batches of the profile", "fewer generation.slots"):
             await measured.seconds(((PROMPTS[0],), 1, FIRST_TOKENS))  # warms up

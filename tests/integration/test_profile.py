@@ -34,3 +34,9 @@ def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):
     assert done.returncode == 2
     assert "generation.slots must be at least" in done.stderr
     assert not (tmp_path / "here.json").exists()
+
+
+def test_an_engine_of_too_short_samples_is_refused(tmp_path: Path):
+    done = profile(tmp_path, "generation.max_context=40", "generation.slots=4", "sampling.max_new_tokens=8")
+    assert done.returncode != 0
+    assert "too short to profile: 68 are needed" in done.stderr
