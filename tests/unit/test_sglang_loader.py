@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -72,6 +73,14 @@ def test_the_model_gets_every_tensor_of_the_manifest(
     outcome = told(model, order_of(held, verified=verified))
     assert (outcome.error, outcome.seconds > 0) == ("", True)
     assert {name: tensor.flatten().tolist() for name, tensor in model.loaded.items()} == expected(policy)
+
+
+def test_what_was_mapped_is_unmapped_behind_the_answer(policy: PreTrainedModel, held: HeldWeights) -> None:
+    told(ServedModel(policy.config), order_of(held, verified=True))
+    for thread in threading.enumerate():
+        if thread.name == "unmap weights":
+            thread.join(10)
+    assert str(NEW) not in Path("/proc/self/maps").read_text()
 
 
 def test_sizes_that_the_server_padded_are_looked_up_in_the_model_s_own_files(
