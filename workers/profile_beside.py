@@ -7,7 +7,6 @@ turn under the same load. Never: what either does. Source: ours; StreamRL's stag
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -66,7 +65,7 @@ class BusyTrainer:
 async def busy_trainer(settings: Settings, directory: Path) -> AsyncIterator[BusyTrainer]:
     """Start it, and end it. directory: of the model."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.profile_training", str(directory), stdin=PIPE, stdout=PIPE, env=os.environ
+        sys.executable, "-m", "workers.profile_training", str(directory), stdin=PIPE, stdout=PIPE
     )
     assert process.stdin is not None
     try:
