@@ -128,7 +128,7 @@ def generate(
 def score(
     broker: BrokerUrl,
     run: Run,
-    run_dir: OwnDirectory = None,
+    run_dir: OwnDirectory = None,  # as every worker of a run is told; this one writes nothing
     model_dir: ModelDirectory = None,
     index: Index = "0",
     tls_ca: TlsCa = "",
@@ -140,8 +140,7 @@ def score(
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     from workers.build import scoring_worker, with_model
 
-    home = run_dir or own_directory(run)
-    build = with_model(model_dir, False, lambda model: scoring_worker(home, model, reward))
+    build = with_model(model_dir, False, lambda model: scoring_worker(model, reward))
     _serve(WorkerKind.SCORE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
 

@@ -174,7 +174,7 @@ def _replay_worker(
     return LinkedWorker(worker, link, broker)
 
 
-def scoring_worker(run_dir: Path, model_dir: Path, reward: str) -> WorkerFactory:
+def scoring_worker(model_dir: Path, reward: str) -> WorkerFactory:
     """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
