@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from orchestrator.runtime.history import natural_order
 from orchestrator.runtime.metrics import batch_of
 from transport.messages import (
     CheckpointSaved,
@@ -122,8 +123,8 @@ class Timeline:
 
     @property
     def workers(self) -> list[str]:
-        """Tracks of generation workers, in order of name."""
-        return sorted({presence.track for presence in self.presences} - {TRAINER})
+        """Tracks of generation workers, in order of number."""
+        return sorted({presence.track for presence in self.presences} - {TRAINER}, key=natural_order)
 
 
 def build_timeline(records: Iterable[JournalRecord]) -> Timeline:

@@ -8,6 +8,7 @@ from its first batch to its last.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -75,7 +76,7 @@ class LaneHistory:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; see look_back.py."""
-        places = sorted(self._lanes, key=_natural_order)
+        places = sorted(self._lanes, key=natural_order)
         return {
             "cell_s": CELL_S,
             "cells": CELLS,
@@ -127,9 +128,9 @@ def _incarnation(worker_id: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _natural_order(place: str) -> tuple[str, int]:
-    kind, _, index = place.rpartition("-")
-    return (kind, int(index)) if index.isdigit() else (place, 0)
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key of workers and their places: ``generate-2.1`` before ``generate-10.1``."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 class RecentEvents:
