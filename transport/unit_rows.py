@@ -49,8 +49,9 @@ ROWS_PER_REQUEST = 1024
 """The header of a request names every value: some 100 bytes each, of the 1 MiB that a header may have."""
 SHARED_BYTES = 64 * 1024
 """For less, a file costs more than sending it."""
-COMMIT_BYTES = 64 * 1024 * 1024
-"""Of values that one commit carries: they do not pass through the broker, but make one segment."""
+COMMIT_BYTES = 18 * 1024 * 1024
+"""Of values that one commit carries. They do not pass through the broker, but make one segment a unit: some ms of
+copying, in which the broker inserts what was copied before."""
 
 
 def in_unit(column: Column) -> bool:

@@ -18,8 +18,9 @@ from transport.user_columns import Values, encode_value, encode_values, sizes_of
 from workers.errors import ClientError
 
 COMMIT_ROWS = 128
-BLOCK_ROWS = 1024
-"""A row of a block costs the server some 5 us, in which others wait."""
+BLOCK_ROWS = 512
+"""A row of a block costs the server up to 5 us, in which others wait; and less would cost more round trips than overlap
+with the next block's copying saves."""
 COMMITS_AT_ONCE = 2
 """One is encoded and sent while the server works on the other."""
 GROUP_PREFIX = "client-"
