@@ -33,8 +33,9 @@ from orchestrator.sim.trials import Trial, run_trials
 
 DRAWN = 4
 """Iterations of a drawn timeline."""
-SCALED = 7
-"""Iterations of a point of the scaling curve."""
+SCALED, SCALED_LARGE = 7, 5
+"""Iterations of a point of the scaling curve, and of one of more than ``LARGE`` GPUs, whose batches vary less."""
+LARGE = 512
 TORNADO = "table3_best"
 """Row whose constants are drawn."""
 EVERY_S = 5.0
@@ -101,9 +102,9 @@ class Progress:
 
 def _curve(options: PaperOptions) -> list[Series]:
     """Samples a second over GPUs: ours, the colocated baseline, and ours at the smallest size times the size."""
-    sizes = [size for size in SIZES if size <= 512] if options.quick else list(SIZES)
+    sizes = [size for size in SIZES if size <= LARGE] if options.quick else list(SIZES)
     trials = {
-        (gpus, in_turn): Trial(scaled(gpus, colocated=in_turn), options.seed, SCALED)
+        (gpus, in_turn): Trial(scaled(gpus, colocated=in_turn), options.seed, SCALED if gpus <= LARGE else SCALED_LARGE)
         for gpus in reversed(sizes)  # the largest first: they take longest
         for in_turn in (False, True)
     }
