@@ -56,7 +56,7 @@ class PaperOptions:
 def print_paper(options: PaperOptions, *, as_json: bool) -> None:
     """Simulate everything, print the table or one JSON object, write the pictures.
 
-    The table is written before the constants are moved, too: who interrupts that has all the rest.
+    What is known is written before the next part begins: who interrupts it has all the rest.
     """
     if options.out is not None:
         _make(options.out)  # a directory that cannot be is no reason to wait for minutes
@@ -70,15 +70,16 @@ def print_paper(options: PaperOptions, *, as_json: bool) -> None:
     curve: list[Series] = []
     written: list[Path] = []
     if options.out is not None:
-        curve = _curve(options)
         written = _write(options, compared, curve) + _write_timelines(options.out, options.seed)
+        curve = _curve(options)
+        written += _write(options, compared, curve)
     if not options.quick:
         compared = with_swings(compared, seed=options.seed, jobs=options.jobs, progress=Progress("moved constants"))
         if options.out is not None:
-            written = list(dict.fromkeys([*written, *_write(options, compared, curve)]))
+            written += _write(options, compared, curve)
     data = _data(options, compared, curve)
     sys.stdout.write(msgspec.json.encode(data).decode() + "\n" if as_json else table(compared))
-    for path in written:
+    for path in dict.fromkeys(written):
         print(path, file=sys.stderr)
 
 
@@ -140,10 +141,10 @@ def _write(options: PaperOptions, compared: Sequence[Compared], curve: Sequence[
     data = _data(options, compared, curve)
     (out / "table.txt").write_text(table(compared), encoding="utf-8")
     (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(data)))
-    drawings = {
-        "throughput": draw_bars("Throughput over the baseline: the papers' and ours", _bars(compared)),
-        "scaling": draw_scaling("Qwen2.5-32B, 8 samples a GPU: samples a second over H800", curve),
-    }
+    drawings = {"throughput": draw_bars("Throughput over the baseline: the papers' and ours", _bars(compared))}
+    if curve:
+        title = "Qwen2.5-32B, 8 samples a GPU: samples a second over H800"
+        drawings["scaling"] = draw_scaling(title, curve)
     for one in compared:
         if one.row.key == TORNADO and one.moved is not None:
             title = f"{one.row.what}: {one.low:.2f}, and when one constant moves by 20%"
