@@ -76,8 +76,11 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while (raw := await broker.get_meta(keys.SETTINGS)) is None:  # noqa: ASYNC110 a key wakes nobody
+            if (raw := await broker.get_meta(keys.SETTINGS)) is None:
+                log.info("waiting for the run's orchestrator", run=broker.run, at_most_s=timeout_s)
+            while raw is None:
                 await asyncio.sleep(SETTINGS_POLL_S)
+                raw = await broker.get_meta(keys.SETTINGS)
     except TimeoutError:
         reason = f"run {broker.run!r} has no settings after {timeout_s:.0f} s; is its orchestrator running?"
         raise BrokerUnavailableError((await broker.info()).address, reason) from None

@@ -26,6 +26,7 @@ from transport.messages import (
     JournalRecord,
     RankerJudged,
     RolloutFinished,
+    RunResumed,
     SlotOutcome,
     StepDone,
     WeightsLoaded,
@@ -114,8 +115,8 @@ class MetricsLog:
                     self.observe(record.event, (), record.now_s)
                 case StepDone():
                     self._begun_s = record.now_s
-                case WeightsLoaded():
-                    self._begin(record.now_s)
+                case WeightsLoaded() | RunResumed():
+                    self._begin(record.event, record.now_s)
                 case RankerJudged():
                     self._ranker = ranker_numbers(record.event)
                 case _:
@@ -127,8 +128,8 @@ class MetricsLog:
         if not self._trains:
             return None
         match event:
-            case WeightsLoaded():
-                self._begin(now_s)
+            case WeightsLoaded() | RunResumed():
+                self._begin(event, now_s)
             case RolloutFinished():
                 self._finished(event)
             case GroupScored() if event.group_id not in self._scored and not is_evaluation(event.group_id):
@@ -146,9 +147,11 @@ class MetricsLog:
                 self._evaluated_line(command, now_s)
         return self._finish(event, now_s) if isinstance(event, StepDone) else None
 
-    def _begin(self, now_s: float) -> None:
-        """Generation may begin; before it the run starts up, which is no batch's time."""
-        if self._begun_s is None:
+    def _begin(self, event: WeightsLoaded | RunResumed, now_s: float) -> None:
+        """Generation may begin; before it the run starts up, or starts up again, which is no batch's time."""
+        if isinstance(event, RunResumed):
+            self._begun_s = None
+        elif self._begun_s is None:
             self._begun_s = now_s
 
     def _finished(self, event: RolloutFinished) -> None:

@@ -12,6 +12,7 @@ from transport.messages import (
     GroupScored,
     JournalRecord,
     RolloutFinished,
+    RunResumed,
     SlotOutcome,
     StepDone,
     WeightsLoaded,
@@ -79,6 +80,10 @@ def test_the_first_batch_begins_when_there_are_weights_to_generate_with(tmp_path
     lines = [log.observe(event, [], now_s) for event, now_s in ((loaded, 30.0), (again, 31.0), (step(0), 32.0))]
     assert lines[-1] is not None
     assert lines[-1]["seconds"] == 2.0
+    late = WeightsLoaded(worker_id=WorkerId("generate-0.2"), weights=W0, seconds=0.1)
+    lines = [log.observe(event, [], now_s) for event, now_s in ((RunResumed(), 50.0), (late, 80.0), (step(1), 83.0))]
+    assert lines[-1] is not None
+    assert lines[-1]["seconds"] == 3.0, "and not the time in which it stood still and started up again"
 
 
 def test_nothing_is_kept_of_the_samples_of_a_run_that_trains_nothing(tmp_path: Path):
