@@ -12,6 +12,7 @@ before they heard of it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.runtime.app import serve
 from orchestrator.runtime.control import append_event
 from orchestrator.runtime.inputs import check_inputs
+from orchestrator.runtime.live import PlainView
 from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.teller import Teller
 from transport import faults
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -93,7 +96,14 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
         say(f"run {name} in {rundir.path}; workers join with")
         for line in join_commands(settings):
             say(f"  {line}")
-        return await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True)
+        if settings.api.enabled:
+            say(f"live page http://$(cat {rundir.api_address})/")
+        teller, started_s = Teller(settings, rundir, PlainView()), time.monotonic()
+        finished = await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True)
+        if finished:
+            teller.write_report()
+            say(teller.summary(time.monotonic() - started_s, restarts=0))
+        return finished
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
         rundir.unlock()

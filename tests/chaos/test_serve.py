@@ -59,6 +59,7 @@ def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
         for name in ("one-score-0", "one-train-0", "one-generate-1"):
             assert place.processes[name].wait(timeout=30) == 0, place.words()
         assert list(tmp_path.glob("runs/one/checkpoints/step-*")), "the trainer writes where the orchestrator does"
+        assert (tmp_path / "runs" / "one" / "report.html").exists()
         check_current_before_serving(tmp_path / "runs" / "one" / "journal", "generate-1.1")
 
         other.send_signal(signal.SIGTERM)
