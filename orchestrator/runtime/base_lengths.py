@@ -14,13 +14,12 @@ from orchestrator.runtime.problems import load_problems
 from ranker.errors import LengthLogError
 from ranker.logs import read_log
 from transport.settings import Settings
-from transport.types import PromptId
 
 log = structlog.get_logger(__name__)
 
 
-def base_lengths(settings: Settings) -> dict[PromptId, tuple[int, ...]]:
-    """Lengths of the prompts that ``ranker.base_lengths`` names, {} where it is not set.
+def base_lengths(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Lengths by prompt id, of the prompts that ``ranker.base_lengths`` names; {} where it is not set.
 
     A line names its prompt by the run's own id for it or by its text, with or without ``data.suffix``; every prompt of
     that text gets its lengths. Of a line with ``base_tokens``, those count.
@@ -34,7 +33,7 @@ def base_lengths(settings: Settings) -> dict[PromptId, tuple[int, ...]]:
         named[sample.text] = named[sample.prompt_id] = sample.base_tokens or sample.tokens
     problems = load_problems(settings).training
     suffix = settings.data.suffix
-    found: dict[PromptId, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for problem in problems:
         names = (problem.prompt_id, problem.question, problem.question.removesuffix(suffix))
         tokens = next((named[name] for name in names if name in named), None)
