@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transport.measurements import TrainRun
 from transport.settings import Settings
 from transport.types import GroupId, row_id
-from workers.profile import ENOUGH_S, TOKEN_ID
+from workers.profile_engine import ENOUGH_S, TOKEN_ID
 from workers.trainer.policy_learner import PolicyLearner
 from workers.trainer.publish import WeightPublisher
 from workers.trainer.samples import PromptGroup, TrainingSample

@@ -17,7 +17,7 @@ from orchestrator.core.batches import Stage
 from orchestrator.core.batching import plan_phases
 from orchestrator.core.control import Control
 from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.elastic import ElasticFleet
+from orchestrator.core.elastic_fleet import ElasticFleet
 from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.evaluation_schedule import EvaluationSchedule
 from orchestrator.core.evaluation_tries import EvaluationTries

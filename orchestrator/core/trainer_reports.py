@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.elastic import ElasticFleet
+from orchestrator.core.elastic_fleet import ElasticFleet
 from orchestrator.core.evaluation_schedule import EvaluationSchedule
 from orchestrator.core.experience import Experience
 from orchestrator.core.outbox import parse_entry_id

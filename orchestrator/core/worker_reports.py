@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.elastic import ElasticFleet
+from orchestrator.core.elastic_fleet import ElasticFleet
 from orchestrator.core.evaluation_tries import EvaluationTries
 from orchestrator.core.fleet import Worker
 from orchestrator.core.pipeline import Pipeline
