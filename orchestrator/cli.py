@@ -92,10 +92,11 @@ def run(
         return
     from orchestrator.api.server import check_secret
     from orchestrator.runtime import supervisor
-    from orchestrator.runtime.inputs import check_inputs
+    from orchestrator.runtime.inputs import check_inputs, check_workers_inputs
 
     check_secret(resolved.settings.api)
     check_inputs(resolved.settings)
+    check_workers_inputs(resolved.settings)
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 

@@ -12,6 +12,7 @@
     │   ├── SecretError             a secret is missing, or cannot be read
     │   ├── ListenError             no port that others should reach us by is free here
     │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
+    │   ├── LengthFileError         a file of lengths is missing, or holds what is no length: the message names its line
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── TailLostError               the broker came back without what was written last: write all of it again
@@ -99,6 +100,10 @@ class SegmentSpaceError(FatalError):
     def __init__(self, nbytes: int, tried: str) -> None:
         super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
         self.nbytes = nbytes
+
+
+class LengthFileError(FatalError):
+    """A file of lengths cannot be read; the message names the file and its line."""
 
 
 class RunExistsError(FatalError):

@@ -16,13 +16,14 @@ from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.clock import MonotonicClock
 from transport.files import writing
+from transport.lengths import read_lengths
 from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import SERVER_ENGINES, Settings, TensorSettings
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.types import WorkerId
 from workers.errors import ModelError, ModelMismatchError
-from workers.generation.lengths import ForcedLengths, read_lengths
+from workers.generation.lengths import ForcedLengths
 from workers.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
@@ -152,8 +153,9 @@ def server_engine(
 def _forced_lengths(settings: Settings) -> ForcedLengths | None:
     if not settings.generation.lengths:
         return None
+    most = settings.sampling.max_new_tokens
     return ForcedLengths(
-        read_lengths(Path(settings.generation.lengths), max_tokens=settings.sampling.max_new_tokens),
+        [min(tokens, most) for tokens in read_lengths(Path(settings.generation.lengths))],
         groups_per_batch=settings.pipeline.groups_per_batch,
         group_size=settings.pipeline.group_size,
     )

@@ -7,7 +7,6 @@ FatalError (transport.errors)
 ├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
-├── LengthsError          the file of forced output lengths cannot be read
 ├── EvaluationError       held-out problems cannot be read or answered
 ├── RoundsError           the rounds log says what no trainer can do, or rows that it names never came
 └── ClientError           a client asks for what there is not, or what is not its to do: the message says what instead
@@ -109,10 +108,6 @@ class CheckpointError(FatalError):
         super().__init__(f"checkpoint {path}{size}: {reason}")
         self.path = path
         self.nbytes = nbytes
-
-
-class LengthsError(FatalError):
-    """The file of forced output lengths cannot be read; the message names its line."""
 
 
 class EvaluationError(FatalError):

@@ -12,6 +12,8 @@ from orchestrator.runtime.problems import load_problems
 from orchestrator.runtime.ranking import open_ranker
 from orchestrator.runtime.rundir import RunDir
 from ranker.errors import RankerError
+from transport.errors import LengthFileError
+from transport.lengths import read_lengths
 from transport.settings import Settings
 
 
@@ -25,3 +27,12 @@ def check_inputs(settings: Settings) -> None:
             open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
         except RankerError as error:
             raise DataError(str(error)) from error
+
+
+def check_workers_inputs(settings: Settings) -> None:
+    """The same of what only workers read: for a run whose workers are all on this host."""
+    if settings.generation.lengths:
+        try:
+            read_lengths(Path(settings.generation.lengths))
+        except LengthFileError as error:
+            raise DataError(f"generation.lengths: {error}") from error

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
 from orchestrator.errors import DataError
 from orchestrator.sim.lengths import RecordedLengths, error_of_recall
+from transport.errors import LengthFileError
+from transport.lengths import read_lengths as numbers_of
 
 Group = tuple[int, ...]
 """Response lengths of one prompt's samples, tokens."""
@@ -29,30 +31,22 @@ def read_lengths(path: Path, group_size: int = 1) -> list[Group]:
     and what follows a ``#`` do not count.
     Raises: DataError: unreadable, empty, or a length that is not a whole number of tokens above 0; names file and line.
     """
-    try:
-        is_text = path.suffix != ".gz" and not path.read_bytes()[:4096].lstrip().startswith(b"{")
-        lengths = list(_numbers(path)) if is_text else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not is_text:
+    if _is_log(path):
         return _logged(path)
-    if not lengths:
-        raise DataError(f"{path} has no length in it; it takes a number of tokens a line")
+    try:
+        lengths = numbers_of(path)
+    except LengthFileError as error:
+        raise DataError(str(error)) from error
     return [tuple(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
 
 
-def _numbers(path: Path) -> Iterator[int]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        word = line.partition("#")[0].strip()
-        if not word:
-            continue
-        try:
-            value = float(word)
-        except ValueError:
-            value = math.nan
-        if not 1 <= value < math.inf or value != int(value):
-            raise DataError(f"{path}:{number}: a length is a whole number of tokens, 1 or more, not {word[:40]!r}")
-        yield int(value)
+def _is_log(path: Path) -> bool:
+    if path.suffix == ".gz":
+        return True
+    try:
+        return path.read_bytes()[:4096].lstrip().startswith(b"{")
+    except OSError:
+        return False  # who reads it says why
 
 
 def _logged(path: Path) -> list[Group]:

@@ -9,8 +9,10 @@ from statistics import fmean
 import pytest
 
 from orchestrator.errors import DataError
+from orchestrator.runtime.inputs import check_workers_inputs
 from orchestrator.sim.length_files import read_lengths, representative, within
 from orchestrator.sim.lengths import tail_recall
+from transport.settings import GenerationSettings, Settings
 
 
 def write(path: Path, text: str) -> Path:
@@ -61,6 +63,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"binary\.txt cannot be read"):
         read_lengths(binary)
+
+
+def test_a_run_whose_file_of_lengths_is_bad_does_not_begin(tmp_path):
+    path = write(tmp_path / "lengths.txt", "10\nmany\n")
+    settings = Settings(generation=GenerationSettings(lengths=str(path)))
+    with pytest.raises(DataError, match=r"generation\.lengths: .*lengths\.txt:2: .*'many'"):
+        check_workers_inputs(settings)
 
 
 def test_every_batch_holds_the_same_quantiles_in_another_order():
