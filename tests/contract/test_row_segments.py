@@ -76,7 +76,8 @@ async def test_rows_of_one_shape_are_one_array_without_a_copy(
     broker: Broker, units: list[StorageUnit], large: np.ndarray
 ) -> None:
     column = Column("x_ids")
-    rows = UnitRows(broker, [new_unit(units), new_unit(units)])
+    all_of_it = 1 << 21  # which unit gets how many groups hangs on the ports
+    rows = UnitRows(broker, [new_unit(units, all_of_it), new_unit(units, all_of_it)])
     groups = [group_id(0, slot) for slot in range(40)]
     wide = np.tile(large, (20, 1))[:, :4_999]  # 19,996 bytes: padded between two values
     block = ids_block(groups, wide)
