@@ -181,7 +181,7 @@ def _bars(compared: Sequence[Compared]) -> list[Bar]:
     """Rows that are ratios."""
     return [
         Bar(
-            title=f"{one.row.source}: {one.row.key.partition('_')[2] or one.row.key}",
+            title=f"{one.row.source}: {one.row.key.partition('_')[2].replace('_', ' ')}",
             ours=(one.low, one.high),
             paper=(one.row.low, one.row.high) if one.row.low is not None and one.row.high is not None else None,
         )

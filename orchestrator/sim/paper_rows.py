@@ -142,7 +142,7 @@ def _figure_9() -> list[Row]:
 
 def _figure_10() -> Row:
     return Row(
-        key="fig10",
+        key="fig10_split",
         source="StreamRL Figure 10",
         what="asynchronous, 20K: our split over an even one",
         cells=tuple(
@@ -188,7 +188,7 @@ def _figure_12() -> Row:
         price = 32 * H800.price / (32 * H20.price + crossing.layout.training_gpus * H800.price)
         cells.append(Cell(label=f"{tokens // 1000}K", of=crossing, over=single, factor=price))
     return Row(
-        key="fig12",
+        key="fig12_two_datacenters",
         source="StreamRL Figure 12",
         what="7B, throughput by price: 32 H20 generate, H800 train, over one datacenter",
         cells=tuple(cells),
