@@ -130,7 +130,7 @@ def sensitivity(seed: int) -> None:
     """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what."""
     jobs = os.cpu_count() or 1
     headlines = [row for row in rows() if row.key.startswith("table3")] + OVER_BOUND
-    plain = compare(headlines, seeds=(seed,), iterations=9, jobs=jobs, progress=Progress("headlines"))
+    plain = compare(headlines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=Progress("headlines"))
     for one in with_swings(plain, seed=seed, jobs=jobs, progress=Progress("headlines with moved constants")):
         swing = one.swing
         if swing is None:
