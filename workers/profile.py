@@ -21,7 +21,7 @@ from transport.measurements import Measurements
 from transport.settings import Settings
 from workers import profile_beside
 from workers.errors import ModelError
-from workers.generation.engine import GenerationEngine
+from workers.generation.engine import GenerationEngine, serving
 from workers.profile_beside import busy_trainer, slowdowns
 from workers.profile_engine import FIRST_TOKENS, LONG_TOKENS, PROMPTS, EngineProfile, engine_of, load_seconds
 
@@ -32,8 +32,7 @@ ANSWER_S = 900.0
 async def profile(settings: Settings, directory: Path, say: Callable[[str], None]) -> Measurements:
     """Measure the engine and the trainer that ``settings`` name. Raises ModelError."""
     engine = engine_of(settings, directory)
-    try:
-        info = await engine.start()
+    async with serving(engine) as info:
         measured = EngineProfile(engine, info.capacity, info.max_context, say)
         if not measured.prompts:
             needed = PROMPTS[0] + LONG_TOKENS
@@ -61,8 +60,6 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
         ):
             decoding, training = await slowdowns(trainer, measured.beside)
         return msgspec.structs.replace(found, beside_training=decoding, beside_decoding=training)
-    finally:
-        await engine.close()
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from tests.fakes.engine import FakeEngine
@@ -33,6 +34,7 @@ from transport.types import (
     WorkerId,
     group_id,
 )
+from workers.generation import worker as worker_module
 from workers.generation.worker import GenerationWorker
 
 ME = WorkerId("generate-0.1")
@@ -154,10 +156,12 @@ class World:
 @asynccontextmanager
 async def running(capacity=4, lengths=None):
     world = World(capacity, lengths)
-    task = asyncio.create_task(world.worker.run())
-    try:
-        yield world
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert world.engine.closed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "REPORT_S", 0.01)
+        task = asyncio.create_task(world.worker.run())
+        try:
+            yield world
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert world.engine.closed

@@ -42,7 +42,7 @@ from transport.clock import MonotonicClock
 from transport.errors import PeerUnavailableError
 from transport.types import FinishReason, GroupId, SamplingParams
 from workers.errors import WeightsMismatchError
-from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure
+from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, serving
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
 from workers.generation.sglang_server import PACKAGES, free_port
@@ -193,15 +193,12 @@ async def test_each_sample_ends_at_its_limit_or_stop_token(engine: SglangEngine)
 
 async def test_the_longest_prediction_runs_first(served: Served) -> None:
     engine = served.engine(slots=1)
-    try:
-        await engine.start()
+    async with serving(engine):
         await engine.load_weights(OLD, weights_of(served.model))
         for number, priority in enumerate((5.0, 1.0, 9.0)):
             engine.submit(request(f"0/{number}", prompt(number), tokens=3, priority=priority))
         found = list(await collected(engine, 3))
         assert found == [("0/0", 0), ("0/2", 0), ("0/1", 0)], "the first was alone when it came"
-    finally:
-        await engine.close()
 
 
 async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: SglangEngine) -> None:

@@ -21,7 +21,7 @@ from transport.errors import PeerUnavailableError
 from transport.types import GroupId, SamplingParams, WeightIdentity
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
 from workers.generation import sglang, sglang_sender
-from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_order import LOADER
 from workers.generation.sglang_upkeep import SglangSettings
@@ -46,11 +46,8 @@ def settings(model_dir: Path, url: str) -> SglangSettings:
 @asynccontextmanager
 async def started(model_dir: Path, server: FakeServer) -> AsyncIterator[SglangEngine]:
     engine = SglangEngine(settings(model_dir, server.url), MonotonicClock())
-    try:
-        await engine.start()
+    async with serving(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 def request(group: str = "0/0", *, prompt: int = 3, tokens: int = 5, samples: int = 2) -> GenerationRequest:

@@ -31,7 +31,7 @@ from tests.fakes.tiny_models import tiny_model
 from transport.clock import MonotonicClock
 from transport.types import FinishReason
 from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
-from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.generation.engine import EngineFailure, GenerationRequest, serving
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_upkeep import SglangSettings
 from workers.models import model_cache, prepare_model
@@ -54,11 +54,8 @@ async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: 
         silence_s=silence_s,
     )
     engine = SglangEngine(settings, MonotonicClock())
-    try:
-        await engine.start()
+    async with serving(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 def asked(group: str, *, length: int = 12, tokens: int = 40, samples: int = 1) -> GenerationRequest:

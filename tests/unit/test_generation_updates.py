@@ -17,12 +17,6 @@ from transport.messages import (
 )
 from workers.errors import WeightsMismatchError
 from workers.generation import updates as updates_module
-from workers.generation import worker as worker_module
-
-
-@pytest.fixture(autouse=True)
-def frequent_reports(monkeypatch):
-    monkeypatch.setattr(worker_module, "REPORT_S", 0.01)
 
 
 async def test_weights_are_pulled_loaded_and_told():

@@ -24,14 +24,8 @@ from transport.types import (
     group_id,
 )
 from workers.errors import EngineCrashedError
-from workers.generation import worker as worker_module
 from workers.generation.lengths import ForcedLengths
 from workers.generation.worker import group_seed
-
-
-@pytest.fixture(autouse=True)
-def frequent_reports(monkeypatch):
-    monkeypatch.setattr(worker_module, "REPORT_S", 0.01)
 
 
 async def test_a_plan_becomes_a_request():

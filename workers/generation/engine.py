@@ -6,7 +6,8 @@ An engine owns its device, its KV memory and its thread or server; it never talk
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -152,3 +153,12 @@ class GenerationEngine(Protocol):
     def load(self) -> EngineLoad: ...
 
     async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def serving(engine: GenerationEngine) -> AsyncIterator[EngineInfo]:
+    """Start ``engine``, and close it however the block, or the start, ends. Raises what ``start`` raises."""
+    try:
+        yield await engine.start()
+    finally:
+        await engine.close()
