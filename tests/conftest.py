@@ -24,10 +24,13 @@ import pytest_asyncio
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a hub
 
-TIMEOUTS_S = {"unit": 5, "property": 60, "contract": 30, "sim": 30, "integration": 60, "chaos": 180, "gpu": 180}
-"""Seconds a test of each tier may take; a test that needs another limit says so with its own mark."""
-GRACE_S = 2.0
-"""For a thread or a process that was told to end and is about to."""
+TIMEOUTS_S = {"unit": 60, "property": 300, "contract": 180, "sim": 180, "integration": 300, "chaos": 600, "gpu": 600}
+"""Seconds after which a test of each tier hangs; a test that needs another limit says so with its own mark.
+
+A guard against hangs, not against neighbours: a machine at load 8 keeps them. How fast code is, benchmarks say.
+"""
+GRACE_S = 20.0
+"""For a thread or a process that was told to end and is about to; a busy machine may let it wait for its turn."""
 SHARED_MEMORY = Path("/dev/shm")
 TESTS = Path(__file__).parent
 

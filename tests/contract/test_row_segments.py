@@ -221,7 +221,7 @@ async def test_bytes_of_a_writer_that_died_before_its_commit_go_with_their_group
 ) -> None:
     address = new_unit(units)
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", _DYING_WRITER, address, GROUP)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await child.wait() == -signal.SIGKILL
     assert units[0].retained_bytes == 100_000
     rows = UnitRows(broker, [address])
@@ -242,7 +242,7 @@ with open_segment(UnitClient(sys.argv[1]).allocate([sys.argv[2]], 100_000), writ
 
 
 def test_files_of_a_unit_that_was_killed_are_swept_by_the_next(units: list[StorageUnit]) -> None:
-    child = subprocess.run([sys.executable, "-c", _DYING_UNIT], capture_output=True, text=True, timeout=30, check=False)
+    child = subprocess.run([sys.executable, "-c", _DYING_UNIT], capture_output=True, text=True, timeout=90, check=False)
     left = path_of(child.stdout.strip())
     assert left.exists()
     client = UnitClient(new_unit(units))

@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-pipe",
 )
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 POLL_S = 0.05
 
 
@@ -102,7 +102,7 @@ class Browser:
         """What a reader sees of the first match, "" where there is none."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
-    def wait_for(self, expression: str, *, timeout_s: float = 15.0) -> Any:
+    def wait_for(self, expression: str, *, timeout_s: float = 60.0) -> Any:
         """Poll until the expression is truthy. Returns it; fails with the page's text and errors."""
         deadline_s = time.monotonic() + timeout_s
         while not (value := self.evaluate(expression)):

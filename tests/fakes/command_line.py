@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 50.0
+TIMEOUT_S = 150.0
 """Less than an integration test may take, so that its message names the command."""
 
 

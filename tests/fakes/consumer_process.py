@@ -15,7 +15,7 @@ from workers.client import Client
 from workers.errors import LeaseLostError
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 40.0
+WAIT_S = 100.0
 BATCH = 3
 
 

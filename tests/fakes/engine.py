@@ -49,7 +49,7 @@ class FakeEngine:
             self.submitted.notify_all()
 
     async def wait_submitted(self, count: int) -> list[GenerationRequest]:
-        async with asyncio.timeout(3), self.submitted:
+        async with asyncio.timeout(30), self.submitted:
             await self.submitted.wait_for(lambda: len(self.requests) >= count)
         return self.requests
 

@@ -131,7 +131,7 @@ class World:
     async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
         """The next ``count`` events of these kinds; others before them are skipped."""
         found = []
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while len(found) < count:
                 if not self._unread:
                     self._unread += await self.broker.read(keys.EVENTS, self._cursor, count=100, wait_s=1)

@@ -95,7 +95,7 @@ class LiveRun:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 90.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 240.0) -> None:
         """Poll ``condition``. Fails with the run's output when it does not hold in time, or the run ended first."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
@@ -113,7 +113,7 @@ class LiveRun:
         """Wait until ``number`` batches are trained."""
         self.wait_until(lambda: len(self.metrics()) >= number, f"batch {number}")
 
-    def wait_for_end(self, *, timeout_s: float = 120.0) -> int:
+    def wait_for_end(self, *, timeout_s: float = 300.0) -> int:
         """Exit code of the supervisor."""
         deadline_s = time.monotonic() + timeout_s
         while (code := self._ended()) is None:
@@ -188,7 +188,7 @@ class LiveRun:
         except psutil.NoSuchProcess:
             return []
 
-    def wait_until_gone(self, *, timeout_s: float = 20.0) -> None:
+    def wait_until_gone(self, *, timeout_s: float = 60.0) -> None:
         """Wait until no process of the run is left: after a kill of the supervisor, the kernel ends its children."""
         deadline_s = time.monotonic() + timeout_s
         while self.survivors():

@@ -70,7 +70,7 @@ class Machine:
         assert drained.returncode == 0, drained.stderr + self.words()
         assert self.processes[f"serve-{run}"].wait(timeout=60) == 0, self.words()
 
-    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, *, timeout_s: float = 240.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             ended = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transport.broker.embedded import free_port, packaged_binary
 
-READY_S = 20.0
+READY_S = 60.0
 
 
 class ServerProcess:

@@ -297,7 +297,7 @@ async def test_a_client_that_never_asks_is_let_go(tmp_path: Path, monkeypatch: p
     async with serving(tmp_path) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
         writer.write(said)
-        assert await asyncio.wait_for(reader.read(), timeout=5.0) == b""
+        assert await asyncio.wait_for(reader.read(), timeout=60) == b""
         writer.close()
 
 

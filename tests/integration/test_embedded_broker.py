@@ -131,7 +131,7 @@ async def test_server_dies_with_its_owner(tmp_path: Path) -> None:
         sys.executable, "-c", program, str(tmp_path / "broker"), stdout=asyncio.subprocess.PIPE
     )
     assert owner.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         orphan = psutil.Process(int(await owner.stdout.readline()))
         owner.kill()
         await owner.communicate()  # the pipe ends only when the orphan, which does not hold it, cannot keep it open
@@ -185,7 +185,7 @@ async def kill_under_load(server: EmbeddedServer, *, kills: int) -> tuple[Acknow
 
 async def until_grown(acknowledged: Acknowledged, writers: list[asyncio.Task[None]], *, by: int) -> None:
     enough = len(acknowledged) + by
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(acknowledged) < enough:
             assert not any(writer.done() for writer in writers)
             await asyncio.sleep(0.005)

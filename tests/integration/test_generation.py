@@ -73,7 +73,7 @@ async def load(broker, publisher, version, model):
 
 async def events(broker, kind, count):
     found, cursor = [], ZERO_ID
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found) < count:
             for entry in await broker.read(keys.EVENTS, cursor, count=100, wait_s=1):
                 cursor = entry.entry_id

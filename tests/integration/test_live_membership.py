@@ -18,7 +18,6 @@ FEW = (
 )
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("setting", ["pipeline.membership=rolling", "pipeline.oversampled_groups=3"])
 def test_a_live_run_trains_full_batches_and_its_audit_finds_nothing(tmp_path, setting):
     lengths = tmp_path / "lengths.txt"

@@ -17,8 +17,6 @@ from ranker.online import OnlineRanker
 from ranker.refit import refit_in_process
 from tests.fakes.length_logs import synthetic_lengths
 
-pytestmark = pytest.mark.timeout(180)  # the child is nice: on a machine that is busy it waits for the others
-
 SAMPLES = synthetic_lengths(640)
 
 
@@ -40,7 +38,7 @@ def test_training_beside_the_run_teaches_the_text_of_prompts_never_seen():
     assert ranker.refit_due
     ids, texts = unseen_texts()
     before = {estimate.mean_tokens for estimate in ranker.predict(ids, texts)}
-    ranker.refit(deadline_s=50.0)
+    ranker.refit(deadline_s=120.0)
     after = ranker.predict(ids, texts)
     assert len(before) == 1
     assert len({estimate.mean_tokens for estimate in after}) > 20
@@ -71,10 +69,10 @@ def test_a_refit_ends_with_the_process_that_wanted_it():
     starts = f"import os, subprocess, sys; print(subprocess.Popen({argv}, stdout=sys.stderr).pid)"
     try:
         parent = subprocess.run(
-            [sys.executable, "-c", starts], stdin=reader, stdout=subprocess.PIPE, timeout=30, check=True
+            [sys.executable, "-c", starts], stdin=reader, stdout=subprocess.PIPE, timeout=120, check=True
         )
         child = int(parent.stdout)
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + 60.0
         while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline_s, "it outlives its parent"
             time.sleep(0.05)

@@ -92,7 +92,7 @@ def test_the_child_of_a_killed_worker_ends_by_itself(hanging: bool) -> None:
     worker.join(30)
     assert worker.exitcode == -signal.SIGKILL
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(timeout=15)
+        psutil.Process(pid).wait(timeout=60)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

@@ -89,7 +89,7 @@ async def running(*workers: ScoringWorker) -> AsyncIterator[None]:
 
 async def started(*workers: ScoringWorker) -> None:
     """Wait until all are past their imports, as the heartbeat sees them."""
-    async with asyncio.timeout(50):
+    async with asyncio.timeout(60):
         while any(worker.activity().doing == "starting" for worker in workers):  # noqa: ASYNC110 asked, as a lease asks
             await asyncio.sleep(0.01)
 

@@ -105,7 +105,7 @@ async def test_work_on_a_unit_that_another_took_over_stops(broker: Broker, clock
     clock.advance(1.0)
     taken, _ = await broker.reclaim(keys.tasks("reward"), "score-1.1", idle_s=0.3, max_deliveries=9, count=1)
     assert len(taken) == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await slow.cancelled.wait()
     assert not running_slow.done()
     await cancelled(running_slow)
@@ -142,7 +142,7 @@ async def test_a_score_of_a_row_that_the_broker_lost_is_not_given_to_the_row_in_
     await generate(broker, [3, 4, 5])
     handler.started.clear()
     handler.release.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await handler.started.wait()  # the new row is scored for itself
         while not (found := await broker.read_rows([row_id(GROUP, 0)], [Column.REWARD]))[0]:  # noqa: ASYNC110 a row wakes nobody
             await asyncio.sleep(0)

@@ -26,7 +26,6 @@ from transport.types import RunName
 from workers.models import prepare_model
 
 BATCHES = 3
-pytestmark = pytest.mark.timeout(180)  # eight processes that import torch, on a machine that may be busy
 
 
 @pytest.fixture(scope="module")

@@ -94,5 +94,5 @@ def ask(other_host: list[str], manifest: Path, secret: str) -> str:
     """What the other host says after pulling."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), SHARED_SECRET: secret, "OMP_NUM_THREADS": "1"}
     command = [*other_host, sys.executable, "-c", PULL, str(manifest)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     return done.stdout.strip() or done.stderr

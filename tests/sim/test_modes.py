@@ -172,7 +172,7 @@ def test_the_same_seed_gives_a_byte_identical_log_under_any_hash_seed():
             env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[2])},
             check=True,
             capture_output=True,
-            timeout=50,
+            timeout=150,
         ).stdout
         for hash_seed in ("1", "2")
     }

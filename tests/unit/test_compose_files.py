@@ -65,7 +65,7 @@ def test_the_broker_does_not_start_without_its_password(tmp_path: Path):
     def start(secret: Path) -> str:
         environment = {"PATH": "/usr/bin:/bin", "BROKER_PASSWORD_FILE": str(secret)}
         done = subprocess.run(
-            ["bash", str(COMPOSE / "broker.sh")], env=environment, capture_output=True, text=True, timeout=20
+            ["bash", str(COMPOSE / "broker.sh")], env=environment, capture_output=True, text=True, timeout=50
         )
         assert done.returncode == 2, done
         return done.stderr

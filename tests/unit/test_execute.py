@@ -54,7 +54,7 @@ def executor_on(broker: MemoryBroker) -> Executor:
 
 async def carried_out(executor: Executor, *issued: tuple[CommandId, Command]) -> None:
     executor.submit(issued)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await executor.drained()
 
 
@@ -75,7 +75,7 @@ async def test_a_new_plan_does_not_keep_out_those_that_the_broker_lost():
             await asyncio.sleep(0)
         assert await plans_of(broker) == [], "it waits for those before it"
         executor.restate([plan(5), plan(6)])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await executor.drained()
         assert await plans_of(broker) == ["5-0", "6-0", "9-0"]
         await carried_out(executor, plan(10))
@@ -94,7 +94,7 @@ async def test_rows_that_were_freed_are_freed_again_when_they_come_back():
         server.restore(before)
         assert await broker.retained_bytes() == 4
         executor.restate([])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await executor.drained()
         assert await broker.retained_bytes() == 0
 

@@ -22,7 +22,7 @@ for number in range(3):
 
 
 def run(specification: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, specification], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, specification], capture_output=True, text=True, timeout=50)
     return done.returncode, done.stdout
 
 

@@ -54,7 +54,7 @@ def test_each_worker_gets_a_gpu_of_its_own_and_a_dead_one_gives_it_back(driver):
     try:
         assert {held_by(worker) for worker in workers} == {"GPU-0001", "GPU-0002"}
         third = hold("1,2")
-        _, words = third.communicate(timeout=30)
+        _, words = third.communicate(timeout=50)
         assert "another worker holds each of them" in words
         workers[0].kill()
         workers[0].communicate()

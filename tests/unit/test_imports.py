@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)  # it walks every syntax tree of the project: seconds on a busy machine
-
 ROOT = Path(__file__).parents[2]
 OURS = ("orchestrator", "workers", "transport", "ranker")
 

@@ -88,7 +88,7 @@ async def test_new_lines_are_passed_on_and_those_of_before_are_not(tmp_path: Pat
     monkeypatch.setattr(loggers, "POLL_S", 0.001)
     rundir = RunDir(tmp_path)
     write(rundir.metrics, LINES[:1])
-    async with asyncio.timeout(4.0), logging_metrics(chosen("tensorboard"), rundir):
+    async with asyncio.timeout(30), logging_metrics(chosen("tensorboard"), rundir):
         write(rundir.metrics, LINES[1:2])
         await arrived.wait()
         write(rundir.metrics, LINES[2:])
@@ -147,7 +147,6 @@ def test_a_directory_that_cannot_be_written_is_a_named_error(tmp_path: Path):
         feed_three("tensorboard", tmp_path)
 
 
-@pytest.mark.timeout(60)
 def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb", reason="extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -156,7 +155,6 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.rglob(f"run-{identity}.wandb"))
 
 
-@pytest.mark.timeout(60)
 def test_mlflow_takes_every_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mlflow = pytest.importorskip("mlflow", reason="extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,5 @@ def test_a_worker_that_ends_by_error_does_not_wait_for_a_thread_that_hangs():
         "program.app = app\n"
         "program.main()\n"
     )
-    began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (1, "error: it hangs\n")
-    assert time.monotonic() - began_s < 100

@@ -62,7 +62,7 @@ async def judging(ranking: Ranking) -> AsyncIterator[Inbox]:
 
 
 async def next_judgement(inbox: Inbox) -> RankerJudged:
-    async with asyncio.timeout(4.0):
+    async with asyncio.timeout(30):
         event = (await inbox.get()).event
     assert isinstance(event, RankerJudged)
     return event
@@ -138,7 +138,7 @@ async def test_a_refit_that_fails_leaves_the_loop_alive(tmp_path: Path, monkeypa
     ranking = ranking_at(tmp_path / "ranker.bin")
     task = asyncio.create_task(ranking.learn())
     visit_all(ranking, -(-FIRST_REFIT_GROUPS // len(PROMPTS)))
-    async with asyncio.timeout(4.0):
+    async with asyncio.timeout(30):
         await tried.wait()
         tried.clear()
         ranking.observe(PROMPTS[0], [5])

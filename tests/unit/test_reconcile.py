@@ -38,7 +38,7 @@ async def test_rows_that_were_lost_while_nobody_orchestrated_are_found_at_the_st
 
     rows = [RowId("0/0/0"), RowId("0/0/1")]
     task = asyncio.create_task(keep_reconciled(broker, inbox, lambda: rows, lambda: [], restore))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         arrival = await inbox.get()
     task.cancel()
     assert arrival.event == RowsMissing(row_ids=tuple(rows))

@@ -44,7 +44,7 @@ class Engine:
 
     async def results(self, count: int) -> list[Completion | EngineFailure]:
         found: list[Completion | EngineFailure] = []
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while len(found) < count:
                 found += await self.engine.results()
         return found

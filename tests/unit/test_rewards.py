@@ -79,7 +79,6 @@ def gym() -> Scorer:
     return build_reward(spec("reasoning_gym", params={"min_terms": 2, "max_terms": 2}))
 
 
-@pytest.mark.timeout(60)  # importing reasoning_gym takes seconds
 @pytest.mark.parametrize(
     ("response", "value", "well_formed", "right"),
     [
@@ -98,7 +97,6 @@ def test_a_gym_task_is_scored_by_its_own_verifier(
     assert reward == Reward(value=value, components={"well_formed": well_formed, "right": right})
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("answer", "response", "value"),
     [
@@ -123,7 +121,6 @@ def test_an_entry_without_an_answer_is_an_error_and_no_zero() -> None:
         build_reward(spec())("", "Answer: 1", {})
 
 
-@pytest.mark.timeout(60)
 def test_a_task_that_the_gym_does_not_have_is_named() -> None:
     with pytest.raises(RewardSetupError, match="no_such_task"):
         build_reward(spec("reasoning_gym", task="no_such_task"))
