@@ -21,6 +21,7 @@ from orchestrator.outputs import check_place, writing_out
 from orchestrator.profiles import Errors, Profile
 from orchestrator.runtime.provision import python_module
 from orchestrator.toml_source import to_toml
+from transport.files import replace
 from transport.measurements import Measurements
 from transport.settings import Settings
 
@@ -35,8 +36,8 @@ def main(settings: Settings, out: Path) -> int:
     profile = fit(measure(settings))
     json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
     with writing_out(out):
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
-        toml_path.write_text(section(profile), encoding="utf-8")
+        replace(json_path, msgspec.json.format(msgspec.json.encode(profile)))
+        replace(toml_path, section(profile))
     print(report(profile))
     if (share := others.share()) > LIMIT:
         print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")

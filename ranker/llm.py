@@ -24,6 +24,7 @@ from ranker.calibration import Calibration, calibrate
 from ranker.errors import RankerFileError
 from ranker.lengths import PromptLengths, log_means
 from ranker.protocol import LengthEstimate
+from transport.files import replace
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ class LlmRanker:
         """Nothing: history is OnlineRanker's."""
 
     def save(self, path: Path) -> None:
-        path.write_bytes(msgspec.msgpack.encode(self.head))
+        replace(path, msgspec.msgpack.encode(self.head))
 
     @classmethod
     def load(cls, path: Path, vectors: PromptVectors) -> LlmRanker:

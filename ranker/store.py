@@ -6,7 +6,6 @@ its numbers by those who use them (trees, calibration, history), so a damaged or
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from ranker.errors import RankerFileError
 from ranker.history import StoredHistory
 from ranker.model import StoredModel
+from transport.files import replace
 
 FORMAT = "streamrl-ranker"
 VERSION = 1
@@ -52,12 +52,9 @@ def decode(content: bytes, where: str) -> StoredRanker:
 
 def write(path: Path, ranker: StoredRanker) -> None:
     """Replace the file whole: a reader never sees half of it. Raises RankerFileError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(encode(ranker))
-        unfinished.replace(path)
+        replace(path, encode(ranker))
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise RankerFileError(f"{path} cannot be written: {error.strerror}") from error
 
 

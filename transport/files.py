@@ -1,15 +1,26 @@
-"""Files of ours on disks that are full, read-only or somebody else's: one error that says what to do."""
+"""Files of ours: replaced whole or not at all, and one error that says what to do about a disk that refuses them.
+
+Owns: how a file takes the place of another (every such place in this repository comes here), and the words about disks
+that are full, read-only or somebody else's. Never: knows what a file means.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from transport.errors import DirectoryError
 
+REMAINS = ".tmp"
+"""How the name of a file ends that is not in place yet."""
+REMAINS_S = 3600.0
+"""No file takes so long to write: one that is older was left by a process that was killed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -25,3 +36,51 @@ def writing(directory: Path) -> Generator[None]:
             else f"let user {os.getuid()} write there (a volume: chown -R {os.getuid()}), or choose another directory"
         )
         raise DirectoryError(f"cannot write {error.filename or directory}: {error.strerror}; {advice}") from error
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Generator[IO[bytes]]:
+    """A new file that takes the place of ``path`` when the block ends, or, if anything fails, never.
+
+    A reader sees the old file or the new one, each whole, and so does whoever looks after a kill or a power cut: the
+    file is on the disk before its name is, and the name before this returns. A link at ``path`` is replaced, not
+    followed. mode: as for ``open``, less the umask.  Raises OSError; nothing of the attempt is left then.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{REMAINS}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def replace(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """``replacing`` for what is there already; a string is written as UTF-8."""
+    with replacing(path, mode=mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in ``directory`` on the disk. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that writes names at once has no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_remains(directory: Path) -> None:
+    """Remove what a process that was killed within ``replacing`` left here. For the owner of ``directory``."""
+    for path in directory.glob(f".*{REMAINS}"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime > REMAINS_S:
+                path.unlink()

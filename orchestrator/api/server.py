@@ -7,7 +7,6 @@ Invariant: when the task ends, also by cancellation, no connection and no task o
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from orchestrator.api.guard import is_loopback
 from orchestrator.config import SECRET_VARIABLE
 from orchestrator.errors import ConfigError
+from transport.files import replace
 from transport.settings import ApiSettings
 
 log = structlog.get_logger(__name__)
@@ -63,7 +63,7 @@ def open_listener(api: ApiSettings, address_file: Path) -> socket.socket:
             ) from error
         listener = _listen(api.host, 0)
     host, port = listener.getsockname()[:2]
-    address_file.write_text(f"[{host}]:{port}\n" if ":" in host else f"{host}:{port}\n", encoding="ascii")
+    replace(address_file, f"[{host}]:{port}\n" if ":" in host else f"{host}:{port}\n")
     return listener
 
 
@@ -84,13 +84,8 @@ def control_secret(api: ApiSettings, secret_file: Path) -> str:
     if api.secret:
         return api.secret
     if not secret_file.exists():
-        with open(secret_file, "x", encoding="ascii", opener=_private) as file:
-            file.write(secrets.token_urlsafe(32))
+        replace(secret_file, secrets.token_urlsafe(32), mode=0o600)
     return secret_file.read_text(encoding="ascii").strip()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 async def serve_http(app: ASGIApp, listener: socket.socket) -> None:

@@ -7,7 +7,6 @@ Never: what a span or a bubble is (orchestrator/report).
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from orchestrator.outputs import writing_out
@@ -17,6 +16,7 @@ from orchestrator.report.spans import Timeline, build_timeline
 from orchestrator.report.timeline_drawing import draw_timeline
 from orchestrator.report.trace import trace_events
 from orchestrator.runtime.rundir import journal_of
+from transport.files import replace, replacing
 
 TRACE = "trace.json"
 
@@ -40,7 +40,7 @@ def _write(timeline: Timeline, directory: Path, *, title: str, svg: bool, png: b
     drawing = draw_timeline(timeline, title=title)
     if svg:
         written.append(directory / "timeline.svg")
-        written[-1].write_text(to_svg(drawing), encoding="utf-8")
+        replace(written[-1], to_svg(drawing))
     if png:
         written.append(directory / "timeline.png")
         write_png(drawing, written[-1])
@@ -53,11 +53,9 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write the Chrome trace, one event a line, beside ``path`` first: a reader never sees half a file."""
-    beside = path.with_suffix(".tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    """Write the Chrome trace, one event a line."""
+    with replacing(path) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(trace_events(timeline)):
-            file.write((",\n" if number else "") + json.dumps(event))
-        file.write("\n]}\n")
-    os.replace(beside, path)
+            file.write(((",\n" if number else "") + json.dumps(event)).encode())
+        file.write(b"\n]}\n")

@@ -16,6 +16,7 @@ from typing import Literal
 
 from orchestrator.errors import ConfigError
 from orchestrator.printable import printable
+from transport.files import replacing
 
 FONT_SIZE = 12
 PNG_SCALE = 2
@@ -123,4 +124,5 @@ def write_png(drawing: Drawing, path: Path) -> None:
     for words in drawing.words:
         place = (words.x * PNG_SCALE, words.y * PNG_SCALE)
         canvas.text(place, printable(words.text), fill=words.color, font=font, anchor=places[words.anchor])
-    image.save(path, "PNG")
+    with replacing(path) as file:
+        image.save(file, "PNG")

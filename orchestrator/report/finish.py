@@ -8,7 +8,6 @@ next one that already run are still unknown, and full slots would look empty.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from orchestrator.report.comparison import render_comparison
 from orchestrator.report.page import render_report
 from orchestrator.report.record import read_run
 from orchestrator.runtime.rundir import RunDir
+from transport.files import replace
 
 REPORT = "report.html"
 
@@ -43,20 +43,14 @@ def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> 
     tell(f"writing {TRACE} of {len(run.timeline.spans)} spans")
     write_trace(run.timeline, rundir.path / TRACE)
     tell(f"writing {REPORT}")
-    return write_page(rundir.path / REPORT, render_report(run))
+    path = rundir.path / REPORT
+    replace(path, render_report(run))
+    return path
 
 
 def write_metrics(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Replace a metrics file whole."""
-    write_page(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Write ``text`` beside ``path`` first, so that a reader never sees half of it."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-    return path
+    replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -67,7 +61,8 @@ def report(run_dir: Path, out: Path | None) -> int:
     page = render_report(read_run(run_dir))
     path = out or run_dir / REPORT
     with writing_out(path):
-        print(write_page(path, page))
+        replace(path, page)
+    print(path)
     return 0
 
 
@@ -77,5 +72,6 @@ def compare(run_dirs: Sequence[Path], out: Path) -> int:
         raise ConfigError("a comparison needs two runs or more")
     page = render_comparison([read_run(run_dir) for run_dir in run_dirs])
     with writing_out(out):
-        print(write_page(out, page))
+        replace(out, page)
+    print(out)
     return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from orchestrator.runtime.prompts import held_out
+from transport.files import replace
 from transport.settings import Settings
 
 
@@ -26,6 +26,4 @@ def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
         )
         for prompt in batch.prompts
     ]
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(unfinished, path)
+    replace(path, "".join(line + "\n" for line in lines))

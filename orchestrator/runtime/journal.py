@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from transport.errors import FatalError, MessageError
-from transport.files import writing
+from transport.files import replace, writing
 from transport.messages import MAX_MESSAGE_BYTES, JournalRecord, MessageDecoder, encode
 
 _FRAME = struct.Struct("<II")
@@ -113,12 +113,8 @@ class Journal:
     def snapshot(self, state: bytes, seq: int) -> None:
         """Keep ``state``, which is that after event ``seq``; records after it may be there already."""
         path = self._directory / f"snapshot-{seq:012d}.bin"
-        beside = path.with_suffix(".tmp")
-        with writing(self._directory), beside.open("wb") as file:
-            file.write(_SNAPSHOT.pack(_MAGIC, seq, zlib.crc32(state)) + state)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        with writing(self._directory):
+            replace(path, _SNAPSHOT.pack(_MAGIC, seq, zlib.crc32(state)) + state)
         self.close()
         if not self._keep_history:
             _prune(self._directory)

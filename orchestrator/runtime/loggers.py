@@ -29,6 +29,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.runtime.metrics import read_lines
 from orchestrator.runtime.rundir import RunDir
 from transport.errors import StreamError
+from transport.files import replace
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -197,7 +198,7 @@ class WandbLogger:
         identity = run_dir / "wandb.id"
         try:
             if not identity.exists():
-                identity.write_text(uuid.uuid4().hex[:12], encoding="ascii")
+                replace(identity, uuid.uuid4().hex[:12])
             self._run = self._wandb.init(
                 project=PROJECT,
                 name=run,

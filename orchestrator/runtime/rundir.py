@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from orchestrator.errors import ConfigError
 from transport.errors import RunExistsError
-from transport.files import writing
+from transport.files import remove_remains, replace, writing
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -114,7 +115,13 @@ class RunDir:
         self.create()
         with writing(self.path):
             self.lock()
-            self.config.write_text(config, encoding="utf-8")
+            try:
+                replace(self.config, config)
+                for directory in (self.path, self.journal, self.broker):
+                    remove_remains(directory)
+            except BaseException:
+                self.unlock()
+                raise
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""
@@ -128,10 +135,10 @@ class RunDir:
             raise RunExistsError(
                 f"run {self.path} is live (process {holder}); stop it first, or choose another --name"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
         self._lock = lock
+        with suppress(OSError):  # a full disk: the lock holds all the same, without a name
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), str(os.getpid()).encode())
 
     def unlock(self) -> None:
         if self._lock is not None:

@@ -8,7 +8,6 @@ that was answered with 200 is on the disk, and its prompts can be read for as lo
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 
 from orchestrator.runtime.prompts import Prompt, PromptBatch
+from transport.files import replace
 from transport.messages import PromptRef, PromptsSubmitted, SlotOutcome
 from transport.types import PromptId, SamplingParams
 
@@ -101,13 +101,7 @@ class Spool:
 
     def write(self, request: SpooledRequest) -> None:
         """Write a request down, for ``remember`` to follow. Blocks for as long as the disk takes; on any thread."""
-        path = self._path(request.number)
-        unfinished = path.with_suffix(".part")
-        with unfinished.open("wb") as file:
-            file.write(msgspec.msgpack.encode(request))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        replace(self._path(request.number), msgspec.msgpack.encode(request))
 
     def remember(self, request: SpooledRequest) -> Ticket:
         """It is on the disk: it can be found from now on."""
