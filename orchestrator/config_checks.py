@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transport.secret import HOW_TO_MAKE, MIN_CHARACTERS
 from transport.settings import SERVER_ENGINES, Settings
 from transport.tensors.endpoint import parse_ports
 
@@ -145,6 +146,7 @@ FORMS: dict[str, tuple[str, str]] = {
     "trainer.device": (r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<n>"),
     "scoring.reward": (r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:function"),
     "api.host": (r"\S+", "an address or a host name"),
+    "api.secret": (rf"|.{{{MIN_CHARACTERS},}}", f"{MIN_CHARACTERS} characters or more; make one with {HOW_TO_MAKE}"),
     "tensors.host": (r"\S+", "an address or a host name"),
     "tensors.advertise": (r"[^\s/]*", "an address or a host name, without a port"),
     "broker.url": (r"|(rediss?|unix)://.+", "redis://host:port, rediss://host:port or unix://path"),

@@ -53,7 +53,7 @@ def images() -> None:
     provide_torch_wheel()
     done = subprocess.run(
         ["docker", "compose", *(part for file in CPU for part in ("-f", file)), "build"],
-        env={**os.environ, "STREAMRL_BROKER_PASSWORD": "unused", "STREAMRL_SECRET": "unused"},
+        env={**os.environ, "STREAMRL_BROKER_PASSWORD": "unused", "STREAMRL_SECRET": 24 * "unused"},
         capture_output=True,
         text=True,
         timeout=1800,

@@ -66,16 +66,19 @@ def other_host() -> Iterator[list[str]]:
         ip("netns", "del", name)
 
 
+SHARED = "a secret that two hosts share"
+
+
 def test_another_host_pulls_by_the_advertised_name_and_the_secret(other_host: list[str], tmp_path: Path):
-    endpoint = Endpoint(host="0.0.0.0", advertise=HERE, ports=range(7411, 7420), secret=b"shared")
+    endpoint = Endpoint(host="0.0.0.0", advertise=HERE, ports=range(7411, 7420), secret=SHARED.encode())
     publisher = WeightPublisher("two-hosts", tmp_path, endpoint=endpoint)
     try:
         manifest = publisher.publish(1, 1, {"weight": torch.arange(1000.0)}, torch.float32)
         assert manifest.sources[1].startswith(f"tcp://{HERE}:741")
         (tmp_path / "manifest").write_bytes(encode(manifest))
-        assert ask(other_host, tmp_path / "manifest", "shared") == "499500.0"
+        assert ask(other_host, tmp_path / "manifest", SHARED) == "499500.0"
         assert "PeerRejectedError" in ask(other_host, tmp_path / "manifest", "")
-        assert "PeerRejectedError" in ask(other_host, tmp_path / "manifest", "another")
+        assert "PeerRejectedError" in ask(other_host, tmp_path / "manifest", SHARED[::-1])
     finally:
         publisher.close()
 
