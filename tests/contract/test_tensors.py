@@ -4,8 +4,11 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,19 +24,20 @@ from transport.errors import (
     SegmentSpaceError,
     StreamError,
 )
-from transport.messages import encode
-from transport.tensors.address import parse_address
+from transport.messages import MessageDecoder, encode
+from transport.tensors.address import Address, parse_address
 from transport.tensors.base import Deadline, SegmentStore
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.tensors.inproc import InprocStore
-from transport.tensors.server import ChannelServer
+from transport.tensors.server import MAX_CONNECTIONS, MAX_UNPROVEN, ChannelServer
 from transport.tensors.shm import ShmStore, sweep_stale
 from transport.tensors.sources import reader_for
-from transport.tensors.tcp import RangeFollows, ServedStore, TcpReader
-from transport.tensors.wire import Channel, Hello, Proof
+from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader
+from transport.tensors.wire import Channel, Hello, Proof, Refused, connect, greet_client, greet_server
 from transport.types import PROTOCOL_VERSION
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
+ROOT = Path(__file__).parents[2]
 
 
 class TcpOnlyStore(ServedStore):
@@ -306,30 +310,49 @@ WELCOME = framed(Proof(protocol=PROTOCOL_VERSION, nonce=b"n" * 16))
         (b"\x00\x00", PeerUnavailableError),
         (HELLO[:-3], PeerUnavailableError),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", MessageError),
+        ((64 * 1024).to_bytes(4, "big") + bytes(64 * 1024), MessageError),
         (framed({"type": "Something", "else": 1}), MessageError),
         (framed(Hello(protocol=99, nonce=b"", secret=False)), ProtocolMismatchError),
-        (HELLO + WELCOME + framed(RangeFollows(nbytes=1 << 50)), ChecksumError),
-        (HELLO + WELCOME + framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:-1], PeerUnavailableError),
+        (HELLO + WELCOME + framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT, PeerRejectedError),
     ],
-    ids=["silence", "cut length", "cut header", "http", "foreign", "version", "other size", "truncated"],
+    ids=["silence", "cut length", "cut header", "http", "long greeting", "foreign", "version", "no proof"],
+)
+def test_a_stranger_in_place_of_a_server_is_named(peer, sends: bytes, error: type[StreamError]) -> None:
+    with pytest.raises(error):
+        pull(peer(lambda connection: send_all(connection, sends)))
+
+
+@pytest.mark.parametrize(
+    ("sends", "error"),
+    [
+        (framed(RangeFollows(nbytes=1 << 50)), ChecksumError),
+        (framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:-1], PeerUnavailableError),
+    ],
+    ids=["other size", "truncated"],
 )
 def test_a_peer_that_lies_or_leaves_is_named(peer, sends: bytes, error: type[StreamError]) -> None:
     def treat(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the reader may leave at any point, without reading the rest
-            connection.sendall(sends)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(65536):
-                pass
+        greet_client(Channel(connection, "reader", Deadline(10)), b"")
+        send_all(connection, sends)
 
     with pytest.raises(error):
         pull(peer(treat))
+
+
+def send_all(connection: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # the reader may leave at any point, without reading the rest
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
 
 
 def test_a_peer_that_stalls_is_given_up_at_the_deadline(peer) -> None:
     given_up = threading.Event()
 
     def treat(connection: socket.socket) -> None:
-        connection.sendall(HELLO + WELCOME + framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:1000])
+        greet_client(Channel(connection, "reader", Deadline(10)), b"")
+        connection.sendall(framed(RangeFollows(nbytes=len(CONTENT))) + CONTENT[:1000])
         given_up.wait(10)
 
     with pytest.raises(PeerUnavailableError, match="silent"):
@@ -395,6 +418,113 @@ def test_a_client_that_talks_nonsense_does_not_disturb_others(tmp_path: Path, se
                 pass
     assert pull(str(address)) == CONTENT
     store.close()
+
+
+# --- strangers on loopback, where nobody set a secret -----------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Address]:
+    """The network address of a segment."""
+    store = ServedStore(ShmStore("served", (tmp_path,)), Endpoint())
+    store.start()
+    writer = store.create("v1", len(CONTENT))
+    writer.write(0, memoryview(CONTENT))
+    yield parse_address(writer.seal()[1])
+    store.close()
+
+
+def test_who_cannot_prove_to_be_the_same_user_gets_nothing(served: Address) -> None:
+    with socket.create_connection((served.place, served.port), timeout=10) as stranger:
+        channel = Channel(stranger, "server", Deadline(10))
+        channel.receive(MessageDecoder(Hello))
+        channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=b"n" * 16))
+        channel.send(ReadRange(segment="v1", segment_bytes=len(CONTENT), offset=0, nbytes=len(CONTENT)))
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while received := stranger.recv(65536):
+                answer += received
+    assert b"the secret differs" in answer
+    assert len(answer) < 100
+
+
+PULL_AS_ANOTHER_USER = """
+import sys
+from transport.errors import StreamError
+from transport.tensors.address import parse_address
+from transport.tensors.base import Deadline
+from transport.tensors.tcp import TcpReader
+try:
+    TcpReader().open(parse_address(sys.argv[1]), int(sys.argv[2]), Deadline(10))
+except StreamError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_another_users_program_is_refused_and_told_what_to_set(served: Address, tmp_path_factory) -> None:
+    elsewhere = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path_factory.mktemp("home"))}
+    command = [sys.executable, "-c", PULL_AS_ANOTHER_USER, str(served), str(len(CONTENT))]
+    done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("PeerRejectedError"), done.stdout + done.stderr
+    assert "set STREAMRL_SECRET for both" in done.stdout
+
+
+def test_a_proof_cannot_be_passed_on_to_another_server(served: Address) -> None:
+    """Whoever took the port of a server that died hears the proofs of its clients."""
+    with contextlib.ExitStack() as stack:
+        trap = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        pulling = stack.enter_context(ThreadPoolExecutor(1)).submit(pull, f"tcp://127.0.0.1:{trap.getsockname()[1]}/v1")
+        victim = stack.enter_context(trap.accept()[0])
+        server = stack.enter_context(socket.create_connection((served.place, served.port), timeout=10))
+        to_server, to_victim = Channel(server, "server", Deadline(10)), Channel(victim, "victim", Deadline(10))
+        to_victim.send(to_server.receive(MessageDecoder(Hello)))
+        to_server.send(to_victim.receive(MessageDecoder(Proof)))
+        assert to_server.receive(MessageDecoder(Refused)).reason == "the secret differs"
+    assert isinstance(pulling.exception(10), PeerUnavailableError)
+
+
+def test_silent_strangers_keep_no_client_out(served: Address) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((served.place, served.port), timeout=10))
+        with ThreadPoolExecutor(47) as readers:
+            pulled = list(readers.map(lambda _: pull(str(served)), range(47)))
+    assert pulled == [CONTENT] * 47
+
+
+def test_strangers_of_one_address_push_out_each_other_and_nobody_elses_handshake(
+    served: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.tensors.server.HANDSHAKE_S", 100.0)  # none ends of itself
+    with contextlib.ExitStack() as stack:
+
+        def from_address(host: str) -> socket.socket:
+            place = (served.place, served.port)
+            return stack.enter_context(socket.create_connection(place, timeout=10, source_address=(host, 0)))
+
+        slow = from_address("127.0.0.3")
+        strangers = [from_address("127.0.0.2") for _ in range(3 * MAX_UNPROVEN)]
+        assert strangers[-1].recv(1), "all connections were seen"
+        greet_server(Channel(slow, "server", Deadline(10)), b"")
+        for stranger in strangers[:MAX_UNPROVEN]:
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):  # its greeting, then the end
+                    pass
+
+
+def test_more_clients_than_are_served_at_once_are_told_to_come_again(served: Address) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            channel = connect(served.place, served.port, str(served), b"", Deadline(30))
+            stack.callback(channel.close)
+        with pytest.raises(PeerUnavailableError, match="as many connections as it serves"):
+            pull(str(served))
+    for _ in range(100):  # each ends on a thread of its own
+        with contextlib.suppress(PeerUnavailableError):
+            assert pull(str(served)) == CONTENT
+            break
+    else:
+        raise AssertionError("those who left still count")
 
 
 def test_a_readers_buffer_is_used_again_only_after_it_came_back(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Where a server of bytes listens, and by what name and port others reach it.
 
 Owns: the difference between the two: a server in a container or behind several network cards listens on all of them
-and is reached by one name. Invariant: what listens off loopback has a shared secret.
+and is reached by one name. Invariant: what listens off loopback has a shared secret; on loopback, where none is set,
+the server asks for its user's own (transport/secret.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     frame = length of the header (4 bytes, big-endian) | header (MessagePack struct) | bytes whose number it names
 
-Every connection starts with a handshake that compares protocol versions and, where a secret is configured, proves to
-each side that the other knows it (HMAC-SHA-256 over both nonces; the secret itself never travels). What follows is not
-encrypted. Blocking sockets with recv_into: .23 CPU-seconds a GB, where asyncio streams take 3.2.
+Every connection starts with a handshake that compares protocol versions and proves to each side that the other knows
+the secret (HMAC-SHA-256 over both nonces; the secret itself never travels): the shared one, or, on loopback where none
+is set, this user's own (transport/secret.py). What follows is not encrypted. Blocking sockets with recv_into: .23
+CPU-seconds a GB, where asyncio streams take 3.2.
 
 Owns: framing, deadlines, translation of socket errors. Invariant: nothing is read, allocated or waited for beyond a
 bound. Errors: PeerUnavailableError (closed, silent, reset), MessageError (not our framing), PeerRejectedError (secret),
@@ -18,7 +19,7 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -26,22 +27,27 @@ import msgspec
 
 from transport.errors import MessageError, PeerRejectedError, PeerUnavailableError, ProtocolMismatchError
 from transport.messages import MessageDecoder, encode
+from transport.secret import Purpose, derive, own_secret
 from transport.tensors.base import Deadline
 from transport.types import PROTOCOL_VERSION, Struct
 
 MAX_HEADER_BYTES = 1024 * 1024
 """A longer header is not ours: the largest of ours names the columns of a few thousand rows."""
+MAX_GREETING_BYTES = 1024
+"""Of a header in the handshake, which comes from a stranger."""
 HANDSHAKE_S = 10.0
 """A stranger who connects and says nothing is cut off after this."""
 PARTS_AT_ONCE = 64
 """Buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer."""
+ANOTHER_USER = ": it is another user's, or has another home; set STREAMRL_SECRET for both"
+"""Where no shared secret is set."""
 _LENGTH = struct.Struct(">I")
 
 T = TypeVar("T")
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
-    """Server speaks first. secret: it wants proof."""
+    """Server speaks first. secret: a shared one is set there, else it wants proof of its user's own."""
 
     protocol: int
     nonce: bytes
@@ -49,7 +55,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Proof(Struct, frozen=True, kw_only=True, tag=True):
-    """Client's answer, and then the server's own. mac: empty where no secret is configured."""
+    """Client's answer, and then the server's own."""
 
     protocol: int
     nonce: bytes
@@ -118,12 +124,12 @@ class Channel:
         if sent != nbytes:
             raise PeerUnavailableError(self.address, f"only {sent} of {nbytes} bytes could be sent")
 
-    def receive(self, decoder: MessageDecoder[T]) -> T:
+    def receive(self, decoder: MessageDecoder[T], max_bytes: int = MAX_HEADER_BYTES) -> T:
         """The next header."""
         size = bytearray(_LENGTH.size)
         self.receive_into(memoryview(size))
         (length,) = _LENGTH.unpack(size)
-        if length > MAX_HEADER_BYTES:
+        if length > max_bytes:
             raise MessageError(f"{self.address} announces a header of {length} bytes: not one of ours")
         raw = bytearray(length)
         self.receive_into(memoryview(raw))
@@ -139,45 +145,70 @@ class Channel:
                 raise PeerUnavailableError(self.address, f"closed after {received} of {view.nbytes} bytes")
             received += count
 
+    @property
+    def own_port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def peer_port(self) -> int:
+        """Raises PeerUnavailableError: it has left."""
+        with self._limited():
+            return int(self._socket.getpeername()[1])
+
     def close(self) -> None:
         self._socket.close()
 
 
-def _mac(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Proof of ``secret`` for one connection; the role keeps one side's proof from being sent back as the other's."""
-    return hmac.digest(secret, role + b"|" + server_nonce + b"|" + client_nonce, hashlib.sha256) if secret else b""
+def _mac(secret: bytes, role: str, port: int, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """Proof of ``secret`` for one connection.
+
+    The role keeps one side's proof from being sent back as the other's; the server's port, as each side sees it, keeps
+    whoever took the port of a server that died from passing its clients' proofs on to another one.
+    Raises SecretError: none is set, and this user cannot have one.
+    """
+    key = derive(secret or own_secret(), Purpose.TENSORS).encode()
+    return hmac.digest(key, encode((role, port, server_nonce, client_nonce)), hashlib.sha256)
 
 
-def greet_client(channel: Channel, secret: bytes) -> None:
-    """The server's half of the handshake. Raises PeerRejectedError after telling the client why."""
+def greet_client(channel: Channel, secret: bytes, admit: Callable[[], bool] = lambda: True) -> None:
+    """The server's half of the handshake. admit: asked once the client has proved itself: whether there is room for it.
+
+    Raises PeerRejectedError, or PeerUnavailableError where there is no room, after telling the client why.
+    """
     nonce = secrets.token_bytes(16)
     channel.send(Hello(protocol=PROTOCOL_VERSION, nonce=nonce, secret=bool(secret)))
-    answer = channel.receive(_proof_decoder)
+    answer = channel.receive(_proof_decoder, MAX_GREETING_BYTES)
     if isinstance(answer, Refused):
         raise PeerRejectedError(channel.address, answer.reason)
     _check_protocol(channel.address, answer.protocol)
-    if not hmac.compare_digest(answer.mac, _mac(secret, b"client", nonce, answer.nonce)):
-        channel.send(Refused(reason="the shared secret differs"))
-        raise PeerRejectedError(channel.address, "the shared secret differs")
-    mac = _mac(secret, b"server", nonce, answer.nonce)
+    if not hmac.compare_digest(answer.mac, _mac(secret, "client", channel.own_port, nonce, answer.nonce)):
+        channel.send(Refused(reason="the secret differs"))
+        raise PeerRejectedError(channel.address, "the secret differs")
+    if not admit():
+        channel.send(Refused(reason="it has as many connections as it serves at once", retry=True))
+        raise PeerUnavailableError(channel.address, "there is no room for one more connection")
+    mac = _mac(secret, "server", channel.own_port, nonce, answer.nonce)
     channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=mac))
 
 
 def greet_server(channel: Channel, secret: bytes) -> None:
-    """The client's half. A client with a secret accepts no server that cannot prove it."""
-    hello = channel.receive(_hello_decoder)
+    """The client's half: no server is accepted that cannot prove itself."""
+    hello = channel.receive(_hello_decoder, MAX_GREETING_BYTES)
     _check_protocol(channel.address, hello.protocol)
     if hello.secret != bool(secret):
         side = "asks for a shared secret and none is set here" if hello.secret else "has no shared secret, we have one"
         channel.send(Refused(reason="one side has a shared secret, the other has none"))
         raise PeerRejectedError(channel.address, f"it {side}")
     nonce = secrets.token_bytes(16)
-    channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=_mac(secret, b"client", hello.nonce, nonce)))
-    answer = channel.receive(_proof_decoder)
+    mac = _mac(secret, "client", channel.peer_port, hello.nonce, nonce)
+    channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=mac))
+    answer = channel.receive(_proof_decoder, MAX_GREETING_BYTES)
     if isinstance(answer, Refused):
-        raise PeerRejectedError(channel.address, answer.reason)
-    if not hmac.compare_digest(answer.mac, _mac(secret, b"server", hello.nonce, nonce)):
-        raise PeerRejectedError(channel.address, "it cannot prove that it knows the shared secret")
+        if answer.retry:
+            raise PeerUnavailableError(channel.address, answer.reason)
+        raise PeerRejectedError(channel.address, answer.reason if secret else f"{answer.reason}{ANOTHER_USER}")
+    if not hmac.compare_digest(answer.mac, _mac(secret, "server", channel.peer_port, hello.nonce, nonce)):
+        raise PeerRejectedError(channel.address, "it cannot prove that it knows the secret")
 
 
 def _check_protocol(address: str, protocol: int) -> None:
