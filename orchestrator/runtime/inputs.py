@@ -7,21 +7,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.errors import DataError
+from orchestrator.errors import ConfigError, DataError
 from orchestrator.runtime.problems import load_problems
 from orchestrator.runtime.ranking import open_ranker
 from orchestrator.runtime.rundir import RunDir
 from ranker.errors import RankerError
 from transport.errors import LengthFileError
+from transport.gym_tasks import refusal
 from transport.lengths import read_lengths
 from transport.settings import Settings
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raises DataError naming the file. A run without a trainer has neither data nor a ranker."""
+    """Raises DataError naming the file; ConfigError for a task whose answers nobody may grade.
+
+    A run without a trainer has neither data nor a ranker.
+    """
     if settings.trainer.engine == "none":
         return
     load_problems(settings)
+    own_verifier = settings.data.source == "reasoning_gym" and not settings.scoring.reward
+    if own_verifier and (reason := refusal(settings.data.task)):
+        raise ConfigError(f"data.task: {reason}", key="data.task")
     if settings.ranker.model or settings.ranker.base_lengths:
         try:
             open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)

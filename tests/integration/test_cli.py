@@ -62,6 +62,7 @@ def test_a_file_alone_lies_over_the_defaults_and_nothing_over_the_main_preset(tm
             "absent.jsonl cannot be read: No such file",
         ),
         (["--set", "data.task=chain_sun"], "data.task 'chain_sun' is no reasoning_gym task (did you mean chain_sum?)"),
+        (["--set", "data.task=composite"], "data.task: reasoning_gym's task composite is refused: it hands the answer"),
         (["--resume", "--name", "absent"], "there is no run to resume: runs/absent/config.toml does not exist"),
     ],
 )

@@ -22,6 +22,7 @@ import msgspec
 from transport.types import Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.rewards import Reward, RewardSpec, Scorer, build_reward, read_entry
+from workers.scoring.text_guard import forbid_code_from_text
 
 
 class Setup(Struct, frozen=True, kw_only=True):
@@ -73,6 +74,8 @@ def main() -> None:
     except RewardSetupError as error:
         answers.write(frame(Failed(reason=str(error))))
         return
+    if not setup.spec.function:
+        forbid_code_from_text()
     answers.write(frame(Ready()))
     decoder = msgspec.msgpack.Decoder(ScoreRequest)
     while raw := _read(requests):

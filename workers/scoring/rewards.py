@@ -1,6 +1,6 @@
 """Rewards: what one response is worth, with named components.
 
-    own verifier     reasoning_gym's scorer of the task, or a comparison with the entry's answer (jsonl, hf)
+    own verifier     a grader of the task, reasoning_gym's or ours, or a comparison with the entry's answer (jsonl, hf)
     user's function  ``module:function``, called ``function(prompt, response, entry)``
 
 The own verifiers pay 1 for a right answer, ``well_formed_reward`` for a wrong one in the asked form, else 0, so that a
@@ -19,16 +19,15 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from transport.gym_tasks import refusal
 from transport.settings import ParamValue, Settings
 from transport.types import Struct
 from workers.errors import RewardError, RewardSetupError
-
-Entry = Mapping[str, Any]
-"""The task entry of a prompt: what the data source wrote into the column TASK_ENTRY; ``answer`` is the right answer."""
+from workers.scoring.graders import OUR_GRADERS, Entry, Grade
 
 
 class RewardSpec(Struct, frozen=True, kw_only=True):
@@ -131,8 +130,18 @@ def _gold(entry: Entry) -> str:
 
 # --- own verifiers ----------------------------------------------------------------------------------------------------
 
-Grade = Callable[[str, Entry], bool]
-"""(answer, entry) -> whether it is right."""
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What graders raise at an answer that they cannot read, so that it is not right. Too much memory or time is no answer:
+nobody knows what it would have been."""
 
 
 def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
@@ -141,15 +150,26 @@ def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
             raise RewardError("the task entry has no answer to compare with")
         answer = extract_answer(response, spec.answer_marker)
         well_formed = has_asked_form(answer, entry)
-        right = answer is not None and well_formed and grade(answer, entry)
+        right = answer is not None and well_formed and _is_right(grade, answer, entry)
         value = 1.0 if right else spec.well_formed_reward if well_formed else 0.0
         return Reward(value=value, components={"well_formed": float(well_formed), "right": float(right)})
 
     return score
 
 
+def _is_right(grade: Grade, answer: str, entry: Entry) -> bool:
+    try:
+        return grade(answer, entry)
+    except UNREADABLE:
+        return False
+
+
 def _gym_grade(task: str, params: Mapping[str, ParamValue]) -> Grade:
-    """reasoning_gym's own scorer of the task; full marks only count as right."""
+    """Of a task whose scorer does not execute answers; full marks only count as right."""
+    if reason := refusal(task):
+        raise RewardSetupError(reason)
+    if task in OUR_GRADERS:
+        return OUR_GRADERS[task]
     import reasoning_gym
 
     try:
@@ -161,9 +181,10 @@ def _gym_grade(task: str, params: Mapping[str, ParamValue]) -> Grade:
 
 def _answer_grade() -> Grade:
     """Equal as text or as numbers; else equal as mathematics (LaTeX, fractions, intervals)."""
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that we keep time ourselves
+    latex = [LatexExtractionConfig()]  # its other reader hands text to sympy's parser, which evaluates it
 
     def grade(answer: str, entry: Entry) -> bool:
         gold = _gold(entry)
@@ -172,7 +193,7 @@ def _answer_grade() -> Grade:
             return math.isclose(number, gold_number, rel_tol=1e-9, abs_tol=1e-9)
         if answer.casefold() == gold.casefold():
             return True
-        parsed = [parse(f"${text}$", parsing_timeout=0) for text in (gold, answer)]
+        parsed = [parse(f"${text}$", latex, parsing_timeout=0) for text in (gold, answer)]
         return bool(verify(parsed[0], parsed[1], timeout_seconds=0))
 
     return grade

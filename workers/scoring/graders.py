@@ -1,0 +1,202 @@
+"""Graders of our own for the reasoning_gym tasks whose own scorer executes what a model wrote, or what comes with it.
+
+    data        the answer is compared with what the entry holds; only full marks count, which theirs gives for no more
+    expression  the answer is read by ``read_expression``, which walks Python's syntax tree and evaluates no text
+
+Owns: what is right in these tasks. Invariant: nothing that comes with an answer or an entry is evaluated, and what
+an answer can make us compute is bounded by MAX_CHARACTERS and MAX_BITS, or ends at the reward's limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+Entry = Mapping[str, Any]
+"""The task entry of a prompt: what the data source wrote into the column TASK_ENTRY; ``answer`` is the right answer."""
+Grade = Callable[[str, Entry], bool]
+"""(answer, entry) -> whether it is right. Raises what an answer of another form makes it raise: it is not right."""
+
+MAX_CHARACTERS = 500
+"""Of an expression: the longest right answer of these tasks has a third of them."""
+MAX_BITS = 4096
+"""Of a number in an expression: 9**9**9**9 does not fit into memory."""
+EXPRESSION = "<expression>"
+"""What ``read_expression`` gives for a file name: the one text that this process parses (see text_guard.py)."""
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class Reader:
+    """Reads one expression of numbers, names, ``+ - * /`` and, where it may, ``**`` and functions.
+
+    number: makes a value of a number's text.  names, functions: what may be named; everything else is no expression.
+    """
+
+    def __init__(
+        self,
+        number: Callable[[str], Any],
+        names: Mapping[str, Any] | None = None,
+        functions: Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        powers: bool = False,
+    ) -> None:
+        self._number = number
+        self._names = names or {}
+        self._functions = functions or {}
+        self._powers = powers
+        self.numbers: list[str] = []
+
+    def read(self, text: str) -> Any:
+        """The value of ``text``. Raises ValueError for what is no such expression; ArithmeticError for 1/0."""
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"{len(text)} characters")
+        try:
+            tree = ast.parse(text.strip(), EXPRESSION, mode="eval")
+        except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: brackets in brackets
+            raise ValueError(f"no expression: {error}") from error
+        return self._value(tree.body)
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+                self.numbers.append(repr(node.value))
+                return _bounded(self._number(repr(node.value)))
+            case ast.Name(id=name) if name in self._names:
+                return self._names[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(operand)
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self._value(operand)
+            case ast.BinOp(left=left, op=ast.Pow(), right=right) if self._powers:
+                return _power(self._value(left), self._value(right))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _bounded(_OPERATORS[type(op)](self._value(left), self._value(right)))
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in self._functions:
+                return self._functions[name](self._value(argument))
+            case _:
+                raise ValueError(f"{type(node).__name__} is nothing that may be in an expression")
+
+
+def _bounded(value: Any) -> Any:
+    if _bits(value) > MAX_BITS:
+        raise ValueError("a number too long to be meant")
+    return value
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Of sympy's expressions. A number as exponent may not make the base's number too long."""
+    if exponent.is_number and abs(exponent) * max(1, _bits(base)) > MAX_BITS:
+        raise ValueError("a power too high to be meant")
+    return _bounded(base**exponent)
+
+
+def _bits(value: Any) -> int:
+    """Of the number in front of ``value``, sympy's or a Fraction."""
+    number = value.as_coeff_Mul()[0] if hasattr(value, "as_coeff_Mul") else value
+    if not (number.is_Rational if hasattr(number, "is_Rational") else isinstance(number, Fraction)):
+        return 0
+    return max(int(number.numerator).bit_length(), int(number.denominator).bit_length())
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _equals_answer(answer: str, entry: Entry) -> bool:
+    return answer.strip() == str(entry["answer"]).strip()
+
+
+def _same_word(answer: str, entry: Entry) -> bool:
+    return answer.casefold() == str(entry["answer"]).casefold()
+
+
+def _is_valid_answer(answer: str, entry: Entry) -> bool:
+    return answer in entry["metadata"]["valid_answers"]
+
+
+def _same_integer(answer: str, entry: Entry) -> bool:
+    """0x1f, 0b11111 and 31 are the same."""
+    return int(answer, 0) == int(str(entry["answer"]), 0)
+
+
+def _same_order(answer: str, entry: Entry) -> bool:
+    """A list of numbers in the asked order, each at most 1 from the right one (theirs: models round)."""
+    given, right = ([float(number) for number in _numbers(text)] for text in (answer, str(entry["answer"])))
+    descending = entry["metadata"]["direction"] != "ascending"
+    ordered = given == sorted(given, reverse=descending)
+    return ordered and len(given) == len(right) and all(abs(a - b) <= 1 for a, b in zip(given, right, strict=True))
+
+
+def _numbers(text: str) -> list[Any]:
+    read = json.loads(text.replace("'", '"'))
+    if not isinstance(read, list):
+        raise ValueError("not a list")
+    return read
+
+
+# --- expressions ------------------------------------------------------------------------------------------------------
+
+
+def _makes(target: Callable[[Entry], int]) -> Grade:
+    """An expression of the entry's numbers, each used once, that makes ``target``."""
+
+    def grade(answer: str, entry: Entry) -> bool:
+        reader = Reader(Fraction)
+        value = reader.read(answer)
+        return sorted(reader.numbers) == sorted(map(str, entry["metadata"]["numbers"])) and value == target(entry)
+
+    return grade
+
+
+def _same_polynomial(answer: str, entry: Entry) -> bool:
+    return bool(_sympy_reader().read(answer) == _sympy_reader().read(str(entry["answer"])))
+
+
+def _integrates(answer: str, entry: Entry) -> bool:
+    """Its derivative is the integrand; a constant C may stand in it."""
+    import sympy
+
+    variable = sympy.Symbol(entry["metadata"]["variable"])
+    difference = sympy.diff(_sympy_reader().read(answer), variable) - _sympy_reader().read(
+        str(entry["metadata"]["integrand"])
+    )
+    return bool(sympy.simplify(difference) == 0)
+
+
+def _sympy_reader() -> Reader:
+    import sympy
+
+    letters = {letter: sympy.Symbol(letter) for letter in "abcdfghjklmnopqrstuvwxyzABCDFGHJKLMPRTUVWXYZ"}
+    functions = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt".split()  # noqa: SIM905
+    return Reader(
+        sympy.Rational,
+        {**letters, "E": sympy.E, "pi": sympy.pi},
+        {name: getattr(sympy, name) for name in functions} | {"ln": sympy.log},
+        powers=True,
+    )
+
+
+OUR_GRADERS: dict[str, Grade] = {
+    "binary_matrix": _equals_answer,
+    "bitwise_arithmetic": _same_integer,
+    "countdown": _makes(lambda entry: entry["metadata"]["target"]),
+    "game_of_life_halting": _same_word,
+    "intermediate_integration": _integrates,
+    "n_queens": _is_valid_answer,
+    "number_sorting": _same_order,
+    "polynomial_multiplication": _same_polynomial,
+    "puzzle24": _makes(lambda entry: 24),
+    "simple_integration": _integrates,
+    "spiral_matrix": _equals_answer,
+    "string_insertion": _equals_answer,
+}
+"""By task, the same tasks as ``transport.gym_tasks.OURS``."""
