@@ -19,6 +19,7 @@ from pathlib import Path
 from orchestrator.errors import ConfigError
 from orchestrator.inspect import find_run, open_run_broker
 from orchestrator.printable import printable
+from transport.broker import keys
 from transport.broker.base import Broker, DeadLetter, parse_entry_id
 from transport.broker.lua import MAX_DEAD_LETTERS
 from transport.types import Column, GroupId
@@ -27,6 +28,7 @@ DISPATCHED_AGAIN = "the orchestrator dispatches its group again by itself"
 GONE = "its group has ended: the rows are dropped, and another prompt took its place"
 UNKNOWN = "there is no such dead letter"
 FOREIGN = "it came from no queue of this run"
+NO_EVENT = "the orchestrator could not take it as an event, and would not now either"
 
 
 def main(run_dir: Path, letter_ids: Sequence[str], *, all_letters: bool, drop: bool) -> int:
@@ -78,6 +80,8 @@ async def why_not(broker: Broker, letter: DeadLetter) -> str:
     """Why ``letter`` may not go back to its queue, "" when it may."""
     if letter.queue.startswith("plans:"):
         return DISPATCHED_AGAIN
+    if letter.queue == keys.EVENTS:
+        return NO_EVENT
     if not letter.queue.startswith("tasks:"):
         return FOREIGN
     group = letter.entry.fields.get("group", "")

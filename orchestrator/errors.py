@@ -5,6 +5,7 @@ StreamError (transport.errors)
 │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
 │   ├── DataError               2: the prompts cannot be read, or are not what the settings say
 │   └── DirectoryError          5: a directory cannot be written (transport.errors)
+├── EventFailedError            1, and a supervisor starts the orchestrator again: it passes over the event
 ├── RefusedError                never ends a command: the answer to one request over HTTP
 └── RunFailedError              1: the run cannot go on
     ├── ChildFailedError        the child's own 2, 3 or 5, else 1
@@ -43,6 +44,20 @@ class ConfigError(FatalError):
 
 class DataError(FatalError):
     """The prompts cannot be used; the message names the file and the row."""
+
+
+class EventFailedError(StreamError):
+    """A bug: the core failed on ``event``. entry_id: of the events log, "" for one of the orchestrator's own."""
+
+    def __init__(self, event: object, entry_id: str, error: Exception) -> None:
+        kind = type(event).__name__
+        where = (
+            f"{kind}, entry {entry_id} of the events log," if entry_id else f"{kind}, told by the orchestrator itself,"
+        )
+        after = "; it is among the dead letters now, and passed over from the next start on" if entry_id else ""
+        super().__init__(f"{where} could not be applied: {type(error).__name__}: {error}{after}")
+        self.event = event
+        self.entry_id = entry_id
 
 
 class RefusedError(StreamError):

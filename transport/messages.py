@@ -7,18 +7,25 @@ message or raise MessageError, and nothing here can make a reader import code.
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from transport.errors import MessageError
 from transport.types import (
+    Count,
+    EntryId,
     FinishReason,
+    Finite,
     GroupId,
+    Index,
     PromptId,
-    RowId,
     SamplingParams,
+    Seconds,
     Struct,
+    ToldGroupId,
+    ToldRowId,
+    ToldWorkerId,
     VersionSpan,
     WeightIdentity,
     WorkerId,
@@ -48,17 +55,17 @@ class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     capacity: samples that fit there now, where that changes; 0: as it joined with.
     """
 
-    worker_id: WorkerId
-    held: tuple[GroupId, ...] = ()
-    plans_cursor: str = "0-0"
+    worker_id: ToldWorkerId
+    held: tuple[ToldGroupId, ...] = ()
+    plans_cursor: EntryId = "0-0"
     weights: WeightIdentity | None = None
-    capacity: int = 0
+    capacity: Count = 0
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
     """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership."""
 
-    worker_id: WorkerId
+    worker_id: ToldWorkerId
     reason: str
 
 
@@ -136,23 +143,23 @@ class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
     engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
     """
 
-    row_id: RowId
-    worker_id: WorkerId
-    response_tokens: int
+    row_id: ToldRowId
+    worker_id: ToldWorkerId
+    response_tokens: Count
     finish_reason: FinishReason
     oldest: WeightIdentity
     newest: WeightIdentity
-    num_bytes: int = 0
-    queued_s: float = 0.0
-    engine_s: float = 0.0
+    num_bytes: Count = 0
+    queued_s: Seconds = 0.0
+    engine_s: Seconds = 0.0
 
 
 class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
     """Samples of a group that will not come from this worker. retryable: another attempt may succeed."""
 
-    group_id: GroupId
-    worker_id: WorkerId
-    samples: tuple[int, ...]
+    group_id: ToldGroupId
+    worker_id: ToldWorkerId
+    samples: tuple[Index, ...]
     reason: str
     retryable: bool = True
 
@@ -163,9 +170,9 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     signal: rewards differ, so the group carries a gradient.  components: mean of each named reward component.
     """
 
-    group_id: GroupId
-    rewards: tuple[float, ...]
-    response_tokens: tuple[int, ...]
+    group_id: ToldGroupId
+    rewards: tuple[Finite, ...]
+    response_tokens: tuple[Count, ...]
     signal: bool
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
@@ -173,7 +180,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A unit of a scoring task was dead-lettered: its group will never be whole."""
 
-    group_id: GroupId
+    group_id: ToldGroupId
     reason: str
 
 
@@ -184,11 +191,11 @@ class RoundDone(Struct, frozen=True, kw_only=True, tag=True):
     """
 
     round_id: str
-    num_rows: int
-    num_tokens: int
-    busy_s: float
-    refused: tuple[RowId, ...] = ()
-    stepped_s: float = 0.0
+    num_rows: Count
+    num_tokens: Count
+    busy_s: Seconds
+    refused: tuple[ToldRowId, ...] = ()
+    stepped_s: Seconds = 0.0
 
 
 class StepDone(Struct, frozen=True, kw_only=True, tag=True):
@@ -197,21 +204,21 @@ class StepDone(Struct, frozen=True, kw_only=True, tag=True):
     stepped_s: seconds of the optimizer step after its last round.
     """
 
-    batch: int
+    batch: Index
     weights: WeightIdentity
-    num_rows: int
-    num_tokens: int
+    num_rows: Count
+    num_tokens: Count
     metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    stepped_s: float = 0.0
+    stepped_s: Seconds = 0.0
 
 
 class CheckpointSaved(Struct, frozen=True, kw_only=True, tag=True):
     """A checkpoint is durable. cursor: last entry of the rounds log that it contains. seconds: writing it took."""
 
     weights: WeightIdentity
-    cursor: str
+    cursor: EntryId
     path: str
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
 class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
@@ -220,30 +227,30 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     ``weights.version`` batches are in its lineage. dp_size: ranks that each want a part of every round.
     """
 
-    worker_id: WorkerId
+    worker_id: ToldWorkerId
     weights: WeightIdentity
-    cursor: str = "0-0"
-    dp_size: int = 1
+    cursor: EntryId = "0-0"
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):
     """Rows that were told to exist do not (the broker lost its tail): they must be generated again."""
 
-    row_ids: tuple[RowId, ...]
+    row_ids: tuple[ToldRowId, ...]
 
 
 class WeightsLoaded(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker serves ``weights``; its checksum held. seconds: transfer and load."""
 
-    worker_id: WorkerId
+    worker_id: ToldWorkerId
     weights: WeightIdentity
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
 class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker could not load ``weights`` and serves what it had."""
 
-    worker_id: WorkerId
+    worker_id: ToldWorkerId
     weights: WeightIdentity
     reason: str
 
@@ -356,13 +363,9 @@ class Tick(Struct, frozen=True, kw_only=True, tag=True):
     """Time passed. Deadlines are looked at here and nowhere else."""
 
 
-Event: TypeAlias = (
-    WorkerJoined
-    | WorkerReported
+ToldEvent: TypeAlias = (
+    WorkerReported
     | WorkerLost
-    | PromptsArrived
-    | PlanComputed
-    | HeldOutPromptsArrived
     | RolloutFinished
     | RolloutFailed
     | GroupScored
@@ -374,22 +377,32 @@ Event: TypeAlias = (
     | RowsMissing
     | WeightsLoaded
     | WeightsFailed
-    | PromptsSubmitted
-    | SamplesTaken
-    | RequestCancelled
     | WeightsPublished
     | UpdateFailed
-    | BrokerUsage
     | StopRequested
     | PauseRequested
     | ResumeRequested
     | CheckpointRequested
     | SettingChanged
-    | RankerJudged
     | WorkerStarted
     | RunResumed
+)
+"""The events log: what other processes tell. One that decodes is one that the core can take, whatever it claims."""
+
+Event: TypeAlias = (
+    ToldEvent
+    | WorkerJoined
+    | PromptsArrived
+    | PlanComputed
+    | HeldOutPromptsArrived
+    | PromptsSubmitted
+    | SamplesTaken
+    | RequestCancelled
+    | BrokerUsage
+    | RankerJudged
     | Tick
 )
+"""Those, and what the orchestrator tells itself: nobody else can."""
 
 
 # --- commands: what the core decided ----------------------------------------------------------------------------------
@@ -407,10 +420,10 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     that the longest starts first.  sampling: how, where a request asked for something else than the run's settings.
     """
 
-    group_id: GroupId
+    group_id: ToldGroupId
     batch: int
     prompt_id: PromptId
-    samples: tuple[int, ...]
+    samples: tuple[Index, ...]
     group_size: int
     predicted_tokens: float
     priority: float
@@ -465,8 +478,8 @@ class SpawnWorkers(Struct, frozen=True, kw_only=True, tag=True):
 class GroupRows(Struct, frozen=True, kw_only=True):
     """The rows of one group that a rank trains together, so that their prompt is computed once."""
 
-    group_id: GroupId
-    samples: tuple[int, ...]
+    group_id: ToldGroupId
+    samples: tuple[Index, ...]
     num_tokens: int
 
 
@@ -705,14 +718,14 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     kv_use: part of its KV memory in use, 0 to 1, where its engine says so (generate).
     """
 
-    worker_id: WorkerId
+    worker_id: ToldWorkerId
     kind: WorkerKind
     host: str
     pid: int
     protocol: int
     doing: str = STARTING
     since_s: float = 0.0
-    capacity: int = 0
+    capacity: Count = 0
     running: int = 0
     waiting: int = 0
     weights: WeightIdentity | None = None
@@ -759,7 +772,7 @@ class MessageDecoder(Generic[T]):
 
 
 # msgspec takes unions at run time; the type checker sees the alias.
-event_decoder: MessageDecoder[Event] = MessageDecoder(cast("type[Event]", Event))
+event_decoder: MessageDecoder[ToldEvent] = MessageDecoder(cast("type[ToldEvent]", ToldEvent))
 trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("type[TrainerCommand]", TrainerCommand))
 worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
 group_plan_decoder = MessageDecoder(GroupPlan)

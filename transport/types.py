@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,24 @@ _USER_NAME = re.compile(rf"{USER_PREFIX}[a-z0-9_]{{1,60}}")
 
 _EVALUATION = "eval"
 """How groups of an evaluation begin; those of batches begin with a digit."""
+
+# What a field of a message must hold to be decoded at all, so that nobody who takes a message looks again. Numbers end
+# where sums of many of them would leave 64 bits, beyond which no state can be written down.
+_MAX_DIGITS = 9
+_NUMBER = rf"(?:0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})"
+_GROUP = rf"(?:{_EVALUATION})?{_NUMBER}/{_NUMBER}"
+ToldGroupId: TypeAlias = Annotated[GroupId, msgspec.Meta(pattern=rf"^{_GROUP}\Z")]
+ToldRowId: TypeAlias = Annotated[RowId, msgspec.Meta(pattern=rf"^{_GROUP}/{_NUMBER}\Z")]
+ToldWorkerId: TypeAlias = Annotated[WorkerId, msgspec.Meta(pattern=r"^[^\x00-\x20\x7f]{1,200}\Z")]
+EntryId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}-[0-9]{1,18}\Z")]
+"""Of an entry of a stream: ``12-3``."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
+"""Of a batch or a sample: what fits an id."""
+Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+"""No NaN and no infinity, which no comparison holds for."""
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+"""Differences of clocks: below 0 at most by what they err."""
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; readers accept this version and the one before."""
@@ -54,7 +72,7 @@ def row_id(group: GroupId, sample: int) -> RowId:
 def parse_row_id(row: RowId) -> tuple[GroupId, int]:
     """Split a row id into its group and its sample index. Raises ValueError on any other string."""
     group, _, sample = row.rpartition("/")
-    if not group or not sample.isdigit():
+    if not group or not (sample.isdigit() and sample.isascii()) or len(sample) > _MAX_DIGITS:
         raise ValueError(f"{row!r} is not a row id (batch/slot/sample)")
     return GroupId(group), int(sample)
 
@@ -96,8 +114,8 @@ class WeightIdentity(Struct, frozen=True, kw_only=True, order=True):
     digest: hex digest over all tensors; empty only where the bytes were never read.
     """
 
-    epoch: int
-    version: int
+    epoch: Count
+    version: Count
     digest: str = ""
 
     def __str__(self) -> str:

@@ -161,7 +161,9 @@ class Rollouts:
         missing. Should this be an old report of rows that vanished since, the trainer finds them missing again.
         """
         group = self._p.live(event.group_id)
-        if group is None or group.stage is Stage.READY or len(event.response_tokens) != len(group.tokens):
+        if group is None or group.stage is Stage.READY or self._p.settings.service:
+            return  # nothing is scored for a service
+        if not len(event.response_tokens) == len(event.rewards) == len(group.tokens):
             return
         if group.num_missing:
             self._adopt(group, event)

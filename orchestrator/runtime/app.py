@@ -40,7 +40,7 @@ from orchestrator.runtime.decide import Decider, recover_state
 from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
 from orchestrator.runtime.held_out import write_held_out
-from orchestrator.runtime.intake import READ_COUNT, Inbox, new_inbox, read_events, tick, watch_usage
+from orchestrator.runtime.intake import READ_COUNT, Inbox, burying, new_inbox, read_events, tick, watch_usage
 from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
@@ -142,7 +142,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         run("desk", desk.run(inbox))
         run("planner", planner.run(inbox))
         run("executor", executor.run())
-        run("decide", decider.run(inbox))
+        run("decide", burying(decider.run(inbox), broker))
         run("reconcile", keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
         run("status", publish_status(broker, state, membership, metrics, watchdog, clock, board, decider))

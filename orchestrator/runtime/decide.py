@@ -14,6 +14,7 @@ import structlog
 from orchestrator.core.outbox import CommandId
 from orchestrator.core.settings import core_settings
 from orchestrator.core.state import PipelineState
+from orchestrator.errors import EventFailedError
 from orchestrator.runtime.execute import Executor, Issued
 from orchestrator.runtime.intake import Arrival, Inbox
 from orchestrator.runtime.journal import Journal, Recovered
@@ -116,7 +117,7 @@ class Decider:
         self._executor.restate(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
 
     async def run(self, inbox: Inbox) -> None:
-        """Apply what arrives, forever."""
+        """Apply what arrives, forever. Raises EventFailedError."""
         while True:
             arrivals = [await inbox.get()]
             while len(arrivals) < MAX_BATCH and not inbox.empty():
@@ -136,7 +137,7 @@ class Decider:
                 seq=self._state.seq + 1, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor
             )
             records.append(record)
-            issued += self._decide(record)
+            issued += self._decide(record, arrival.cursor or "")
         faults.point("orchestrator.applied")
         self._journal.append(records)
         faults.point("orchestrator.journaled")
@@ -144,8 +145,11 @@ class Decider:
         self._executor.submit(issued)
         self._on_events([record.event for record in records])
 
-    def _decide(self, record: JournalRecord) -> list[Issued]:
-        commands = self._state.handle(record.event, record.now_s)
+    def _decide(self, record: JournalRecord, entry_id: str) -> list[Issued]:
+        try:
+            commands = self._state.handle(record.event, record.now_s)
+        except Exception as error:  # what it has half changed goes with this process: the journal knows nothing of it
+            raise EventFailedError(record.event, entry_id, error) from error
         self._watchdog.observe(record.event)
         self._metrics.observe(record.event, commands, record.now_s)
         return [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]

@@ -1,20 +1,25 @@
 """Deliveries become events: the events log, the clock, the leases, the broker's memory.
 
 Owns: the loops that read. Never: decides; whatever they see goes into the inbox as an event. Invariant: the events log
-is read in order and each entry enters the inbox once, with the cursor that follows it.
+is read in order and each entry enters the inbox once, with the cursor that follows it; one that is no event, or that
+the core once failed on, never does: it is named, and kept among the dead letters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 import structlog
 
+from orchestrator.errors import EventFailedError
 from transport.broker import keys
-from transport.broker.base import Broker
+from transport.broker.base import Broker, Entry
+from transport.broker.entries import buried
+from transport.broker.lua import MAX_DEAD_LETTERS
 from transport.errors import MessageError
-from transport.messages import BrokerUsage, Event, Tick, event_decoder
+from transport.messages import BrokerUsage, Event, Tick, encode, event_decoder
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +31,10 @@ once, and delays only those that follow it closely; where hundreds come a second
 and one for the commands, cost more than deciding on what they bring."""
 TICK_S = 0.5
 USAGE_S = 2.0
+MAX_BURIED = 1000
+"""Bad entries that are kept by one process: who writes bad ones writes many. The others are counted."""
+MAX_EVIDENCE_BYTES = 16 * 1024
+"""Of a bad entry that is kept: all of an event, and little of what is none."""
 
 
 class Arrival(NamedTuple):
@@ -44,19 +53,58 @@ def new_inbox() -> Inbox:
 
 
 async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
-    """Forward the events log from ``cursor`` on, forever. A message that cannot be read is counted and passed over."""
+    """Forward the events log from ``cursor`` on, forever, but for what is no event, or was buried before."""
+    passed_over = await _buried_events(broker)
+    num_buried = 0
     while True:
         entries = await broker.read(keys.EVENTS, cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
         for entry in entries:
             cursor = entry.entry_id
+            if cursor in passed_over:
+                log.warning("an event that was buried is passed over", entry=cursor)
+                continue
             try:
                 event = event_decoder.decode(entry.entry.payload)
             except MessageError as error:
-                log.warning("unreadable event", entry=entry.entry_id, fields=dict(entry.entry.fields), error=str(error))
+                num_buried += 1
+                log.warning("no event; it is passed over", entry=cursor, error=str(error), so_far=num_buried)
+                if num_buried <= MAX_BURIED:
+                    await _bury(broker, cursor, entry.entry, str(error))
                 continue
             await inbox.put(Arrival(event, cursor))
         if 0 < len(entries) < READ_COUNT:
             await asyncio.sleep(min(GATHER_S * len(entries), MAX_GATHER_S))
+
+
+async def burying(deciding: Coroutine[Any, Any, None], broker: Broker) -> None:
+    """``deciding``, and if the core fails on an event of the log, bury that: the next start passes over it.
+
+    Source: ours. The event did not reach the journal, so without this it would be read, and fail, at every start.
+    """
+    try:
+        await deciding
+    except EventFailedError as error:
+        log.error("the core failed on an event", entry=error.entry_id, exc_info=error)
+        if error.entry_id:
+            entry = Entry(fields={"event": type(error.event).__name__}, payload=encode(error.event))
+            await _bury(broker, error.entry_id, entry, str(error.__cause__))
+        raise
+
+
+async def _bury(broker: Broker, entry_id: str, entry: Entry, reason: str) -> None:
+    """Put an entry of the events log among the dead letters; the log keeps it."""
+    fields, room = dict[str, str](), MAX_EVIDENCE_BYTES
+    for name, value in entry.fields.items():
+        room -= len(name) + len(value)
+        if room >= 0:
+            fields[name] = value
+    evidence = Entry(fields=fields, payload=entry.payload[:MAX_EVIDENCE_BYTES])
+    await broker.append(keys.DEAD, buried(keys.EVENTS, entry_id, reason, evidence))
+
+
+async def _buried_events(broker: Broker) -> frozenset[str]:
+    letters = await broker.dead_letters(count=MAX_DEAD_LETTERS)
+    return frozenset(letter.entry_id for letter in letters if letter.queue == keys.EVENTS)
 
 
 async def tick(inbox: Inbox) -> None:

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun, check_whole
-from transport.messages import MAX_MESSAGE_BYTES
+from transport.messages import MAX_MESSAGE_BYTES, encode
 
 pytestmark = pytest.mark.chaos
 
@@ -33,6 +33,7 @@ def test_a_broker_that_is_away_for_ten_seconds_costs_nobody_a_place(tmp_path: Pa
 
 
 FOREIGN = (b"", b"\xc1garbage", b"\x81\xa4type\xa7Missing", b"x" * (MAX_MESSAGE_BYTES + 1))
+NO_ROWS = ("nonsense", "0/0/x", "0/0/\u00b2", "0/0/" + "9" * 5000, "-1/0/0", "../../x")
 OWN = (":rounds", ":plans:", ":control:")
 """Streams that only the orchestrator writes, under ids of its own."""
 
@@ -53,6 +54,22 @@ def test_foreign_bytes_in_the_shared_streams_are_passed_over(tmp_path: Path):
                 client.xadd(stream, {"payload": payload, "foreign": "yes"})
         client.close()
         check_whole(run, batches=12)
+
+
+def test_events_of_rows_that_cannot_be_are_buried_and_the_run_goes_on(tmp_path: Path):
+    with LiveRun(tmp_path, *EMULATED, *QUICK, "run.batches=12") as run:
+        run.wait_for_batch(2)
+        client = run.redis()
+        (events,) = [stream for stream in streams(client, own=False) if stream.endswith(":events")]
+        for row in NO_ROWS:
+            client.xadd(events, {"payload": encode({"type": "RowsMissing", "row_ids": [row]})})
+        dead = events.removesuffix("events") + "dead"
+        run.wait_until(lambda: client.xlen(dead) == len(NO_ROWS), "letters of bad events")
+        client.close()
+        assert run.wait_for_end() == 0, run.describe()
+        assert len(run.metrics()) == 12
+        assert run.audit().returncode == 0
+        assert "starting it again" not in run.output
 
 
 @pytest.mark.parametrize("which", OWN)

@@ -131,8 +131,14 @@ def entry_from_fields(flat: Sequence[bytes]) -> Entry:
     return Entry(fields=fields, payload=payload)
 
 
+def buried(queue: str, entry_id: str, reason: str, entry: Entry) -> Entry:
+    """``entry`` of ``queue`` as it stands among the dead letters; the twin of ``bury`` in prelude.lua."""
+    said = {"dead_queue": queue, "dead_id": entry_id, "dead_reason": reason}
+    return Entry(fields={**entry.fields, **said}, payload=entry.payload)
+
+
 def dead_letter(letter_id: str, buried: Entry) -> DeadLetter:
-    """What ``bury`` in prelude.lua wrote as ``letter_id``, taken apart again."""
+    """What was ``buried`` as ``letter_id``, taken apart again."""
     said = {name: value for name, value in buried.fields.items() if name.startswith(DEAD_PREFIX)}
     fields = {name: value for name, value in buried.fields.items() if name not in said}
     return DeadLetter(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, DeadLetter, Entry, LogEntry, Pending, parse_entry_id
-from transport.broker.entries import dead_letter
+from transport.broker.entries import buried, dead_letter
 from transport.broker.lua import MAX_DEAD_LETTERS
 from transport.clock import Clock, MonotonicClock
 from transport.errors import BrokerUnavailableError
@@ -133,13 +133,11 @@ class RunState:
 
     def bury(self, queue: str, entry_id: str, reason: str, now_ms: int) -> DeadLetter:
         """Move one pending entry to the dead letters."""
-        entry = self.streams[queue].free(entry_id).entry
-        said = {"dead_queue": queue, "dead_id": entry_id, "dead_reason": reason}
-        buried = Entry(fields={**said, **entry.fields}, payload=entry.payload)
+        letter = buried(queue, entry_id, reason, self.streams[queue].free(entry_id).entry)
         stream = self.stream(keys.DEAD)
-        stream.add(buried, None, now_ms)
+        stream.add(letter, None, now_ms)
         del stream.entries[:-MAX_DEAD_LETTERS]
-        return dead_letter(stream.last_id, buried)
+        return dead_letter(stream.last_id, letter)
 
     def letter(self, letter_id: str) -> DeadLetter | None:
         """The dead letter of this id, if it is there."""
