@@ -147,7 +147,7 @@ class OneBug:
         self.state._apply = failing  # type: ignore[method-assign]
 
 
-def decider(broker: MemoryBroker, directory: Path, journal: Journal) -> Decider:
+def decider(broker: MemoryBroker, directory: Path, journal: Journal, written: asyncio.Event) -> Decider:
     state = OneBug(PipelineState(CoreSettings(num_batches=2, groups_per_batch=1, group_size=1))).state
     nobody: Any = None
     executor = Executor(broker, Fence(role="orchestrator", epoch=1), nobody, nobody, lambda reason: None, last_seq=0)
@@ -161,25 +161,21 @@ def decider(broker: MemoryBroker, directory: Path, journal: Journal) -> Decider:
         clock,
         ZERO_ID,
         Trimmer(broker),
+        on_events=lambda _: written.set(),
     )
 
 
-async def orchestrate(broker: MemoryBroker, directory: Path, *, until: int) -> Sequence[Event]:
-    """One life of an orchestrator: read the log and decide, until so many events are in the journal, or one fails."""
+async def orchestrate(broker: MemoryBroker, directory: Path) -> Sequence[Event]:
+    """One life of an orchestrator: read the log and decide, until something is in the journal, or an event fails."""
     journal, _ = Journal.open(directory / "journal")
-    inbox = new_inbox()
-
-    async def written() -> None:
-        while len(list(read_records(directory / "journal"))) < until:
-            await asyncio.sleep(0.01)
-
+    inbox, written = new_inbox(), asyncio.Event()
     try:
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             loops = [
                 group.create_task(read_events(broker, inbox, ZERO_ID)),
-                group.create_task(burying(decider(broker, directory, journal).run(inbox), broker)),
+                group.create_task(burying(decider(broker, directory, journal, written).run(inbox), broker)),
             ]
-            await written()
+            await written.wait()
             for loop in loops:
                 loop.cancel()
     finally:
@@ -193,8 +189,8 @@ async def test_an_event_that_the_core_fails_on_ends_one_life_of_the_orchestrator
     poison = WorkerStarted(name="generate-1", reason="x")
     entry_id, _ = await tell(broker, encode(poison), encode(GOOD))
     with pytest.RaisesGroup(pytest.RaisesExc(EventFailedError, match=f"WorkerStarted, entry {entry_id}.*KeyError")):
-        await orchestrate(broker, tmp_path, until=1)
+        await orchestrate(broker, tmp_path)
     assert list(read_records(tmp_path / "journal")) == [], "what failed is no history"
     (letter,) = await letters(broker)
     assert (letter.queue, letter.entry_id, letter.entry.payload) == (keys.EVENTS, entry_id, encode(poison))
-    assert await orchestrate(broker, tmp_path, until=1) == [GOOD]
+    assert await orchestrate(broker, tmp_path) == [GOOD]
