@@ -19,10 +19,10 @@ from orchestrator.fitting import fit
 from orchestrator.other_programs import LIMIT, OtherPrograms
 from orchestrator.outputs import check_place, writing_out
 from orchestrator.profiles import Errors, Profile
-from orchestrator.runtime.provision import python_module
 from orchestrator.toml_source import to_toml
 from transport.files import replace
 from transport.measurements import Measurements
+from transport.programs import python_module
 from transport.settings import Settings
 
 LIMIT_S = 1800.0

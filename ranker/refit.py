@@ -22,6 +22,7 @@ from ranker import store
 from ranker.errors import RankerError, RefitError
 from ranker.lengths import PromptLengths, shuffled
 from ranker.model import StoredModel, TextModel
+from transport.programs import python_module
 
 VALIDATION_SHARE = 0.2
 PARENT_POLL_S = 0.5
@@ -60,7 +61,7 @@ def refit_in_process(
     search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ranker.refit", str(os.getpid())],
+            python_module("ranker.refit", str(os.getpid())),
             input=request,
             capture_output=True,
             timeout=deadline_s,

@@ -97,6 +97,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     max_deliveries: int = 3  # attempts at one unit before it is dead-lettered
     lease_s: float = 15.0  # a unit nobody renewed for so long goes to another worker
     reward: str = ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
+    reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
     well_formed_reward: float = 0.1  # for an answer in the asked form that is wrong
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 

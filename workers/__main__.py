@@ -77,6 +77,12 @@ Advertise = Annotated[
 Ports = Annotated[
     str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
 ]
+UserReward = Annotated[
+    str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
+]
+RewardPath = Annotated[
+    str, typer.Option("--reward-path", help="directory that the reward is imported from  [only what is installed]")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
@@ -133,14 +139,13 @@ def score(
     index: Index = "0",
     tls_ca: TlsCa = "",
     outage_s: OutageS = OUTAGE_S,
-    reward: Annotated[
-        str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
-    ] = "",
+    reward: UserReward = "",
+    reward_path: RewardPath = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     from workers.build import scoring_worker, with_model
 
-    build = with_model(model_dir, False, lambda model: scoring_worker(model, reward))
+    build = with_model(model_dir, False, lambda model: scoring_worker(model, reward, reward_path))
     _serve(WorkerKind.SCORE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
 
@@ -203,12 +208,15 @@ def publish(
 def evaluate(
     run_dir: RunDirectory,
     model: Annotated[str, typer.Option("--model", help='"base", "final" or a Hugging Face directory')] = "final",
+    reward: UserReward = "",
+    reward_path: RewardPath = "",
 ) -> None:
     """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
     from workers.evaluate import evaluate_run
     from workers.models import model_cache
 
-    print(json.dumps(evaluate_run(run_dir, model, cache_dir=model_cache(os.environ))))
+    cache_dir = model_cache(os.environ)
+    print(json.dumps(evaluate_run(run_dir, model, cache_dir=cache_dir, reward=reward, reward_path=reward_path)))
 
 
 @app.command()

@@ -176,14 +176,20 @@ def _replay_worker(
     return LinkedWorker(worker, link, broker)
 
 
-def scoring_worker(model_dir: Path, reward: str) -> WorkerFactory:
+def scoring_worker(model_dir: Path, reward: str, reward_path: str = "") -> WorkerFactory:
     """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say."""
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         from workers.scoring.worker import ScoringWorker
 
         return ScoringWorker(
-            broker, settings, worker_id, model_dir=model_dir, clock=MonotonicClock(), allowed_reward=reward
+            broker,
+            settings,
+            worker_id,
+            model_dir=model_dir,
+            clock=MonotonicClock(),
+            allowed_reward=reward,
+            reward_path=reward_path,
         )
 
     return build

@@ -21,7 +21,7 @@ from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
 from workers.generation.stop_tokens import stop_token_ids
 from workers.models import prepare_model
-from workers.scoring.rewards import Reward, reward_spec
+from workers.scoring.rewards import Reward, RewardSpec, reward_spec
 from workers.scoring.sample import load_detokenizer
 from workers.scoring.sandbox import RewardSandbox
 
@@ -35,17 +35,27 @@ class HeldOut(Struct, frozen=True, kw_only=True):
     entry: str
 
 
-def evaluate_run(run_dir: Path, model: str, *, cache_dir: Path, trust_remote_code: bool = False) -> dict[str, float]:
+def evaluate_run(
+    run_dir: Path,
+    model: str,
+    *,
+    cache_dir: Path,
+    trust_remote_code: bool = False,
+    reward: str = "",
+    reward_path: str = "",
+) -> dict[str, float]:
     """Mean reward and components over the held-out problems of ``run_dir``.
 
     model: "base" (what the run started from), "final" (what it ended with) or a Hugging Face directory.
-    Raises: EvaluationError when the run's files are not there; ModelError; RewardError.
+    reward, reward_path: the user's own "module:function", and where it lies: what a run's directory names is not
+    imported unless the caller names it too, because the directory may be somebody else's.
+    Raises: EvaluationError when the run's files are not there; ModelError; RewardError, RewardSetupError.
     """
     settings = _read_settings(run_dir / "config.toml")
     problems = _read_problems(run_dir / "eval.jsonl")
     paths = {"base": settings.model.path, "final": str(run_dir / "model")}
     directory = prepare_model(paths.get(model, model), cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    return asyncio.run(_evaluate(settings, problems, directory))
+    return asyncio.run(_evaluate(settings, problems, directory, reward_spec(settings, reward, reward_path)))
 
 
 def _read_settings(path: Path) -> Settings:
@@ -65,7 +75,9 @@ def _read_problems(path: Path) -> list[HeldOut]:
     return problems
 
 
-async def _evaluate(settings: Settings, problems: Sequence[HeldOut], directory: Path) -> dict[str, float]:
+async def _evaluate(
+    settings: Settings, problems: Sequence[HeldOut], directory: Path, spec: RewardSpec
+) -> dict[str, float]:
     engine = EmbeddedEngine(EmbeddedSettings.of(settings.generation, directory), MonotonicClock())
     async with serving(engine):
         sampling = SamplingParams(
@@ -74,7 +86,7 @@ async def _evaluate(settings: Settings, problems: Sequence[HeldOut], directory: 
             stop_token_ids=stop_token_ids(directory),
         )
         completions = await _answer(engine, problems, sampling)
-    rewards = await _score(settings, problems, completions, directory)
+    rewards = await _score(settings, spec, problems, completions, directory)
     means = {name: fmean(reward.components[name] for reward in rewards) for name in rewards[0].components}
     lengths = fmean(len(completion.response_ids) for completion in completions)
     return {"reward": fmean(reward.value for reward in rewards), **means, "response_tokens": lengths}
@@ -100,10 +112,13 @@ async def _answer(engine: EmbeddedEngine, problems: Sequence[HeldOut], sampling:
 
 
 async def _score(
-    settings: Settings, problems: Sequence[HeldOut], completions: Sequence[Completion], directory: Path
+    settings: Settings,
+    spec: RewardSpec,
+    problems: Sequence[HeldOut],
+    completions: Sequence[Completion],
+    directory: Path,
 ) -> list[Reward]:
     detokenize = load_detokenizer(directory)
-    spec = reward_spec(settings, settings.scoring.reward)  # the user who evaluates is the one who trained
     sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=1)
     try:
         await sandbox.start()

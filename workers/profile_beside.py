@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +17,7 @@ from statistics import median
 
 import msgspec
 
+from transport.programs import python_module
 from transport.settings import Settings
 from workers.errors import ModelError
 
@@ -65,7 +65,7 @@ class BusyTrainer:
 async def busy_trainer(settings: Settings, directory: Path) -> AsyncIterator[BusyTrainer]:
     """Start it, and end it. directory: of the model."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.profile_training", str(directory), stdin=PIPE, stdout=PIPE
+        *python_module("workers.profile_training", str(directory)), stdin=PIPE, stdout=PIPE
     )
     assert process.stdin is not None
     try:

@@ -1,7 +1,7 @@
-"""A reward of your own, here for GSM8K: named as ``scoring.reward = "docs.examples.gsm8k_reward:reward"``.
+"""A reward of your own, here for GSM8K: named as ``scoring.reward = "gsm8k_reward:reward"``.
 
-A scoring worker imports it only because its own command line names it too (``streamrl-worker score --reward ...``;
-``streamrl-orchestrator run`` passes it on for you). Run from the repository's root, so that Python finds ``docs``.
+A scoring worker imports it only because its own command line names it and its directory (``streamrl-worker score
+--reward ... --reward-path ...``; ``streamrl-orchestrator run`` passes on ``scoring.reward_path``).
 """
 
 from __future__ import annotations

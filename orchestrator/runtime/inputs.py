@@ -38,6 +38,9 @@ def check_inputs(settings: Settings) -> None:
 
 def check_workers_inputs(settings: Settings) -> None:
     """The same of what only workers read: for a run whose workers are all on this host."""
+    scoring = settings.scoring
+    if scoring.reward_path and not Path(scoring.reward_path).is_dir():
+        raise DataError(f"scoring.reward_path: there is no directory {scoring.reward_path}")
     if settings.generation.lengths:
         try:
             read_lengths(Path(settings.generation.lengths))

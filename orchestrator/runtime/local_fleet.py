@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.runtime.provision import ChildSpec, python_module
-from transport.settings import Settings
+from orchestrator.runtime.provision import ChildSpec
+from transport.programs import python_module
+from transport.settings import ScoringSettings, Settings
 from transport.types import WorkerKind
 
 
@@ -53,7 +54,7 @@ class LocalFleet:
             weights_dir = self.settings.service.weights_dir
             return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
-            return ["--reward", self.settings.scoring.reward] if self.settings.scoring.reward else []
+            return reward_arguments(self.settings.scoring)
         arguments = ["--trust-remote-code"] if self.settings.model.trust_remote_code else []
         return arguments + (self._server_arguments() if kind is WorkerKind.GENERATE else [])
 
@@ -68,3 +69,9 @@ class LocalFleet:
         """What every process of the run is told."""
         joined = ["--broker", self.url, "--run", self.settings.run.name]
         return [*joined, "--run-dir", str(self.run_dir), "--model-dir", str(self.model_dir)]
+
+
+def reward_arguments(scoring: ScoringSettings) -> list[str]:
+    """What allows a scoring worker the user's reward: its name, and the directory that it lies in."""
+    path = ["--reward-path", scoring.reward_path] if scoring.reward_path else []
+    return ["--reward", scoring.reward, *path] if scoring.reward else []

@@ -12,6 +12,7 @@ before they heard of it.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from orchestrator.runtime.app import serve
 from orchestrator.runtime.control import append_event
 from orchestrator.runtime.inputs import check_inputs
 from orchestrator.runtime.live import PlainView
+from orchestrator.runtime.local_fleet import reward_arguments
 from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.teller import Teller
@@ -112,8 +114,8 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
 def join_commands(settings: Settings) -> list[str]:
     """What to type, on any host, for each kind of worker that the run needs."""
     serves_only = settings.trainer.engine == "none"
-    reward = f" --reward {settings.scoring.reward}" if settings.scoring.reward else ""
-    kinds = ["publish", "generate"] if serves_only else ["generate", f"score{reward}", "train"]
+    score = shlex.join(["score", *reward_arguments(settings.scoring)])
+    kinds = ["publish", "generate"] if serves_only else ["generate", score, "train"]
     where = f"--broker {without_password(settings.broker.url)[0]} --run {settings.run.name}"
     return [f"streamrl-worker {kind} {where}" for kind in kinds]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 
 from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
+from transport.programs import python_module
 
 log = structlog.get_logger(__name__)
 
@@ -142,11 +143,6 @@ class Children:
 
     def _log_path(self, name: str) -> Path:
         return self._log_dir / f"{name}.log"
-
-
-def python_module(module: str, *args: str) -> list[str]:
-    """The command line of one of our own programs, in this interpreter."""
-    return [sys.executable, "-m", module, *args]
 
 
 async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:

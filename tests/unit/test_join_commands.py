@@ -19,6 +19,9 @@ def test_a_reward_of_the_users_is_named_to_the_worker_that_runs_it():
     settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine.rewards:exact"))
     assert join_commands(settings)[1] == f"streamrl-worker score --reward mine.rewards:exact {WHERE}"
 
+    settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine:exact", reward_path="my rewards"))
+    assert join_commands(settings)[1] == f"streamrl-worker score --reward mine:exact --reward-path 'my rewards' {WHERE}"
+
 
 def test_a_service_has_a_publisher_and_neither_scoring_nor_training():
     settings = msgspec.structs.replace(SETTINGS, trainer=TrainerSettings(engine="none"))

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import structlog
 
+from transport.programs import python_module
 from workers.errors import EngineHungError, ModelError, ServerAnswerError, ServerUnavailableError
 from workers.generation.sglang_http import SglangClient
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_COMMAND = (sys.executable, "-m", "sglang.launch_server")
+DEFAULT_COMMAND = tuple(python_module("sglang.launch_server"))
 HEALTH_POLL_S = 0.25
 STOP_S = 10.0
 LAST_LINES = 5

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import re
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from transport.messages import encode
+from transport.programs import python_module
 from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
 from workers.generation.sglang import SglangEngine
@@ -47,7 +47,7 @@ from workers.generation.sglang_order import LoadOrder, read_outcome
 from workers.generation.sglang_upkeep import SglangSettings
 
 LOADER = "workers.generation.vllm_loader.Loader"
-DEFAULT_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+DEFAULT_COMMAND = tuple(python_module("vllm.entrypoints.openai.api_server"))
 LOGPROBS_MODE = "processed_logprobs"
 """After the temperature; vLLM's default is before it."""
 CUTS_THE_TAIL = "vLLM's logprobs are of what top-p and top-k leave over: sampling.top_p must be 1 and sampling.top_k 0"

@@ -69,6 +69,8 @@ def main() -> None:
     setup = msgspec.msgpack.decode(_read(requests), type=Setup)
     resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if setup.spec.path:
+        sys.path.append(setup.spec.path)  # last: a file of the user's never takes the place of a library
     try:
         scorer = build_reward(setup.spec)
     except RewardSetupError as error:

@@ -31,7 +31,11 @@ from workers.scoring.graders import OUR_GRADERS, Entry, Grade
 
 
 class RewardSpec(Struct, frozen=True, kw_only=True):
-    """Which reward to build. function: "module:function", checked against the worker's own command line."""
+    """Which reward to build.
+
+    function: "module:function", checked against the worker's own command line.  path: directory of its module, from
+    there too; "": only what is installed is found.
+    """
 
     source: Literal["reasoning_gym", "jsonl", "hf"]
     task: str
@@ -39,6 +43,7 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
     answer_marker: str
     well_formed_reward: float
     function: str = ""
+    path: str = ""
 
 
 class Reward(Struct, frozen=True, kw_only=True):
@@ -52,10 +57,11 @@ Scorer = Callable[[str, str, Entry], Reward]
 """(prompt, response, entry) -> Reward. Raises RewardError."""
 
 
-def reward_spec(settings: Settings, allowed: str) -> RewardSpec:
+def reward_spec(settings: Settings, allowed: str, path: str = "") -> RewardSpec:
     """The run's reward, if this worker may compute it.
 
     Args:   allowed: "module:function" from the worker's own command line; "" allows the own verifiers only.
+            path: where its module lies on this machine.
     Raises: RewardSetupError: the run's setting names another function. A setting alone never imports code.
     """
     wanted = settings.scoring.reward
@@ -73,13 +79,14 @@ def reward_spec(settings: Settings, allowed: str) -> RewardSpec:
         answer_marker=settings.scoring.answer_marker,
         well_formed_reward=settings.scoring.well_formed_reward,
         function=wanted,
+        path=path,
     )
 
 
 def build_reward(spec: RewardSpec) -> Scorer:
     """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
     if spec.function:
-        return _user_reward(spec.function)
+        return _user_reward(spec.function, spec.path)
     grade = _gym_grade(spec.task, spec.params) if spec.source == "reasoning_gym" else _answer_grade()
     return _own_verifier(spec, grade)
 
@@ -202,12 +209,15 @@ def _answer_grade() -> Grade:
 # --- user's functions -------------------------------------------------------------------------------------------------
 
 
-def _user_reward(name: str) -> Scorer:
+def _user_reward(name: str, path: str) -> Scorer:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise RewardSetupError(f"reward {name!r} cannot be imported: {error}") from error
+        raise RewardSetupError(
+            f"reward {name!r} cannot be imported: {error} (looked for in {path or 'what is installed'}; name its "
+            "directory with scoring.reward_path, on a worker with --reward-path)"
+        ) from error
     if not callable(function):
         raise RewardSetupError(f"reward {name!r} is not a function")
     return lambda prompt, response, entry: read_reward(function(prompt, response, dict(entry)))

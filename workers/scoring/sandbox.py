@@ -20,6 +20,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
+from transport.programs import python_module
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.reward_process import Failed, Ready, Scored, ScoreRequest, Setup, frame
@@ -53,9 +54,9 @@ class RewardChild:
     async def start(self) -> None:
         """Start the child and wait until the reward is imported. Raises RewardSetupError if it cannot be."""
         environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         environment["OMP_NUM_THREADS"] = "1"
-        command = (sys.executable, "-m", "workers.scoring.reward_process")
+        command = python_module("workers.scoring.reward_process")
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
         try:
             answer = await self._exchange(self._setup, STARTUP_S)

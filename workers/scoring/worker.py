@@ -48,6 +48,7 @@ class ScoringWorker:
         model_dir: Path,
         clock: Clock,
         allowed_reward: str = "",
+        reward_path: str = "",
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
@@ -57,7 +58,7 @@ class ScoringWorker:
         self._model_dir = model_dir
         self._clock = clock
         self._meter = BusyMeter(clock)
-        spec = reward_spec(settings, allowed_reward)
+        spec = reward_spec(settings, allowed_reward, reward_path)
         self._sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=REWARD_PROCESSES)
         self._consumers: dict[str, TaskConsumer] = {}
 
