@@ -6,11 +6,13 @@ PRESET ?= smollm2
 ARGS ?=
 NAME ?= run
 TESTS ?= tests
+MINUTES ?= 10
+SEED ?= 0
 
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test test-chaos test-sglang test-vllm compose-test check fmt bench setup clean
+.PHONY: help run test test-chaos chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +25,9 @@ run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch i
 
 test: .venv/.ready-dev ## all tests that kill nothing
 	@$(BIN)/python -m pytest -m "not chaos and not sglang" $(TESTS) $(ARGS)
+
+chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, drawn from SEED; every run is audited
+	@$(BIN)/python -m benchmarks.chaos_random --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
 	@$(BIN)/python -m pytest -m chaos $(TESTS) $(ARGS)

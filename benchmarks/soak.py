@@ -28,6 +28,7 @@ from statistics import median
 
 import psutil
 
+from benchmarks.faults import ROLES, SIGNALS, How, of_role, send
 from benchmarks.run import ROOT, read_batches
 
 STALL_S = 3.0
@@ -35,7 +36,6 @@ STOP_S = 300.0
 """For the processes to leave and for the report, which takes half a minute after a long run."""
 SAY_S = 60.0
 SAMPLE_S = 5.0
-KINDS = ("valkey-server", "orchestrator serve", "workers generate", "workers score", "workers train")
 SETTINGS: dict[str, object] = {
     "run.name": "soak",
     "run.batches": 1_000_000,
@@ -112,30 +112,26 @@ class Soak:
 
     def disturb(self) -> None:
         """One fault: of what kind, and whom it hits, is drawn."""
-        kind = self._random.choice(KINDS)
-        victims = [process for process in self.processes() if _is(process, kind)]
+        role = self._random.choice(tuple(ROLES))
+        victims = of_role(self.processes(), role)
         if not victims:
             return  # it is just being started again
         victim = self._random.choice(victims)
-        stalls = self._random.random() < 0.3
-        self.faults[f"{'stall' if stalls else 'kill'} {kind}"] += 1
-        try:
-            if not stalls:
-                victim.kill()
-                return
-            victim.send_signal(signal.SIGSTOP)
+        how = How.STOP if self._random.random() < 0.3 else How.KILL
+        self.faults[f"{how} {role}"] += 1
+        if send(victim, SIGNALS[how]) and how is How.STOP:
             time.sleep(STALL_S)
-            victim.send_signal(signal.SIGCONT)
-        except psutil.NoSuchProcess:
-            return
+            send(victim, signal.SIGCONT)
 
     def read(self, at_s: float) -> None:
         """Take note of what the run occupies now."""
         rss, descriptors, broker = 0, 0, 0
-        for process in self.processes():
+        processes = self.processes()
+        brokers = of_role(processes, "broker")
+        for process in processes:
             try:
                 memory = process.memory_info().rss
-                if _is(process, "valkey-server"):
+                if process in brokers:
                     broker += memory
                 else:
                     rss += memory
@@ -149,14 +145,6 @@ class Soak:
         if self.alive:
             self._process.send_signal(signal.SIGINT)
         return self._process.wait(timeout=STOP_S)
-
-
-def _is(process: psutil.Process, kind: str) -> bool:
-    try:
-        words = {word.rpartition("/")[2] for part in process.cmdline() for word in part.split()}
-        return words.issuperset(kind.split())
-    except psutil.NoSuchProcess:
-        return False
 
 
 def growth(readings: Sequence[Reading], name: str) -> float:
