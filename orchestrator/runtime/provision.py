@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
+from transport.parent import ending_with_this_process
 from transport.programs import python_module
 
 log = structlog.get_logger(__name__)
@@ -34,8 +34,6 @@ PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
 STABLE_S = 60.0
 """A child that lived for so long starts counting its restarts in a row anew."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork must not load libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +104,7 @@ class Children:
                 stderr=output,
                 env={**os.environ, **spec.env},
                 start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to pass on
-                preexec_fn=_die_with_parent,
+                preexec_fn=ending_with_this_process(),
             )
         self._processes[spec.name] = process
         return process.pid, await process.wait()
@@ -155,7 +153,10 @@ async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> P
     log_path = logs / "prepare.log"
     with log_path.open("ab") as words:
         process = await asyncio.create_subprocess_exec(
-            *python_module("workers", "prepare", "--model", path), stdout=asyncio.subprocess.PIPE, stderr=words
+            *python_module("workers", "prepare", "--model", path),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            preexec_fn=ending_with_this_process(),
         )
     try:
         output = await _said(
@@ -192,9 +193,3 @@ def _describe(code: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(-code).name
     return f"signal {-code}"
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the supervisor dies, so that a killed supervisor leaves nothing behind."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -14,14 +14,12 @@ port after every restart, so that clients find it again.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import os
 import random
 import secrets
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +29,7 @@ from typing import Literal
 
 from transport.broker.redis_link import RedisLink
 from transport.errors import BrokerRejectedError, BrokerUnavailableError, RunExistsError
+from transport.parent import ending_with_this_process
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
@@ -40,7 +39,6 @@ READY_S = 60.0
 """Loading 1 GB of append-only file takes some 10 s."""
 STOP_S = 10.0
 LOCK_S = 20.0
-_PR_SET_PDEATHSIG = 1
 
 AppendFsync = Literal["always", "everysec", "no"]
 
@@ -207,7 +205,7 @@ class EmbeddedServer:
             stderr=asyncio.subprocess.DEVNULL,
             pass_fds=(lock,),
             start_new_session=True,  # Ctrl-C is for the supervisor, which stops the broker last
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=ending_with_this_process(),
         )
 
     async def _wait_ready(self, process: Process, ready_s: float) -> None:
@@ -263,17 +261,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _die_with(owner: int) -> Callable[[], None] | None:
-    """What the child does before it becomes the server: end when its owner does, however that happens (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: little is safe to do after it
-
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != owner:
-            os._exit(1)
-
-    return in_child

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from transport.parent import ending_with_this_process
 from transport.programs import python_module
 from workers.errors import EngineHungError, ModelError, ServerAnswerError, ServerUnavailableError
 from workers.generation.sglang_http import SglangClient
@@ -34,8 +34,6 @@ PACKAGES = Path(__file__).parents[2]
 """Where ours are."""
 OUR_PACKAGES = ("transport", "workers")
 """What the loader needs of them."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork must not load libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class ServerProcess:
                     stderr=output,
                     env={**os.environ, **settings.environment, "PYTHONPATH": path},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=ending_with_this_process(),
                 )
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -166,8 +164,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
