@@ -92,6 +92,10 @@ class RunDir:
         """Whether a run has been started here before."""
         return self.config.exists()
 
+    def has_history(self) -> bool:
+        """Whether its orchestrator ever began: a supervisor may have died before."""
+        return any(self.journal.glob("snapshot-*"))
+
     def create(self) -> None:
         """Make the directories. Raises RunExistsError where the path is a file, DirectoryError where it may not be."""
         if self.path.exists() and not self.path.is_dir():

@@ -131,7 +131,7 @@ class Supervisor:
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             secrets = {PASSWORD_VARIABLE: password, SECRET_VARIABLE: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
-            if self._resume:
+            if self._resume and self._rundir.has_history():
                 await self._reopen(broker)
             self.started = True
             fleet = LocalFleet(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
 
 pytestmark = pytest.mark.chaos
 
@@ -55,6 +55,31 @@ def test_the_broker_is_killed_under_load(tmp_path: Path, appendfsync: str):
 def test_a_killed_supervisor_leaves_nothing_behind_and_resume_finishes(tmp_path: Path):
     with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
         run.wait_for_batch(3)
+        run.interrupt(signal.SIGKILL)
+        assert run.wait_for_end() == -signal.SIGKILL
+        run.wait_until_gone()
+        run.start("--resume")
+        check_whole(run, batches=12)
+
+
+def test_a_supervisor_killed_before_its_run_began_is_resumed(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, *EMULATED) as run:
+        run.wait_until((run.run_dir / "config.toml").exists, "directory of the run")
+        run.interrupt(signal.SIGKILL)
+        assert run.wait_for_end() == -signal.SIGKILL
+        run.wait_until_gone()
+        assert not (run.run_dir / "journal").exists(), "it began: the test proved nothing"
+        run.start("--resume")
+        assert run.wait_for_end() == 0, run.describe()
+        assert len(run.metrics()) == BATCHES
+
+
+def test_a_stopped_child_does_not_outlive_a_killed_supervisor(tmp_path: Path):
+    """It cannot end itself, and once it goes on it would write into the run of the next supervisor."""
+    with LiveRun(tmp_path, *QUICK, "run.batches=12") as run:
+        run.wait_for_batch(2)
+        for words in (("orchestrator", "serve"), ("workers", "train"), ("valkey-server",)):
+            run.kill(*words, number=signal.SIGSTOP)
         run.interrupt(signal.SIGKILL)
         assert run.wait_for_end() == -signal.SIGKILL
         run.wait_until_gone()
