@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
