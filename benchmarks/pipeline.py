@@ -134,7 +134,7 @@ def main() -> None:
         runs = Runs(Path(directory), options.batches)
         alone = runs.run("generation-alone", SYNCHRONOUS, NOTHING_ELSE)
         generating_s = generation_s(alone)
-        costs = training_costs(generating_s, int(read_batches(alone / "metrics.jsonl")[-1]["trained_tokens"]))
+        costs = training_costs(generating_s, int(read_batches(alone / "metrics.jsonl")[-1]["tokens_in_steps"]))
         print(f"generation alone: {generating_s:.2f} s a batch; training set to {costs}", flush=True)
         seconds: dict[str, float] = {}
         stage_s = generating_s

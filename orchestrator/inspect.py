@@ -21,7 +21,7 @@ from orchestrator.config import resolve
 from orchestrator.core.outbox import entry_id
 from orchestrator.errors import ConfigError
 from orchestrator.runtime.live import batch_line
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.runtime.metrics import read_file
 from orchestrator.runtime.reconcile import rows_without
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.sim.replay import recorded_commands
@@ -88,9 +88,11 @@ async def _survey(broker: Broker) -> Survey:
 
 def _print_run(console: Console, rundir: RunDir, survey: Survey) -> None:
     console.print(f"run {survey.run}  {survey.state}  {rundir.path}", markup=False)
-    lines = read_metrics(rundir.metrics)
-    if lines:
+    file = read_file(rundir.metrics)
+    if lines := [line for line in file.lines if "batch" in line]:
         console.print(batch_line(lines[-1]), markup=False)
+    if file.damaged:
+        console.print(file.say(), markup=False)
     console.print(survey_view(survey), soft_wrap=True)
 
 

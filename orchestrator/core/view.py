@@ -186,7 +186,7 @@ def describe_wait(pipeline: Pipeline) -> str:
     where = ""
     if p.training.batch in p.batches:
         one = _batch_view(p, p.training.batch)
-        where = f"batch {one.batch}: " + ", ".join(f"{count} {stage}" for stage, count in one.stages.items())
+        where = f"batch {one.batch + 1}: " + ", ".join(f"{count} {stage}" for stage, count in one.stages.items())
     holders = [f"{worker.worker_id} holds {len(worker.groups)}" for worker in p.fleet.workers.values() if worker.groups]
     rounds = f"{len(p.training.rounds)} rounds at the trainer" if p.training.rounds else ""
     untrained = p.training.batch - p.training.trained_version

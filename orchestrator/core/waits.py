@@ -92,7 +92,7 @@ def _trainer(p: Pipeline) -> Wait | None:
         behind = f" and {more} more" if more else ""
         return _wait(p, "training", f"round {first}{behind} to be trained", owner)
     if training.batch > training.trained_version:
-        return _wait(p, "training", f"the step of batch {training.trained_version}", owner)
+        return _wait(p, "training", f"the step of {_place(p, training.trained_version)}", owner)
     if training.finish_id is not None:
         return _wait(p, "training", "the last checkpoint and the final model", owner)
     return None
@@ -134,11 +134,11 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
     if scoring := by_stage[Stage.SCORING]:
         scorers = _others(p, WorkerKind.SCORE)
         owner = _names(scorers) if scorers else f"{WorkerKind.SCORE.value} (none has joined)"
-        return _wait(p, "scoring", f"the scores of {_count(scoring)}", owner)
+        return _wait(p, "scoring", f"the scores of {_count(p, scoring)}", owner)
     if running := by_stage[Stage.RUNNING]:
         samples = sum(group.num_missing for group in running)
         owner = _names(sorted({group.worker_id for group in running}))
-        return _wait(p, "generation", f"{_plural(samples, 'sample')} of {_count(running)}", owner)
+        return _wait(p, "generation", f"{_plural(samples, 'sample')} of {_count(p, running)}", owner)
     pending = by_stage[Stage.PENDING]
     return _dispatch(p, pending) if pending else None
 
@@ -146,7 +146,7 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
 def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     """Why nobody has taken the next group."""
     if p.paused:
-        return _wait(p, "generation", f"the end of the pause, to dispatch {_count(pending)}", PAUSER)
+        return _wait(p, "generation", f"the end of the pause, to dispatch {_count(p, pending)}", PAUSER)
     fleet = p.fleet
     workers = list(fleet.workers.values())
     if not workers:
@@ -157,10 +157,10 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
         return _wait(p, "weights", f"weights {fleet.newest} to be loaded, which failed everywhere", names)
     batch = pending[0].batch
     if p.plans.awaits(batch, p.now_s):
-        return _wait(p, "deciding", f"the plan of batch {batch}", "orchestrator")
+        return _wait(p, "deciding", f"the plan of {_place(p, batch)}", "orchestrator")
     fresh = [w for w in fit if may_dispatch(batch, w.loaded, p.lineage.epoch, p.settings.max_staleness)]
     if fresh:
-        return _wait(p, "generation", f"room for {_count(pending)}", _names(worker.worker_id for worker in fresh))
+        return _wait(p, "generation", f"room for {_count(p, pending)}", _names(worker.worker_id for worker in fresh))
     kept = [worker for worker in fit if fleet.keeps(worker)]
     if kept:
         pinned = f"the evaluation of {fleet.pin}, before newer weights are loaded"
@@ -169,8 +169,13 @@ def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
     return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in told))
 
 
-def _count(groups: Sequence[Group]) -> str:
-    return f"{_plural(len(groups), 'group')} of batch {groups[0].batch}"  # or request, in a service run
+def _count(p: Pipeline, groups: Sequence[Group]) -> str:
+    return f"{_plural(len(groups), 'group')} of {_place(p, groups[0].batch)}"
+
+
+def _place(p: Pipeline, batch: int) -> str:
+    """A batch as people count it: from 1, as requests always are."""
+    return f"request {batch}" if p.settings.service else f"batch {batch + 1}"
 
 
 def _plural(number: int, noun: str) -> str:

@@ -128,7 +128,7 @@ def total(usages: Sequence[Usage]) -> Usage:
 
 
 def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, float]]:
-    """What ``metrics.jsonl`` says of each (trainer epoch, batch), over the time since the batch trained before it.
+    """What ``metrics.jsonl`` says of each (incarnation of the trainer, batch), since the batch trained before it.
 
     ``bubble_<stage>_<cause>_s``: idle seconds, of generation summed over its workers (two idle workers for one second
     are two).  ``<stage>_present_s``: what they are part of.  A batch that began before the reported part has none.
@@ -144,7 +144,7 @@ def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, floa
             line |= {f"bubble_{stage}_{cause}_s": round(of_stage.idle_s.get(cause, 0.0), 4) for cause in Cause}
             line[f"{stage}_present_s"] = round(of_stage.present_s, 4)
         if window or not timeline.start_s:
-            lines[trained.epoch, trained.batch] = line
+            lines[trained.incarnation, trained.batch] = line
     return lines
 
 

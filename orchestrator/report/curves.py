@@ -18,16 +18,18 @@ GRID = "#e6e6e6"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line of a chart. points: (batch, value), ascending."""
+    """One line of a chart. points: (place, value), ascending.  over: what the places are, batches from 1."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    over: str = "batch"
 
 
 def series_of(name: str, lines: Sequence[Mapping[str, Any]], key: str, *, over: str = "batch") -> Series:
     """The numbers under ``key``; a batch (or what ``over`` names) without one, or with NaN, has no point."""
-    points = [(float(line[over]), float(line[key])) for line in lines if _is_finite(line.get(key))]
-    return Series(name=name, points=points)
+    first = 1 if over == "batch" else 0  # people count batches from 1
+    points = [(float(line[over] + first), float(line[key])) for line in lines if _is_finite(line.get(key))]
+    return Series(name=name, points=points, over=over)
 
 
 def _is_finite(value: object) -> bool:
@@ -52,7 +54,7 @@ def draw_chart(title: str, series: Sequence[Series]) -> Drawing | None:
 
     _grid(drawing, low, high, [place(leftmost, y)[1] for y in _ticks(low, high)])
     drawing.words += [
-        Words(LEFT, HEIGHT - 8, f"batch {leftmost:g}"),
+        Words(LEFT, HEIGHT - 8, f"{drawn[0].over} {leftmost:g}"),
         Words(WIDTH - RIGHT, HEIGHT - 8, f"{max(xs):g}", anchor="end"),
     ]
     for number, one in enumerate(drawn):

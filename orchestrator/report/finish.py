@@ -38,7 +38,9 @@ def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> 
     if run.timeline.start_s:
         note(f"a long run: {REPORT} and {TRACE} show what came after its first {run.timeline.start_s:.0f} s")
     tell = note if len(run.timeline.spans) > LONG_RUN else lambda _: None
-    if run.all_lines:
+    if run.damage:
+        note(f"{run.damage}; the file stays as it is")  # a new one would be without them for good
+    elif run.all_lines:
         write_metrics(rundir.metrics, run.all_lines)
     tell(f"writing {TRACE} of {len(run.timeline.spans)} spans")
     write_trace(run.timeline, rundir.path / TRACE)

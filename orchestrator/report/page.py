@@ -92,11 +92,12 @@ def summary(run: RunRecord) -> str:
     lines = run.lines
     if not lines:
         return '<p class="note">No batch was trained.</p>'
-    samples_trained = sum(line.get("trained_rows", 0) for line in lines)
+    samples, tokens = (sum(line.get(f"{what}_trained", 0) for line in lines) for what in ("samples", "tokens"))
     facts = [
         f"{len(lines)} batches in {run.timeline.end_s:.0f} s",
         f"reward {lines[0].get('reward', 0.0):.3f} → {lines[-1].get('reward', 0.0):.3f}",
-        f"{samples_trained} samples, {sum(line.get('trained_tokens', 0) for line in lines)} tokens trained",
+        f"{samples} samples, {tokens} tokens trained",
+        *([run.damage] if run.damage else []),
     ]
     return f"<p>{escaped(' · '.join(facts))}</p>"
 

@@ -16,7 +16,7 @@ from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, 
 from orchestrator.report.newest import newest_records
 from orchestrator.report.samples import SAMPLES, read_samples
 from orchestrator.report.spans import Timeline, build_timeline
-from orchestrator.runtime.metrics import batch_of, read_lines
+from orchestrator.runtime.metrics import read_file
 from orchestrator.runtime.rundir import RunDir, journal_of
 from transport.messages import GroupScored, JournalRecord
 from transport.types import GroupId, is_evaluation
@@ -27,7 +27,8 @@ class RunRecord:
     """One run.
 
     config: config.toml as it stands, with where each value came from.
-    all_lines: of metrics.jsonl, in its order, with lengths and bubbles from the journal added.
+    all_lines: of metrics.jsonl, in its order, with bubbles from the journal added.
+    damage: what of metrics.jsonl could not be read, "" where all could.
     lines: the last one of each batch, in order of batch: what a chart shows of one that was trained again.
     evaluations: the last line of each version that was evaluated, in order of version.
     components: names of the reward's components.  samples: newest first, text as the model wrote it: hostile.
@@ -37,6 +38,7 @@ class RunRecord:
     name: str
     config: str
     all_lines: Sequence[Mapping[str, Any]]
+    damage: str
     lines: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
     components: Sequence[str]
@@ -62,11 +64,13 @@ def read_run(run_dir: Path) -> RunRecord:
     rundir = RunDir(run_dir)
     scored: dict[GroupId, GroupScored] = {}
     timeline = build_timeline(_noting_scores(newest_records(journal_of(run_dir)), scored))
-    lines = joined(read_lines(rundir.metrics), timeline, scored.values())
+    file = read_file(rundir.metrics)
+    lines = joined(file.lines, timeline)
     return RunRecord(
         name=run_dir.resolve().name,
         config=rundir.config.read_text(encoding="utf-8") if rundir.config.exists() else "",
         all_lines=lines,
+        damage=file.say(),
         lines=last_of_each(lines, "batch"),
         evaluations=last_of_each([line for line in lines if "eval" in line], "version"),
         components=sorted({name for event in scored.values() for name in event.components}),
@@ -84,31 +88,13 @@ def _noting_scores(records: Iterable[JournalRecord], scored: dict[GroupId, Group
         yield record
 
 
-def joined(
-    lines: Sequence[Mapping[str, Any]], timeline: Timeline, scored: Iterable[GroupScored]
-) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl with what only the journal knows: quantiles of the lengths, bubbles by cause."""
-    tokens: dict[int, list[int]] = {}
-    for event in scored:
-        tokens.setdefault(batch_of(event.group_id), []).extend(event.response_tokens)
+def joined(lines: Sequence[Mapping[str, Any]], timeline: Timeline) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl with what only the journal knows: bubbles by cause."""
     bubbles = bubbles_by_batch(timeline)
-    if timeline.start_s:  # of a long run's newest part: only batches that lie in it whole
-        counts = {line["batch"]: line.get("samples") for line in lines if "batch" in line}
-        tokens = {batch: of_batch for batch, of_batch in tokens.items() if len(of_batch) == counts.get(batch)}
     return [
-        {**line, **quantiles(tokens.get(line["batch"], ())), **bubbles.get((line["epoch"], line["batch"]), {})}
-        if "batch" in line
-        else dict(line)
+        {**line, **bubbles.get((line.get("incarnation", 0), line["batch"]), {})} if "batch" in line else dict(line)
         for line in lines
     ]
-
-
-def quantiles(tokens: Sequence[int]) -> dict[str, int]:
-    """P50 and P90 of response lengths, tokens: the smallest length that so many of the samples do not exceed."""
-    ordered = sorted(tokens)
-    if not ordered:
-        return {}
-    return {f"response_tokens_p{q}": ordered[max(0, -(-len(ordered) * q // 100) - 1)] for q in (50, 90)}
 
 
 def last_of_each(lines: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:

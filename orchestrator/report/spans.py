@@ -100,9 +100,9 @@ class Presence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Batch ``batch`` ended at ``at_s`` under the trainer's ``epoch``: the key of its line in metrics.jsonl."""
+    """Batch ``batch`` ended at ``at_s`` under this incarnation of the trainer: the key of its line in metrics.jsonl."""
 
-    epoch: int
+    incarnation: int
     batch: int
     at_s: float
 
@@ -221,9 +221,9 @@ class _Builder:
                 self._busy(SpanKind.ROUND, event.busy_s, name, batch, tokens=event.num_tokens)
             case StepDone():
                 publish_s = event.metrics.get("publish_s", 0.0)
-                self._busy(SpanKind.STEP, event.stepped_s, f"step {event.batch}", event.batch, before_s=publish_s)
+                self._busy(SpanKind.STEP, event.stepped_s, f"step {event.batch + 1}", event.batch, before_s=publish_s)
                 self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
-                self.trained.append(Trained(epoch=event.weights.epoch, batch=event.batch, at_s=self.now_s))
+                self.trained.append(Trained(incarnation=event.weights.epoch, batch=event.batch, at_s=self.now_s))
             case CheckpointSaved():
                 self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
 

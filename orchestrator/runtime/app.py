@@ -63,7 +63,7 @@ from transport.broker.base import Broker, Commit, Fence
 from transport.clock import Clock, MonotonicClock
 from transport.errors import FencedError, RunExistsError
 from transport.ledger import checkpoint_dirs
-from transport.messages import FinishRun, RunResumed, SlotOutcome, encode
+from transport.messages import FinishRun, RunResumed, SlotOutcome, TrainRound, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.rows import BrokerRows
 from transport.settings import Settings, public
@@ -97,8 +97,9 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     told = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
     desk = Desk(source, predictor, held_out=problems, learnt=told)
-    metrics = MetricsLog(rundir.metrics, trains=spool is None)
-    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)))
+    metrics = MetricsLog(rundir.metrics, trains=spool is None, passes=settings.trainer.epochs)
+    rounds = [command for _, command in restated if isinstance(command, TrainRound)]
+    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
     watchdog = Watchdog(settings.liveness, clock)
     ended = Ending()
     planner = Planner(lambda: state.settings)

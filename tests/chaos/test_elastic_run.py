@@ -51,7 +51,7 @@ def test_workers_come_with_longer_answers_and_go_with_shorter_ones(tmp_path: Pat
         assert run.audit().returncode == 0
     check_journal(run)
     assert "training is slower by" in run.output, "nobody was told why workers left"
-    assert sum(line["samples"] for line in run.metrics()) == BATCHES * GROUPS * SAMPLES
+    assert sum(line["samples_trained"] for line in run.metrics()) == BATCHES * GROUPS * SAMPLES
 
 
 def check_journal(run: LiveRun) -> None:

@@ -56,7 +56,7 @@ def check_trace(run: LiveRun) -> None:
     """Every row that was trained has a span, and so has every step."""
     events = json.loads((run.run_dir / "trace.json").read_text())["traceEvents"]
     kinds = [event.get("cat") for event in events]
-    trained = sum(line["trained_rows"] for line in run.metrics())
+    trained = sum(line["samples_trained"] for line in run.metrics())
     assert kinds.count("sample") >= trained
     assert kinds.count("step") == 20
     assert {"round", "publish", "load", "scoring", "checkpoint", "wait", "trouble"} <= set(kinds)

@@ -153,7 +153,7 @@ def test_the_faults_of_the_chaos_runs_do_strike():
 def test_a_run_that_cannot_end_is_named():
     """No worker ever serves weights: loading takes longer than the simulation lasts."""
     scenario = Scenario(core=CORE, costs=replace(BALANCED, transfer_s=1e9), max_s=100.0)
-    with pytest.raises(SimulationStalledError, match="batch 0: 16 pending"):
+    with pytest.raises(SimulationStalledError, match="batch 1: 16 pending"):
         simulate(scenario)
 
 

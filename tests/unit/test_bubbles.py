@@ -23,7 +23,7 @@ def span(track: str, kind: SpanKind, start_s: float, end_s: float) -> Span:
 def timeline(*spans: Span, workers: tuple[str, ...] = (A,), slots: int = 2, end_s: float = 10.0) -> Timeline:
     present = [Presence(track=worker, start_s=0.0, end_s=end_s, capacity=slots) for worker in workers]
     trainer = Presence(track=TRAINER, start_s=0.0, end_s=end_s)
-    trained = (Trained(epoch=1, batch=0, at_s=end_s),)
+    trained = (Trained(incarnation=1, batch=0, at_s=end_s),)
     placed = in_lanes(spans)
     return Timeline(spans=placed, marks=(), presences=(*present, trainer), trained=trained, end_s=end_s)
 
@@ -107,7 +107,7 @@ def test_a_worker_counts_only_while_it_is_there():
 
 def test_a_batch_gets_the_time_since_the_one_before():
     line = timeline(sample(A, 0, 10), sample(A, 0, 4))
-    trained = (Trained(epoch=1, batch=0, at_s=6.0), Trained(epoch=1, batch=1, at_s=10.0))
+    trained = (Trained(incarnation=1, batch=0, at_s=6.0), Trained(incarnation=1, batch=1, at_s=10.0))
     line = Timeline(spans=line.spans, marks=(), presences=line.presences, trained=trained, end_s=12.0)
     by_batch = bubbles_by_batch(line)
     assert by_batch[1, 0]["bubble_generation_skew_s"] == 1.0

@@ -46,7 +46,7 @@ def plan(world: PipelineWorld, **shares: list[int]) -> None:
 def test_a_batch_waits_for_its_plan_and_then_follows_it_in_order():
     world = world_with(8, 8)
     assert held(world) == {"generate-0": [], "generate-1": []}
-    assert "deciding waits for the plan of batch 0" in world.state.describe_wait()
+    assert "deciding waits for the plan of batch 1" in world.state.describe_wait()
     plan(world, generate_0=[3], generate_1=[2, 0, 1])
     assert held(world) == {"generate-0": ["3"], "generate-1": ["2", "0", "1"]}
 

@@ -392,7 +392,7 @@ def test_the_view_counts_and_names_what_blocks():
     view = world.state.view()
     assert (view.running, view.in_flight_samples) == (4, 8)
     assert view.wait == world.state.wait()
-    assert "batch 0: 4 running" in world.state.describe_wait()
+    assert "batch 1: 4 running" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
     assert (world.state.rows_told(), world.state.rows_scored()) == (["0/0/0"], [])
     world.make_ready("0/0")

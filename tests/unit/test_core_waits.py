@@ -83,7 +83,7 @@ def test_weights_of_the_next_batch_are_not_loaded():
 def test_samples_do_not_come():
     world = ready_world()
     world.finish_sample(W0, GroupId("0/0"))
-    assert said(world) == ("generation", "3 samples of 2 groups of batch 0", W0)
+    assert said(world) == ("generation", "3 samples of 2 groups of batch 1", W0)
 
 
 def test_all_slots_are_taken():
@@ -92,15 +92,15 @@ def test_all_slots_are_taken():
     while world.unscored:
         world.score()
     world.lose_row(next(iter(world.rows)), GroupId("0/0"))
-    assert said(world) == ("generation", "room for 1 group of batch 0", W0)
+    assert said(world) == ("generation", "room for 1 group of batch 1", W0)
 
 
 def test_scoring_does_not_answer():
     world = ready_world()
     world.generate("0/1")
-    assert said(world) == ("scoring", "the scores of 1 group of batch 0", SCORER)
+    assert said(world) == ("scoring", "the scores of 1 group of batch 1", SCORER)
     world.tell(WorkerLost(worker_id=SCORER, reason="its lease ran out"))
-    assert said(world) == ("scoring", "the scores of 1 group of batch 0", "score (none has joined)")
+    assert said(world) == ("scoring", "the scores of 1 group of batch 1", "score (none has joined)")
 
 
 def test_the_trainer_is_silent():
@@ -113,7 +113,7 @@ def test_the_trainer_is_silent():
     assert said(world) == ("training", "round 0.0 and 1 more to be trained", TRAINER)
     world.train()
     world.train()
-    assert said(world) == ("training", "the step of batch 0", TRAINER)
+    assert said(world) == ("training", "the step of batch 1", TRAINER)
 
 
 def test_the_trainer_waits_for_rows_that_vanished():
@@ -121,7 +121,7 @@ def test_the_trainer_waits_for_rows_that_vanished():
     world.generate("0/0")
     world.score()
     world.lose_row(next(iter(world.rows)), GroupId("0/0"))
-    assert said(world) == ("generation", "1 sample of 1 group of batch 0", W0)
+    assert said(world) == ("generation", "1 sample of 1 group of batch 1", W0)
 
 
 def test_the_end_waits_for_the_trainer():
@@ -138,7 +138,7 @@ def test_a_full_broker_is_named_beside_what_is_waited_for():
     world.tell(BrokerUsage(retained_bytes=10**12))
     assert said(world) == (
         "generation",
-        "4 samples of 2 groups of batch 0; nothing new is admitted, the broker is over max_retained_bytes",
+        "4 samples of 2 groups of batch 1; nothing new is admitted, the broker is over max_retained_bytes",
         W0,
     )
 

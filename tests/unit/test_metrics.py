@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import pytest
 
-from orchestrator.runtime.metrics import MetricsLog, UsageWindow, read_evaluations, read_metrics
+from orchestrator.runtime.metrics import MetricsLog, UsageWindow, quantiles, read_evaluations, read_file, read_metrics
 from transport.messages import (
+    Command,
     EvaluationOutcome,
+    Event,
+    GroupRows,
     GroupScored,
     JournalRecord,
     RolloutFinished,
     RunResumed,
     SlotOutcome,
     StepDone,
+    TrainRound,
     WeightsLoaded,
     WorkerStatus,
 )
@@ -33,44 +40,117 @@ from transport.types import (
 W0 = WeightIdentity(epoch=1, version=0)
 
 
-def scored(group: str, rewards: tuple[float, ...]) -> GroupScored:
+def scored(group: str, rewards: tuple[float, ...], tokens: int = 4) -> GroupScored:
     return GroupScored(
         group_id=GroupId(group),
         rewards=rewards,
-        response_tokens=(4,) * len(rewards),
-        signal=True,
+        response_tokens=(tokens,) * len(rewards),
+        signal=len(set(rewards)) > 1,
         components={"right": rewards[0]},
     )
 
 
-def step(batch: int, epoch: int = 1) -> StepDone:
+def step(batch: int, epoch: int = 1, rows: int = 2, tokens: int = 8) -> StepDone:
     weights = WeightIdentity(epoch=epoch, version=batch + 1)
-    return StepDone(batch=batch, weights=weights, num_rows=2, num_tokens=8, metrics={"loss": 0.5})
+    return StepDone(batch=batch, weights=weights, num_rows=rows, num_tokens=tokens, metrics={"loss": 0.5})
+
+
+def ended(row: str, engine_s: float = 1.0, *, tokens: int = 4, version: int = 0, cut: bool = False) -> RolloutFinished:
+    weights = WeightIdentity(epoch=1, version=version)
+    return RolloutFinished(
+        row_id=RowId(row),
+        worker_id=WorkerId("generate-0.1"),
+        response_tokens=tokens,
+        finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
+        oldest=weights,
+        newest=weights,
+        engine_s=engine_s,
+    )
+
+
+def training(batch: int, *groups: str, pass_index: int = 0) -> TrainRound:
+    rows = tuple(GroupRows(group_id=GroupId(group), samples=(0, 1), num_tokens=10) for group in groups)
+    return TrainRound(round_id=f"{batch}.{pass_index}", batch=batch, ranks=(rows,), pass_index=pass_index)
+
+
+def outcome(group: str, how: Literal["trained", "filtered", "stale", "dead"]) -> SlotOutcome:
+    return SlotOutcome(group_id=GroupId(group), prompt_id=PromptId("p"), outcome=how)
+
+
+def line_of(log: MetricsLog, *events: Event, commands: Sequence[Command] = (), now_s: float = 2.0) -> dict[str, Any]:
+    """What the last of ``events`` makes the log write; the commands come with the one before it."""
+    *before, last = events
+    for event in before:
+        log.observe(event, commands if event is before[-1] else (), now_s - 1)
+    line = log.observe(last, (), now_s)
+    assert line is not None
+    return line
 
 
 def test_a_batch_is_summed_up_when_its_step_is_done(tmp_path: Path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    finished = RolloutFinished(
-        row_id=RowId("0/0/0"),
-        worker_id=WorkerId("generate-0.1"),
-        response_tokens=4,
-        finish_reason=FinishReason.STOP,
-        oldest=W0,
-        newest=W0,
-    )
-    log.observe(finished, [], 1.0)
-    log.observe(scored("0/0", (1.0, 0.0)), [], 1.5)
-    outcome = SlotOutcome(group_id=GroupId("0/0"), prompt_id=PromptId("p"), outcome="trained")
-    line = log.observe(step(0), [outcome], 2.0)
+    log.observe(ended("0/0/0"), [], 1.0)
+    log.observe(ended("0/0/1", cut=True), [], 1.0)
+    log.observe(scored("0/0", (1.0, 0.0)), [training(0, "0/0")], 1.5)
+    line = log.observe(step(0), [outcome("0/0", "trained")], 2.0)
     assert line is not None
-    assert line["reward"] == 0.5
+    assert (line["reward"], line["reward_std"], line["no_signal"]) == (0.5, 0.5, 0.0)
     assert line["right"] == 1.0
-    assert line["groups_trained"] == 1
-    assert line["staleness"] == 0
-    assert line["samples_per_s"] == 1.0
-    assert line["tokens_per_s"] == 4.0
+    assert (line["groups_trained"], line["truncated"], line["staleness"]) == (1, 0.5, 0)
+    assert (line["samples_trained"], line["tokens_trained"]) == (2, 8)
+    assert (line["samples_generated"], line["tokens_generated"]) == (2, 8)
+    assert (line["samples_per_s"], line["tokens_per_s"]) == (1.0, 4.0)
+    assert (line["response_tokens"], line["response_tokens_p50"], line["response_tokens_max"]) == (4, 4, 4)
     assert line["loss"] == 0.5
     assert read_metrics(tmp_path / "metrics.jsonl") == [line]
+
+
+def test_a_row_that_is_generated_again_is_trained_once_and_counts_as_it_was_last(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    first = [ended("0/0/0", cut=True), ended("0/0/1", cut=True), scored("0/0", (0.0, 0.0), tokens=9)]
+    again = [ended("0/0/0", tokens=5), ended("0/0/1", tokens=5), scored("0/0", (1.0, 0.0), tokens=5)]
+    line = line_of(log, *first, *again, step(0, tokens=10), commands=[training(0, "0/0")])
+    assert (line["samples_generated"], line["tokens_generated"]) == (4, 18)
+    assert (line["samples_trained"], line["tokens_trained"]) == (2, 10)
+    assert (line["reward"], line["response_tokens_max"], line["truncated"]) == (0.5, 5, 0.0)
+
+
+def test_a_group_counts_for_the_batch_that_trains_it_not_for_the_one_that_admitted_it(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    late, pulled = scored("0/0", (0.0, 0.0), tokens=90), scored("2/0", (1.0, 1.0), tokens=3)
+    first = line_of(log, ended("2/0/0"), pulled, step(0), commands=[training(0, "2/0")])
+    assert (first["reward"], first["response_tokens"], first["no_signal"]) == (1.0, 3, 1.0)
+    line_of(log, late, step(1))
+    last = line_of(log, ended("0/0/0"), late, step(2), commands=[training(2, "0/0")])
+    assert (last["reward"], last["response_tokens_max"], last["staleness"]) == (0.0, 90, 2)
+
+
+def test_groups_that_were_filtered_are_told_apart_from_those_that_were_trained(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.observe(scored("0/1", (1.0, 1.0)), [outcome("0/1", "filtered")], 0.5)
+    line = line_of(log, scored("0/0", (1.0, 0.0)), step(0), commands=[training(0, "0/0"), outcome("0/2", "stale")])
+    assert (line["reward"], line["reward_with_filtered"], line["no_signal"]) == (0.5, 0.75, 0.5)
+    assert (line["groups_trained"], line["groups_filtered"], line["groups_stale"]) == (1, 1, 1)
+    line = line_of(log, scored("1/0", (1.0, 0.0)), step(1), commands=[training(1, "1/0")])
+    assert "reward_with_filtered" not in line, "they belong to the line of the batch beside which they ended"
+
+
+def test_with_two_passes_a_sample_is_trained_once_and_its_rows_are_in_two_steps(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", passes=2)
+    rounds = [training(0, "0/0"), training(0, "0/0", pass_index=1)]
+    line = line_of(log, scored("0/0", (1.0, 0.0)), step(0, rows=4, tokens=16), commands=rounds)
+    assert (line["samples_trained"], line["tokens_trained"], line["groups_trained"]) == (2, 8, 1)
+    assert (line["rows_in_steps"], line["tokens_in_steps"]) == (4, 16)
+    assert line["samples_per_s"] == 1.0
+
+
+def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    metrics = {"loss": float("nan"), "grad_norm": float("inf"), "skipped_nonfinite": 1.0}
+    log.observe(msgspec.structs.replace(step(0), metrics=metrics), [], 1.0)
+    assert "loss" not in log.last_line
+    assert log.last_line["skipped_nonfinite"] == 1.0
+    assert b"NaN" not in (tmp_path / "metrics.jsonl").read_bytes()
 
 
 def test_the_first_batch_begins_when_there_are_weights_to_generate_with(tmp_path: Path):
@@ -90,16 +170,14 @@ def test_nothing_is_kept_of_the_samples_of_a_run_that_trains_nothing(tmp_path: P
     log = MetricsLog(tmp_path / "metrics.jsonl", trains=False)
     for number in range(1, 200):
         log.observe(ended(f"{number}/0/0", 1.0), [], float(number))
-    assert not log._open
+    assert not log._groups
 
 
 def test_a_group_told_twice_counts_once(tmp_path: Path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    for _ in range(2):
-        log.observe(scored("0/0", (1.0, 1.0)), [], 0.0)
-    line = log.observe(step(0), [], 1.0)
-    assert line is not None
-    assert line["samples"] == 2
+    score = scored("0/0", (1.0, 0.0))
+    line = line_of(log, score, score, step(0), commands=[training(0, "0/0")])
+    assert (line["reward"], line["groups_trained"]) == (0.5, 1)
 
 
 def test_a_line_is_written_once_also_after_a_restart(tmp_path: Path):
@@ -107,7 +185,7 @@ def test_a_line_is_written_once_also_after_a_restart(tmp_path: Path):
     assert MetricsLog(path).observe(step(0), [], 1.0) is not None
     assert MetricsLog(path).observe(step(0), [], 1.0) is None
     assert MetricsLog(path).observe(step(0, epoch=2), [], 1.0) is not None
-    assert [(line["epoch"], line["batch"]) for line in read_metrics(path)] == [(1, 0), (2, 0)]
+    assert [(line["incarnation"], line["batch"]) for line in read_metrics(path)] == [(1, 0), (2, 0)]
 
 
 def test_steps_that_are_told_again_add_only_what_is_missing(tmp_path: Path):
@@ -126,10 +204,40 @@ def test_steps_that_are_told_again_add_only_what_is_missing(tmp_path: Path):
     assert again.curves.as_dict()["batch"] == [0, 1, 2]
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path):
+WHOLE = b'{"batch": 0, "incarnation": 1}\n'
+
+
+@pytest.mark.parametrize("tail", [b'{"batch": 1, "inc', b'{"batch": 1, "incarnation": 1}', b"\0\0\0", b"{", b""])
+def test_a_line_after_a_torn_one_is_whole(tmp_path: Path, tail: bytes):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"batch": 0, "epoch": 1}\n{"batch": 1, "ep', encoding="utf-8")
-    assert [line["batch"] for line in read_metrics(path)] == [0]
+    path.write_bytes(WHOLE + tail)
+    whole = [0, 1] if tail.endswith(b"}") else [0]
+    assert [line["batch"] for line in read_metrics(path)] == whole
+    MetricsLog(path).observe(step(7), [], 1.0)
+    assert [line["batch"] for line in read_metrics(path)] == [*whole, 7]
+    assert read_file(path).damaged == []
+
+
+DAMAGED = [b'{"batch": 1, "inc', b"\xff\xfe", b"17", b"{}", b"[" * 100_000, b'{"batch": "x"}', b""]
+
+
+@pytest.mark.parametrize("bad", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_costs_no_other_and_is_named(tmp_path: Path, bad: bytes):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(WHOLE + bad + b"\n" + WHOLE.replace(b"0", b"2"))
+    file = read_file(path)
+    assert [line["batch"] for line in file.lines] == [0, 2]
+    assert file.damaged == [2]
+    assert file.say() == "metrics.jsonl: 1 damaged, left out: line 2"
+    MetricsLog(path).observe(step(7), [], 1.0)
+    assert [line["batch"] for line in read_metrics(path)] == [0, 2, 7]
+
+
+def test_what_the_incarnation_was_called_before_is_still_read(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"batch": 0, "epoch": 3}\n', encoding="utf-8")
+    assert read_metrics(path) == [{"batch": 0, "incarnation": 3}]
+    assert MetricsLog(path).observe(step(0, epoch=3), [], 1.0) is None
 
 
 def test_idle_is_the_share_of_time_that_was_not_busy():
@@ -158,25 +266,27 @@ def test_idle_is_the_share_of_time_that_was_not_busy():
 def test_an_orchestrator_that_was_started_again_knows_what_the_open_batches_hold(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     MetricsLog(path).observe(step(0), [], 1.0)
-    before = [scored("1/0", (1.0, 0.0)), step(0), scored("1/1", (0.0, 0.0))]
+    before = [ended("1/0/0"), scored("1/0", (1.0, 0.0)), step(0), ended("1/1/0", tokens=3), scored("1/1", (0.0, 0.0))]
     log = MetricsLog(path)
-    log.recall(JournalRecord(seq=seq, now_s=float(seq), event=event) for seq, event in enumerate(before, start=1))
-    line = log.observe(step(1), [], 4.0)
+    records = [JournalRecord(seq=seq, now_s=float(seq), event=event) for seq, event in enumerate(before, start=1)]
+    log.recall(records, [training(1, "1/0", "1/1")])
+    line = log.observe(step(1, rows=4), [], 5.0)
     assert line is not None
-    assert (line["reward"], line["samples"], line["seconds"]) == (0.25, 4, 2.0)
+    assert (line["reward"], line["groups_trained"], line["seconds"]) == (0.25, 2, 2.0)
+    assert (line["samples_generated"], line["tokens_generated"]) == (1, 3)
     assert [line["batch"] for line in read_metrics(path)] == [0, 1]
 
 
-def ended(row: str, engine_s: float) -> RolloutFinished:
-    return RolloutFinished(
-        row_id=RowId(row),
-        worker_id=WorkerId("generate-0.1"),
-        response_tokens=4,
-        finish_reason=FinishReason.STOP,
-        oldest=W0,
-        newest=W0,
-        engine_s=engine_s,
-    )
+def test_a_step_that_was_told_again_before_a_restart_begins_no_batch(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    for batch in (0, 1):
+        MetricsLog(path).observe(step(batch), [], 1.0)
+    before = [step(0), step(1), ended("2/0/0"), step(0), step(1)]
+    log = MetricsLog(path)
+    log.recall(JournalRecord(seq=seq, now_s=float(seq), event=event) for seq, event in enumerate(before, start=1))
+    line = log.observe(step(2), [], 6.0)
+    assert line is not None
+    assert (line["seconds"], line["samples_generated"]) == (4.0, 1)
 
 
 def evaluated(number: int, answered: int = 4) -> EvaluationOutcome:
@@ -200,14 +310,14 @@ def test_an_evaluation_has_a_line_of_its_own_with_its_cost_and_none_of_it_is_a_b
     log.observe(ended(row_id(group, 0), engine_s=1.0), [], 1.0)
     log.observe(scored(group, (1.0,)), [evaluated(0)], 1.5)
     log.observe(scored("0/0", (0.0, 0.0)), [], 1.6)
-    batch = log.observe(step(0), [], 2.0)
+    batch = log.observe(step(0), [training(0, "0/0")], 2.0)
     (line,) = read_evaluations(path)
     assert (line["eval"], line["version"], line["time_s"]) == (0, 0, 1.5)
     assert (line["eval_reward"], line["eval_right"]) == (0.5, 0.25)
     assert line["eval_share"] == 0.25
     assert (line["eval_tokens"], line["eval_seconds"], line["eval_short"]) == (16, 2.0, "")
     assert batch is not None
-    assert (batch["reward"], batch["samples"]) == (0.0, 2)
+    assert (batch["reward"], batch["samples_generated"]) == (0.0, 1)
     assert [one["batch"] for one in read_metrics(path)] == [0]
 
 
@@ -220,3 +330,8 @@ def test_an_evaluation_is_written_once_over_restarts_and_has_no_means_without_an
     assert [line["eval"] for line in lines] == [0, 1]
     assert "eval_reward" not in lines[1]
     assert log.evaluations == lines
+
+
+def test_quantiles_are_lengths_that_occur():
+    assert quantiles(range(1, 11)) == {"response_tokens_p50": 5, "response_tokens_p90": 9}
+    assert quantiles([7]) == {"response_tokens_p50": 7, "response_tokens_p90": 7}

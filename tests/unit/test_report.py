@@ -13,7 +13,7 @@ from orchestrator.report import finish
 from orchestrator.report.comparison import differing_settings, labels, render_comparison
 from orchestrator.report.curves import Series, draw_chart, series_of
 from orchestrator.report.page import render_report
-from orchestrator.report.record import quantiles, read_run
+from orchestrator.report.record import read_run
 from orchestrator.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
 from orchestrator.runtime.journal import Journal
 from orchestrator.runtime.metrics import read_lines, read_metrics
@@ -65,10 +65,8 @@ def make_run(run_dir: Path, *, lr: float = 1e-5, reward: float = 0.5, hostile: b
     journal, _ = Journal.open(run_dir / "journal")
     journal.append([JournalRecord(seq=seq, now_s=now_s, event=event) for seq, (now_s, event) in enumerate(events, 1)])
     journal.close()
-    lines = [
-        {"batch": batch, "version": batch + 1, "epoch": 1, "time_s": 5.0 + 4 * batch, "reward": reward, "right": 1.0}
-        for batch in range(2)
-    ]
+    of_all = {"incarnation": 1, "reward": reward, "right": 1.0, "response_tokens_max": 9}
+    lines = [{"batch": batch, "version": batch + 1, "time_s": 5.0 + 4 * batch, **of_all} for batch in range(2)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "config.toml").write_text(f'[run]\nname = "x"  # --set\n\n[trainer]\nlr = {lr}  # default\n')
     text = HOSTILE if hostile else "Answer: 3"
@@ -144,6 +142,17 @@ def test_a_comparison_puts_runs_side_by_side(tmp_path: Path):
     assert labels(read) == ["x (1)", "x (2)"]
 
 
+def test_damaged_metrics_are_named_and_stay_for_whoever_audits_the_run(tmp_path: Path):
+    run_dir, notes = make_run(tmp_path / "run"), []
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"batch": 0', b'"ba\xffch": 0'))
+    before = path.read_bytes()
+    page = finish.finish_run(RunDir(run_dir), notes.append).read_text()
+    assert path.read_bytes() == before
+    assert any("1 damaged, left out: line 1" in note for note in notes)
+    assert "1 damaged, left out: line 1" in Tags(page).text
+
+
 def test_one_run_is_no_comparison(tmp_path: Path):
     with pytest.raises(ConfigError, match="two runs"):
         finish.compare([make_run(tmp_path / "run")], tmp_path / "comparison.html")
@@ -179,7 +188,6 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     assert report == run_dir / "report.html"
     assert json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     assert [line.items() >= old.items() for line, old in zip(after, before, strict=True)] == [True, True]
-    assert after[0]["response_tokens_p50"] == after[0]["response_tokens_p90"] == 9
     # batch 0 ends at 5 s: joined at 1, its sample runs in [2, 3], is scored at 3.5, the trainer steps in [4.5, 5]
     assert after[0]["bubble_generation_skew_s"] == 0.0
     assert after[0]["bubble_generation_other_s"] == 2.0
@@ -193,7 +201,7 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
 EVALUATION = {
     "eval": 0,
     "version": 1,
-    "epoch": 1,
+    "incarnation": 1,
     "time_s": 6.0,
     "eval_reward": 0.625,
     "eval_right": 0.5,
@@ -253,15 +261,9 @@ def test_a_torn_line_of_samples_is_left_out(tmp_path: Path):
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_quantiles_are_lengths_that_occur():
-    assert quantiles(range(1, 11)) == {"response_tokens_p50": 5, "response_tokens_p90": 9}
-    assert quantiles([7]) == {"response_tokens_p50": 7, "response_tokens_p90": 7}
-    assert quantiles([]) == {}
-
-
 def test_a_chart_leaves_out_what_is_no_number():
     series = series_of("loss", [{"batch": 0, "loss": float("nan")}, {"batch": 1, "loss": 2.0}, {"batch": 2}], "loss")
-    assert series.points == [(1.0, 2.0)]
+    assert series.points == [(2.0, 2.0)], "people count batches from 1"
     assert draw_chart("loss", [series]) is not None
     assert draw_chart("loss", [Series(name="loss", points=())]) is None
 

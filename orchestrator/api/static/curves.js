@@ -20,7 +20,7 @@ const CHARTS = [
   { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "train", "wait", "publish"], floor: 0, robust: true },
   { title: "Tokens a second", names: ["tokens_per_s"], floor: 0, robust: true },
 ];
-const NOT_CURVES = /^(batch|version|epoch|time_s)$/;
+const NOT_CURVES = /^(batch|version|incarnation|time_s)$/;
 const shared = { batch: null }; // the batch that is read out, in all charts at once
 
 let last = null;
