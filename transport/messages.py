@@ -13,6 +13,7 @@ import msgspec
 
 from transport.errors import MessageError
 from transport.types import (
+    MAX_DIMENSIONS,
     Count,
     EntryId,
     FinishReason,
@@ -684,25 +685,32 @@ class UpdateRequest(Struct, frozen=True, kw_only=True):
     manifest: WeightManifest | None = None
 
 
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Addresses: TypeAlias = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=8192)], ...], msgspec.Meta(max_length=64)]
+
+
 class TensorSpec(Struct, frozen=True, kw_only=True):
     """One tensor inside a manifest's byte range. dtype: torch's name without the prefix, e.g. "bfloat16"."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-    checksum: str
+    name: Name
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    dtype: Name
+    offset: Count
+    nbytes: Count
+    checksum: Name
 
 
 class WeightManifest(Struct, frozen=True, kw_only=True):
-    """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/..."""
+    """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/...
+
+    What is bounded here is checked when it is decoded; ``tensors.manifest.check_manifest`` checks what must agree.
+    """
 
     weights: WeightIdentity
     tensors: tuple[TensorSpec, ...]
-    total_bytes: int
-    sources: tuple[str, ...]
-    host: str
+    total_bytes: Count
+    sources: Addresses
+    host: Name
 
 
 STARTING = "starting"

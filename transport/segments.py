@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
@@ -27,8 +28,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from transport.errors import ChecksumError, MessageError, SegmentSpaceError
-from transport.tensors.shm import SHARED_MEMORY, choose_directory, sweep_stale
+from transport.tensors.shm import SHARED_MEMORY, choose_directory, create_locked, open_own, sweep_stale
 
+_PREFIX = "streamrl-rows@"
 _NAME = re.compile(r"[0-9]+@[0-9a-f]{12}")
 _BUFFERS_AT_ONCE = 1024
 """IOV_MAX of Linux: buffers in one pwritev."""
@@ -44,7 +46,7 @@ def path_of(name: str, directory: Path = SHARED_MEMORY) -> Path:
     """The file of a segment. Raises MessageError for what is no name: a message cannot make us open any file."""
     if not _NAME.fullmatch(name):
         raise MessageError(f"{name!r} is not the name of a segment")
-    return directory / f"streamrl-rows@{name}"
+    return directory / f"{_PREFIX}{name}"
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def open_segment(name: str, *, write: bool = False, directory: Path = SHARED_MEM
     Raises OSError: there is no such file (any more), it is another host's or another user's, or it is being reused.
     """
     path = path_of(name, directory)
-    fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = open_own(path, os.O_RDWR if write else os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -155,13 +157,9 @@ class Segments:
         except SegmentSpaceError:
             self.trim(0)
             choose_directory([self.directory], nbytes)
-        while True:
-            name = _new_name()
-            fd = os.open(path_of(name, self.directory), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.fstat(fd).st_nlink:  # else somebody swept it before it was locked
-                break
-            os.close(fd)
+        paths = (path_of(_new_name(), self.directory) for _ in itertools.count())
+        path, fd = create_locked(paths, fcntl.LOCK_SH)
+        name = path.name.removeprefix(_PREFIX)
         os.ftruncate(fd, nbytes)
         self._held[name], self._sizes[name] = fd, nbytes
         return name

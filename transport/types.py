@@ -45,6 +45,8 @@ Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """Differences of clocks: below 0 at most by what they err."""
 
+MAX_DIMENSIONS = 8
+"""Of an array in a user's column, or in a version of the weights."""
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; readers accept this version and the one before."""
 

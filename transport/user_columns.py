@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import MessageError
-from transport.types import Column
+from transport.types import MAX_DIMENSIONS, Column
 
 Value: TypeAlias = "NDArray[Any] | str"
 Values: TypeAlias = "Sequence[object] | NDArray[Any]"
@@ -32,7 +32,6 @@ ColumnBytes: TypeAlias = bytes | memoryview
 
 MAX_VALUE_BYTES = 64 * 1024 * 1024
 """As for a run's column: more is a mistake, not a row."""
-MAX_DIMENSIONS = 8
 
 _TEXT = 0
 _KINDS: dict[int, np.dtype[Any]] = {
@@ -65,9 +64,9 @@ def encode_pieces(value: object) -> EncodedPieces:
         return _checked(_header(_TEXT, ()), value.encode())
     array = np.asarray(value)
     kind = _KIND_OF.get(array.dtype.newbyteorder("<"))
-    if kind is None or array.ndim > MAX_DIMENSIONS:
+    if kind is None or array.ndim > MAX_DIMENSIONS or _span_bytes(array.shape, kind) > MAX_VALUE_BYTES:
         known = ", ".join(str(dtype) for dtype in _KIND_OF)
-        raise ValueError(f"no column holds {array.dtype} of {array.ndim} dimensions; text and {known} can be stored")
+        raise ValueError(f"no column holds {array.dtype} of shape {array.shape}; text and {known} can be stored")
     return _checked(_header(kind, array.shape), _elements(array.astype(_KINDS[kind], copy=False)))
 
 
@@ -165,8 +164,8 @@ def decode_table(column: Column, raws: Sequence[ColumnBytes]) -> NDArray[Any] | 
 
     Values that lie in one buffer at equal distances are not copied.
     """
-    keys = {(bytes(raw[: _start(raw)]), len(raw)) for raw in raws if len(raw) > 1}
-    if len(keys) != 1 or raws[0][0] == _TEXT:
+    keys = {(bytes(raw[: _start(raw)]) if len(raw) > 1 else b"", len(raw)) for raw in raws}
+    if len(keys) != 1 or raws[0][:1] in (b"", bytes([_TEXT])):
         return decode_values(column, raws)
     kind, shape, start = _read_header(column, raws[0])
     table = _as_table(raws)
@@ -230,9 +229,16 @@ def _read_header(column: Column, raw: ColumnBytes) -> tuple[int, tuple[int, ...]
     if len(raw) < start or (kind != _TEXT and kind not in _KINDS):
         raise MessageError(f"column {column} has {len(raw)} bytes of an unknown kind")
     shape: tuple[int, ...] = struct.unpack_from(f"<{raw[1]}I", raw, 4)
-    if kind != _TEXT and len(raw) - start != math.prod(shape) * _KINDS[kind].itemsize:
+    if kind != _TEXT and (
+        len(raw) - start != math.prod(shape) * _KINDS[kind].itemsize or _span_bytes(shape, kind) > MAX_VALUE_BYTES
+    ):
         raise MessageError(f"column {column} has {len(raw) - start} bytes, which are no array of shape {shape}")
     return kind, shape, start
+
+
+def _span_bytes(shape: Sequence[int], kind: int) -> int:
+    """What an array would take if none of its dimensions were 0: numpy makes no empty one beyond 2^63."""
+    return math.prod(max(1, size) for size in shape) * _KINDS[kind].itemsize
 
 
 def _text(column: Column, raw: ColumnBytes) -> str:

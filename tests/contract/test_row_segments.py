@@ -52,6 +52,18 @@ async def held_segments(broker: Broker, block: Block) -> set[str]:
     return {at.segment for at in locators if isinstance(at, SegmentLocator)}
 
 
+async def test_a_fifo_under_the_name_of_a_segment_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(path_of("1@0123456789ab", tmp_path))
+    for write in (False, True):
+        with pytest.raises(PermissionError), open_segment("1@0123456789ab", write=write, directory=tmp_path):
+            pass
+    unit = StorageUnit(max_bytes=1 << 20, directory=tmp_path)
+    client = UnitClient(unit.start())
+    assert client.allocate([GROUP], 1000), "its first segment sweeps"
+    client.close()
+    unit.close()
+
+
 async def test_large_values_go_through_shared_memory_and_small_locators(
     unit_rows: UnitRows, block: Block, broker: Broker, units: list[StorageUnit]
 ) -> None:

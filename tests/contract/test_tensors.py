@@ -1,6 +1,8 @@
 """One contract over every tensor backend: the same bytes, the same errors, also from peers that lie, leave or stall."""
 
 import contextlib
+import fcntl
+import itertools
 import multiprocessing
 import os
 import socket
@@ -25,13 +27,13 @@ from transport.errors import (
     StreamError,
 )
 from transport.messages import MessageDecoder, encode
-from transport.tensors.address import Address, parse_address
+from transport.tensors.address import Address, host_id, parse_address
 from transport.tensors.base import Deadline, SegmentStore
 from transport.tensors.endpoint import Endpoint, parse_ports
 from transport.tensors.inproc import InprocStore
 from transport.tensors.server import MAX_CONNECTIONS, MAX_UNPROVEN, ChannelServer
-from transport.tensors.shm import ShmStore, sweep_stale
-from transport.tensors.sources import reader_for
+from transport.tensors.shm import ShmStore, create_locked, file_name, sweep_stale
+from transport.tensors.sources import choose_sources, reader_for
 from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader
 from transport.tensors.wire import Channel, Hello, Proof, Refused, connect, greet_client, greet_server
 from transport.types import PROTOCOL_VERSION
@@ -217,6 +219,79 @@ def test_segments_of_dead_owners_are_swept_and_those_of_living_ones_are_not(tmp_
     assert sweep_stale(tmp_path) == []
     assert pull(address) == CONTENT
     first.close()
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Path]:
+    """One that nobody writes to, under the name of a segment."""
+    path = tmp_path / "streamrl-run@1@v1"
+    os.mkfifo(path, 0o666)
+    yield path
+    path.unlink()
+
+
+def test_a_fifo_under_a_name_of_ours_stops_neither_a_run_nor_a_reader(fifo: Path) -> None:
+    assert sweep_stale(fifo.parent) == []
+    store = ShmStore("waiting", (fifo.parent,))
+    address = publish(store, "v1")
+    assert pull(address) == CONTENT
+    with pytest.raises(PeerUnavailableError, match="not a file of this user"):
+        pull(f"{address.rpartition('/')[0]}/{fifo.name}")
+    store.close()
+
+
+def test_a_name_that_a_stranger_took_leads_to_another(tmp_path: Path) -> None:
+    taken = tmp_path / file_name("run", "v1")
+    os.mkfifo(taken)
+    store = ShmStore("run", (tmp_path,))
+    assert pull(publish(store, "v1")) == CONTENT
+    store.close()
+    taken.unlink()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileExistsError, match="names for a segment are taken"):
+        create_locked(itertools.repeat(tmp_path), fcntl.LOCK_EX)
+
+
+def test_a_file_that_its_owner_may_still_change_is_not_read(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving a file to another user needs root")
+    store = ShmStore("foreign", (tmp_path,))
+    address = publish(store, "v1")
+    (path,) = tmp_path.iterdir()
+    os.chown(path, 65534, 65534)
+    with pytest.raises(PeerUnavailableError, match="not a file of this user"):
+        pull(address)
+    store.close()
+    dead = tmp_path / file_name("foreign", "v2")
+    dead.touch()
+    os.chown(dead, 65534, 65534)
+    assert sweep_stale(tmp_path) == [], "it is not ours to remove"
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+BAD_SOURCES = [
+    "tcp://[",
+    "tcp://h:99999/x",
+    "tcp://h:7/a\0b",
+    f"shm://{host_id()}//dev/shm\0/streamrl-r@1@x",
+    "x" * 9000,
+    "",
+]
+
+
+def test_what_is_no_address_is_left_out_and_named_where_nothing_else_is_there() -> None:
+    good = "tcp://127.0.0.1:7/v1"
+    assert [str(address) for address in choose_sources([*BAD_SOURCES, good], host_id())] == [good]
+    for source in BAD_SOURCES:
+        with pytest.raises(MessageError):
+            choose_sources([source], host_id())
+
+
+def test_a_host_that_cannot_be_one_is_unavailable() -> None:
+    for host in ("a..b", "a" * 64, "%00"):
+        with pytest.raises(PeerUnavailableError):
+            pull(f"tcp://{host}:7/v1", deadline_s=5.0)
 
 
 # --- tcp: secrets, and peers that lie, leave or stall -----------------------------------------------------------------

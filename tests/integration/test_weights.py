@@ -9,9 +9,17 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.fakes.engine import FakeEngine
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.clock import MonotonicClock
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.messages import WeightManifest, encode, manifest_decoder
+from transport.messages import TensorSpec, WeightManifest, WeightsFailed, WeightsLoaded, encode, manifest_decoder
 from transport.tensors.endpoint import Endpoint
+from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
+from transport.types import RunName, WeightIdentity, WorkerId
+from workers.generation.updates import WeightUpdates, newest_manifest
 from workers.generation.weights import WeightPuller
 from workers.trainer.publish import CHUNK_ELEMENTS, WeightPublisher
 
@@ -109,6 +117,77 @@ def test_publishing_the_same_version_twice_is_a_bug(publisher: WeightPublisher) 
     publisher.publish(1, 0, policy(), torch.bfloat16)
     with pytest.raises(ValueError, match="exists"):
         publisher.publish(1, 0, policy(), torch.bfloat16)
+
+
+def test_a_source_that_is_no_address_is_passed_over(publisher: WeightPublisher) -> None:
+    manifest = publisher.publish(1, 0, policy(), torch.float32)
+    assert pulled(replace(manifest, sources=("tcp://[", *manifest.sources)))
+    with pytest.raises(MessageError, match="not an address"):
+        pulled(replace(manifest, sources=("tcp://[",)))
+
+
+LONG = 50_000 * (2**48,)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": LONG},
+        {"shape": (-1,)},
+        {"shape": (2**49,)},
+        {"offset": -64},
+        {"nbytes": -4},
+        {"name": 2000 * "n"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_tensor_that_cannot_be_is_refused_when_its_manifest_is_read(changed: dict[str, object]) -> None:
+    spec = replace(plan_layout([("weight", (2, 3), "float32")])[0], **changed)
+    manifest = WeightManifest(
+        weights=WeightIdentity(epoch=1, version=0), tensors=(spec,), total_bytes=64, sources=(), host="h"
+    )
+    with pytest.raises(MessageError):
+        manifest_decoder.decode(encode(manifest))
+    with pytest.raises(MessageError):
+        check_manifest(manifest)
+
+
+def test_a_shape_that_no_tensor_has_is_refused_also_where_nothing_was_decoded() -> None:
+    spec = plan_layout([("weight", (0, 3), "float32")])[0]
+    check_manifest(manifest_of(spec))
+    for shape, reason in (((0, 2**48, 2**48), "impossible shape"), (LONG, "50000 dimensions")):  # torch: RuntimeError
+        with pytest.raises(MessageError, match=reason):
+            check_manifest(manifest_of(replace(spec, shape=shape)))
+    with pytest.raises(ValueError, match="9 dimensions"):
+        plan_layout([("weight", (1,) * 9, "float32")])
+
+
+def manifest_of(spec: TensorSpec) -> WeightManifest:
+    weights = WeightIdentity(epoch=1, version=0, digest=digest_tensors([spec]))
+    return WeightManifest(weights=weights, tensors=(spec,), total_bytes=64, sources=(), host="h")
+
+
+async def test_a_worker_passes_over_what_is_no_manifest_and_loads_the_next(publisher: WeightPublisher) -> None:
+    server = MemoryServer()
+    broker = MemoryBroker(server, RunName("run"))
+    updates = WeightUpdates(
+        broker, FakeEngine(), WeightPuller(deadline_s=10), WorkerId("generate-0.1"), MonotonicClock()
+    )
+    good = publisher.publish(1, 1, policy(), torch.float32)
+    bad = replace(good.tensors[0], shape=LONG)
+    for payload in (b"\xff", encode(replace(good, tensors=(bad,))), encode(good)):
+        await broker.append(keys.WEIGHTS, Entry(fields={}, payload=payload))
+    assert isinstance(await updates.load(good.weights), WeightsLoaded)
+    unreachable = replace(good, weights=replace(good.weights, version=2), sources=("tcp://[",))
+    await broker.append(keys.WEIGHTS, Entry(fields={}, payload=encode(unreachable)))
+    failed = await updates.load(unreachable.weights)
+    assert isinstance(failed, WeightsFailed)
+    assert "not an address" in failed.reason
+    await broker.append(keys.WEIGHTS, Entry(fields={}, payload=b"\xff"))
+    newest = await newest_manifest(broker)
+    assert newest is not None
+    assert newest[1].weights.version == 2
+    await broker.close()
 
 
 def publish_and_die(run_dir: Path, manifests: "multiprocessing.SimpleQueue[bytes]") -> None:

@@ -1,5 +1,7 @@
 """Users' columns: names that are allowed, values that come back exactly, bytes that are refused."""
 
+import contextlib
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from transport.errors import MessageError
 from transport.types import Column, is_user_name
-from transport.user_columns import check_value, decode_value, encode_value
+from transport.user_columns import check_value, decode_table, decode_value, encode_value
 
 NAME = Column("x_notes")
 DTYPES = ["?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", ">i4"]
@@ -65,6 +67,21 @@ def _refusal(read: Callable[[Column, bytes], object], raw: bytes) -> str:
     except MessageError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("shape", [(0, *3 * [2**32 - 1]), (*6 * [2**32 - 1], 0), (2**31, 0, 2**31)])
+def test_an_empty_array_of_a_shape_that_numpy_does_not_make_is_refused(shape: tuple[int, ...]) -> None:
+    raw = struct.pack(f"<BBxx{len(shape)}I", 8, len(shape), *shape)
+    raw += bytes(-len(raw) % 8)
+    for read in (check_value, decode_value, lambda name, one: decode_table(name, [one, one])):
+        with pytest.raises(MessageError, match="no array of shape"):
+            read(NAME, raw)
+
+
+@given(st.lists(st.binary(max_size=16) | st.just(encode_value([1.0, 2.0])), max_size=3))
+def test_any_table_of_bytes_is_values_or_a_named_error(raws: list[bytes]) -> None:
+    with contextlib.suppress(MessageError):
+        assert len(decode_table(NAME, raws)) == len(raws)
 
 
 def test_an_array_cut_short_is_refused() -> None:

@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 
 from transport.errors import MessageError
 
+MAX_CHARACTERS = 8192
+"""Of an address: a path has 4,096."""
 SCHEMES = ("shm", "inproc", "tcp")
 """The cheapest first."""
 
@@ -41,6 +43,8 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Read an address. Raises MessageError that names the valid schemes, or what is wrong with it."""
+    if len(text) > MAX_CHARACTERS or not text.isprintable():  # a NUL would raise where the path or host is used
+        raise MessageError(f"{text[:80]!r} is not an address")
     try:
         parts = urlsplit(text)
         port = parts.port or 0

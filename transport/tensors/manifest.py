@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from transport.errors import ChecksumError, MessageError
 from transport.messages import TensorSpec, WeightManifest
+from transport.types import MAX_DIMENSIONS
 
 ALIGNMENT_BYTES = 64
 """Offsets are multiples of it: one cache line, and enough for any vector load on a view."""
@@ -38,6 +39,10 @@ ITEM_BYTES = {
 """Bytes of one element, by torch's name of the dtype."""
 
 
+MAX_ELEMENTS = 2**48
+"""Of a tensor, a dimension of 0 counted as 1: torch has no strides for more, also where there are no elements."""
+
+
 def aligned(nbytes: int) -> int:
     """The next multiple of ALIGNMENT_BYTES, >= ``nbytes``."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -48,7 +53,7 @@ def plan_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> tuple[Tens
 
     Args:    tensors: (name, shape, dtype) in the order of their bytes; names are unique.
     Returns: specs with empty checksums; offsets ascend and are multiples of ALIGNMENT_BYTES.
-    Raises:  ValueError: an unknown dtype or a name used twice.
+    Raises:  ValueError: an unknown dtype, a name used twice, or too many dimensions.
     """
     specs: dict[str, TensorSpec] = {}
     end = 0
@@ -57,6 +62,8 @@ def plan_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> tuple[Tens
             raise ValueError(f"tensor {name!r} is named twice")
         if dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        if len(shape) > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {len(shape)} dimensions, and {MAX_DIMENSIONS} are the most")
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         offset = aligned(end)
         specs[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, offset=offset, nbytes=nbytes, checksum="")
@@ -130,8 +137,12 @@ def check_manifest(manifest: WeightManifest) -> None:
 def _check_spec(spec: TensorSpec) -> None:
     if spec.dtype not in ITEM_BYTES:
         raise MessageError(f"tensor {spec.name!r} has unknown dtype {spec.dtype!r}")
+    if len(spec.shape) > MAX_DIMENSIONS:
+        raise MessageError(f"tensor {spec.name!r} has {len(spec.shape)} dimensions")
     if spec.offset < 0 or spec.offset % ALIGNMENT_BYTES or any(size < 0 for size in spec.shape):
         raise MessageError(f"tensor {spec.name!r} has offset {spec.offset} and shape {spec.shape}")
+    if math.prod(max(1, size) for size in spec.shape) > MAX_ELEMENTS:
+        raise MessageError(f"tensor {spec.name!r} has an impossible shape {spec.shape}")
     if spec.nbytes != math.prod(spec.shape) * ITEM_BYTES[spec.dtype]:
         raise MessageError(f"tensor {spec.name!r} of shape {spec.shape} {spec.dtype} cannot have {spec.nbytes} bytes")
 

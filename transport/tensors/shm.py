@@ -2,7 +2,8 @@
 
 Owns: the files and their life. Invariants: a sealed file is never written again; its owner holds an advisory lock
 (flock) on it, which the kernel drops with the process, so an unlocked file is one whose owner died, whatever happened
-to process numbers; a reader's mapping survives the file; a store that was closed makes no file any more.
+to process numbers; a reader's mapping survives the file; a store that was closed makes no file any more; what another
+user puts into shared memory, under whatever name, is neither read, nor waited for, nor removed.
 
 We keep our own files rather than multiprocessing.shared_memory, whose resource tracker unlinks a segment when any
 process that looked at it ends. Bytes go in by pwrite, not through a mapping: a full file system is then an error
@@ -18,9 +19,10 @@ import itertools
 import mmap
 import os
 import re
+import secrets
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +35,7 @@ _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
 _HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _SPARE_BYTES = 16 * 1024 * 1024
 """Left free for others: a /dev/shm filled to the last byte kills whoever touches it next."""
+_NAMES_TRIED = 100
 
 
 def file_name(run: str, name: str) -> str:
@@ -48,12 +51,46 @@ def segment_directories(run_dir: Path) -> tuple[Path, Path]:
     return (SHARED_MEMORY, run_dir / "segments")
 
 
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file of this user; never waits, as opening another user's FIFO of such a name would.
+
+    Raises OSError: there is no such file, or it is a link, or another user's: who may write to it may do so while it is
+    read.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if _HELD.fullmatch(str(path)) else os.O_NOFOLLOW))
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a file of this user", str(path))
+    return fd
+
+
+def create_locked(paths: Iterable[Path], lock: int) -> tuple[Path, int]:
+    """Create a file under the first name that is free and lock it. Returns its path and descriptor.
+
+    Anyone may have taken a name in shared memory, and a sweeper of ours may see the file before it is locked and remove
+    it: then the next name serves. Raises FileExistsError: none is free.
+    """
+    tried = Path()
+    for tried in itertools.islice(paths, _NAMES_TRIED):
+        try:
+            fd = os.open(tried, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return tried, fd
+        os.close(fd)
+    raise FileExistsError(errno.EEXIST, f"{_NAMES_TRIED} names for a segment are taken, the last", str(tried))
+
+
 def sweep_stale(*directories: Path) -> list[str]:
     """Unlink the segments of owners that died, of any run. Returns their file names."""
     swept: list[str] = []
     for path in itertools.chain.from_iterable(directory.glob("streamrl-*@*@*") for directory in directories):
         with contextlib.suppress(OSError):  # another user's, or gone by now
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_own(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -86,16 +123,6 @@ def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
             return directory
         tried.append(f"{directory} has {free} bytes free")
     raise SegmentSpaceError(nbytes, ", ".join(tried))
-
-
-def _create_locked(path: Path) -> int:
-    """Create ``path`` and lock it. A sweeper may see it between the two steps and unlink it: then once more."""
-    while True:
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)
 
 
 class ShmWriter:
@@ -152,8 +179,9 @@ class ShmStore:
             if not self._swept:
                 sweep_stale(*self._directories)
                 self._swept = True
-            path = choose_directory(self._directories, nbytes) / file_name(self._run, name)
-            fd = _create_locked(path)
+            wanted = choose_directory(self._directories, nbytes) / file_name(self._run, name)
+            others = (wanted.with_name(f"{wanted.name}.{secrets.token_hex(4)}") for _ in itertools.count())
+            path, fd = create_locked(itertools.chain([wanted], others), fcntl.LOCK_EX)
             os.ftruncate(fd, nbytes)
             self._open[name] = ShmWriter(self, name, path, fd, nbytes)
             return self._open[name]
@@ -210,7 +238,7 @@ class ShmReader:
         if not held and (not _FILE_NAME.fullmatch(path.name) or ".." in path.parts):
             raise MessageError(f"{address} is not the path of a segment")  # a message cannot make us map any file
         try:
-            fd = os.open(path, os.O_RDONLY | (0 if held else os.O_NOFOLLOW) | os.O_CLOEXEC)
+            fd = open_own(path)
         except OSError as error:
             raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
         try:
@@ -220,9 +248,9 @@ class ShmReader:
 
 
 def _map_private(fd: int, address: Address, nbytes: int) -> mmap.mmap:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-        raise ChecksumError(f"{address} has {status.st_size} bytes instead of {nbytes}")
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 

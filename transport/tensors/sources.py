@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
+from transport.errors import MessageError
 from transport.tensors.address import SCHEMES, Address, host_id, is_loopback, parse_address, process_token
 from transport.tensors.base import SegmentReader
 
@@ -28,11 +28,18 @@ def _reachable_from_here(address: Address, publisher_host: str) -> bool:
 def choose_sources(sources: Sequence[str], publisher_host: str) -> list[Address]:
     """The sources that can be read from here, cheapest first.
 
-    A scheme that this version does not know is left out (a newer publisher may offer it), unless nothing else is
-    there: then MessageError names the valid ones.
+    What is no address is left out, and a scheme that this version does not know (a newer publisher may offer it),
+    unless nothing else is there: then MessageError says what is wrong with the first.
     """
-    known = [source for source in sources if urlsplit(source).scheme in SCHEMES]
-    addresses = [parse_address(source) for source in known or sources]
+    addresses: list[Address] = []
+    problems: list[MessageError] = []
+    for source in sources:
+        try:
+            addresses.append(parse_address(source))
+        except MessageError as error:
+            problems.append(error)
+    if problems and not addresses:
+        raise problems[0]
     usable = [address for address in addresses if _reachable_from_here(address, publisher_host)]
     return sorted(usable, key=lambda address: SCHEMES.index(address.scheme))
 

@@ -153,7 +153,12 @@ class TcpReader:
 
     def _take(self, nbytes: int) -> memoryview:
         spare, self._spare = self._spare, None
-        return spare if spare is not None and spare.nbytes == nbytes else np.empty(nbytes, np.uint8).data
+        if spare is not None and spare.nbytes == nbytes:
+            return spare
+        try:
+            return np.empty(nbytes, np.uint8).data
+        except MemoryError as error:
+            raise ChecksumError(f"there is no memory for {nbytes} bytes") from error
 
     def take_back(self, buffer: memoryview) -> None:
         self._spare = buffer

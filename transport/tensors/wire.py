@@ -222,6 +222,8 @@ def connect(host: str, port: int, address: str, secret: bytes, deadline: Deadlin
         sock = socket.create_connection((host, port), timeout=max(0.001, deadline.remaining_s()))
     except OSError as error:
         raise PeerUnavailableError(address, error.strerror or str(error)) from error
+    except UnicodeError as error:  # from the look-up of a name with an empty part, or one of more than 63 characters
+        raise PeerUnavailableError(address, f"{host[:80]!r} is no host name") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = Channel(sock, address, deadline)
     try:

@@ -29,13 +29,13 @@ from transport.messages import (
     WeightManifest,
     WeightsPublished,
     encode,
-    manifest_decoder,
     update_decoder,
 )
 from transport.tensors.manifest import check_manifest
 from transport.types import Struct, WeightIdentity, WorkerId
 from workers.errors import CheckpointRefusedError, ModelError
 from workers.generation.publish import event_entry
+from workers.generation.updates import newest_manifest
 from workers.lifecycle import Activity
 
 if TYPE_CHECKING:
@@ -131,11 +131,11 @@ class PublishingWorker:
             log.warning("not published", path=str(path), reason=str(error))
 
     async def _newest(self) -> _Newest | None:
-        entries = await self._broker.tail(keys.WEIGHTS, count=1)
-        if not entries:
+        newest = await newest_manifest(self._broker)
+        if newest is None:
             return None
-        manifest = manifest_decoder.decode(entries[0].entry.payload)
-        return _Newest(weights=manifest.weights, path=entries[0].entry.fields.get("path", ""))
+        entry, manifest = newest
+        return _Newest(weights=manifest.weights, path=entry.entry.fields.get("path", ""))
 
     async def _answer(self, delivery: Delivery) -> None:
         """Publish what one entry asks for, or say why not; acknowledged in the same step."""

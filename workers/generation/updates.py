@@ -7,7 +7,7 @@ Invariant: WeightsLoaded is said only once the engine serves what was asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,7 +89,7 @@ class WeightUpdates:
         entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
         cursor = ZERO_ID
         while True:
-            announced = _readable(entries)
+            announced = [manifest for entry in entries if (manifest := read_manifest(entry))]
             if found := [manifest for manifest in announced if manifest.weights == weights]:
                 return found[-1]
             is_overtaken = any(manifest.weights > weights for manifest in announced)
@@ -100,12 +100,19 @@ class WeightUpdates:
             entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
 
 
-def _readable(entries: Sequence[LogEntry]) -> list[WeightManifest]:
-    """The manifests among entries of the weights log, in order; one that cannot be read is skipped."""
-    manifests: list[WeightManifest] = []
-    for entry in entries:
-        try:
-            manifests.append(manifest_decoder.decode(entry.entry.payload))
-        except MessageError as error:
-            log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
-    return manifests
+def read_manifest(entry: LogEntry) -> WeightManifest | None:
+    """What an entry of the weights log says; None for one that cannot be read, which is passed over."""
+    try:
+        return manifest_decoder.decode(entry.entry.payload)
+    except MessageError as error:
+        log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
+        return None
+
+
+async def newest_manifest(broker: Broker) -> tuple[LogEntry, WeightManifest] | None:
+    """The newest entry of the weights log that can be read."""
+    for count in (1, MANIFESTS_LOOKED_AT):  # nearly always the last one
+        for entry in reversed(await broker.tail(keys.WEIGHTS, count=count)):
+            if manifest := read_manifest(entry):
+                return entry, manifest
+    return None
