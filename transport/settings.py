@@ -237,9 +237,9 @@ class ApiSettings(Section, frozen=True, kw_only=True):
     """The orchestrator's HTTP service: health, status, metrics, the live page, control."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"  # off loopback every request needs the secret
+    host: str = "127.0.0.1"  # off loopback STREAMRL_SECRET has to be set
     port: int = 0  # 0: a free one; <run-dir>/api.address says which
-    secret: str = ""  # or in STREAMRL_SECRET; on loopback, empty: one is made for control, in <run-dir>/api.secret
+    secret: str = ""  # or in STREAMRL_SECRET; clients send a key that is made of it, see <run-dir>/api.secret
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):

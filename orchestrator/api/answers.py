@@ -1,13 +1,22 @@
-"""The form of every answer that is JSON."""
+"""What all routes share: numbers in a query, and the form of every answer that is JSON."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+NUMBER = re.compile(r"[0-9]{1,18}")
+"""More digits are more than there is of anything, and int() refuses to read very many."""
+
+
+def number_of(text: str) -> int | None:
+    """A whole number from 0 on that somebody sent, None for anything else."""
+    return int(text) if NUMBER.fullmatch(text) else None
 
 
 def answer(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -25,7 +25,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from orchestrator.api.answers import answer
+from orchestrator.api.answers import answer, number_of
+from orchestrator.api.guard import BodyLimit
 from orchestrator.errors import DataError, RefusedError
 from orchestrator.runtime.service import Service
 from orchestrator.runtime.service_prompts import ServicePrompts
@@ -39,17 +40,19 @@ log = structlog.get_logger(__name__)
 
 MAX_GENERATE_BYTES = 32 * 1024 * 1024
 """Of a body with prompts: 10,000 of 500 tokens. One is read at a time, so this bounds what bodies take together."""
-BODY_LIMITS = {"/generate": MAX_GENERATE_BYTES}
-"""For the guard; whatever is not named here has its own, small limit."""
 BODY_S = 60.0
-"""How long a client may take to send its prompts, its turn included."""
+"""How long a client's prompts may take, from its first byte to the last token id, its turn included."""
+BODY_LIMITS = {"/generate": BodyLimit(MAX_GENERATE_BYTES, BODY_S)}
+"""For the guard; whatever is not named here has its own, small limit."""
+MAX_PATH_CHARACTERS = 1024
+NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*$"
 READER_S = 300.0
 """A reader that takes nothing for so long is let go; what it has not taken is kept for when it comes back."""
 MAX_WAIT_S = 600.0
 NDJSON = "application/x-ndjson"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,20 +81,20 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     acknowledge: bool = False
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``taken``."""
 
-    upto: Annotated[int, msgspec.Meta(ge=0)]
+    upto: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /update``: one of the two. path: of a checkpoint, below the publisher's --weights-dir."""
 
-    path: str = ""
+    path: Annotated[str, msgspec.Meta(max_length=MAX_PATH_CHARACTERS, pattern=NO_CONTROL_CHARACTERS)] = ""
     manifest: WeightManifest | None = None
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] = 120.0
 
@@ -142,12 +145,13 @@ class ServiceApi:
     async def resume(self, request: Request) -> Response:
         ticket = self._find(request)
         untaken = self._service.first_untaken(ticket)
-        asked = request.query_params.get("from", str(untaken))
-        if not asked.isdecimal() or int(asked) > ticket.num_samples:
+        asked = request.query_params.get("from")
+        first = untaken if asked is None else number_of(asked)
+        if first is None or first > ticket.num_samples:
             raise HTTPException(400, f"from must be a number of a sample, 0 to {ticket.num_samples}")
-        if int(asked) < untaken:
+        if first < untaken:
             raise HTTPException(410, f"samples before {untaken} were taken and are gone")
-        return self._stream(ticket, int(asked))
+        return self._stream(ticket, first)
 
     async def taken(self, request: Request) -> Response:
         ticket = self._find(request)

@@ -1,20 +1,24 @@
 """Who may ask, and how much: the door in front of every HTTP route.
 
-Owns: the checks of host, origin, secret and size, and the headers of every answer. Never: what a route does.
-Invariant: off loopback nothing but ``/health`` is answered without the secret; what changes a run is answered to nobody
-without it. Source: ours (DESIGN, trust).
+Owns: the checks of host, origin and key, of a body's size and time, and the headers of every answer. Never: what a
+route does. Invariant: without the run's key nothing is answered but ``/health`` and the files of the live page, which
+tell nothing of a run; on loopback neither, because a machine has other users. What is open is named; a new route is
+closed by itself.
+Source: ours (DESIGN, trust).
 
-    loopback   a web page of another origin may reach us through its visitor's browser: Host and Origin are checked
-               (DNS rebinding, forged requests); reading needs no secret, changing does
-    elsewhere  every request carries ``Authorization: Bearer <secret>``, or Basic with it as the password (browsers ask)
+    everywhere  a request carries ``Authorization: Bearer <key>``; a browser never adds it by itself, as it does with
+                passwords that it once asked for, so a page of another origin has nothing to ride on
+    loopback    such a page may still reach us through its visitor's browser: Host and Origin are checked, too (DNS
+                rebinding, forged requests)
 """
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,11 +26,26 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_BODY_BYTES = 1024 * 1024
-"""Larger than anything that most routes read; a body that is longer is refused before it is held."""
-OPEN_PATHS = ("/health",)
-"""Said to anyone: a container's health check has no secret, and learns nothing else."""
+from orchestrator.api.answers import number_of
+
+
+class BodyLimit(NamedTuple):
+    """num_bytes: a longer one is refused before it is held.  seconds: from when a route begins to read it."""
+
+    num_bytes: int = 1024 * 1024
+    seconds: float = 5.0
+
+
+SMALL_BODY = BodyLimit()
+"""More than anything that most routes read."""
+HEALTH = "/health"
+"""Said to anyone: a container's health check has no key, and learns nothing else."""
 READING = ("GET", "HEAD")
+KEY_WANTED = (
+    "the key is missing or wrong: send 'Authorization: Bearer KEY'; it is in the file api.secret of the run's directory"
+)
+PROVE = "prove"
+"""In a request's ``state``: what the listener is told by when a client has shown the key. () -> whether it may stay."""
 ANSWER_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -54,42 +73,46 @@ def host_of(authority: str) -> str:
         return ""
 
 
-def presented_secret(authorization: str) -> str:
-    """The secret in an Authorization header: a bearer token or a Basic password; "" where there is none."""
-    scheme, _, credentials = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return credentials.strip()
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
-    except ValueError:  # not base64, or not text
-        return ""
+def presented_key(authorization: str) -> str:
+    """The bearer token in an Authorization header, "" where there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 class Guard:
     """Passes on what may pass; answers the rest with a status that says why. An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, *, host: str, secret: str, body_limits: Mapping[str, int] | None = None) -> None:
-        """host: what the listener is bound to.  secret: never empty.  body_limits: bytes, by path."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        key: str,
+        open_paths: Collection[str] = (),
+        body_limits: Mapping[str, BodyLimit] | None = None,
+    ) -> None:
+        """host: what the listener is bound to.  key: never empty.  open_paths: that anyone may read, beside HEALTH.
+        body_limits: by path.
+        """
         self._app = app
         self._body_limits = body_limits or {}
         self._host = host
         self._on_loopback = is_loopback(host)
-        self._secret = secret
+        self._key = key
+        self._open_paths = frozenset({HEALTH, *open_paths})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
         send = _with_headers(send)
-        refusal = self._refusal(scope["method"], scope["path"], headers)
+        refusal = self._refusal(scope, headers)
         if refusal is not None:
             await refusal(scope, receive, send)
         else:
             await self._app(scope, _bounded(receive, self._body_limit(scope["path"])), send)
 
-    def _refusal(self, method: str, path: str, headers: Headers) -> JSONResponse | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """The answer to a request that may not pass; None for one that may."""
         host = headers.get("host", "")
         if self._on_loopback and not self._is_ours(host_of(host)):
@@ -97,23 +120,31 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and authority_of(origin) != host.lower():
             return _refuse(403, "pages of another origin may not ask")
-        reads = method in READING and (self._on_loopback or path in OPEN_PATHS)
-        if not reads and not self._knows_secret(headers.get("authorization", "")):
-            return _refuse(401, "the secret is missing or wrong", {"www-authenticate": 'Basic realm="streamrl"'})
-        length = headers.get("content-length", "0")
-        limit = self._body_limit(path)
-        if length.isdecimal() and int(length) > limit:
-            return _refuse(413, f"a body has at most {limit} bytes")
+        if not self._knows_key(headers.get("authorization", "")):
+            if scope["method"] not in READING or scope["path"] not in self._open_paths:
+                return _refuse(401, KEY_WANTED, {"www-authenticate": 'Bearer realm="streamrl"'})
+        elif not _stays(scope):
+            return _refuse(503, "too many clients are connected that know the key: close some")
+        length = number_of(headers.get("content-length", "0"))
+        limit = self._body_limit(scope["path"]).num_bytes
+        if length is None or length > limit:
+            return _refuse(413, f"a body has at most {limit} bytes here")
         return None
 
-    def _body_limit(self, path: str) -> int:
-        return self._body_limits.get(path, MAX_BODY_BYTES)
+    def _body_limit(self, path: str) -> BodyLimit:
+        return self._body_limits.get(path, SMALL_BODY)
 
     def _is_ours(self, name: str) -> bool:
         return is_loopback(name) or name == self._host
 
-    def _knows_secret(self, authorization: str) -> bool:
-        return hmac.compare_digest(presented_secret(authorization).encode(), self._secret.encode())
+    def _knows_key(self, authorization: str) -> bool:
+        return hmac.compare_digest(presented_key(authorization).encode(), self._key.encode())
+
+
+def _stays(scope: Scope) -> bool:
+    """Tell the listener that this client has shown the key."""
+    prove: Callable[[], bool] | None = scope.get("state", {}).get(PROVE)
+    return prove is None or prove()
 
 
 def authority_of(origin: str) -> str:
@@ -129,16 +160,29 @@ def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"error": reason}, status, {"connection": "close", **(headers or {})})
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """``receive`` until the body is over its limit, also where its length was not told."""
+def _bounded(receive: Receive, limit: BodyLimit) -> Receive:
+    """``receive`` until the body is over its limit, also where its length was not told, or takes too long."""
     received = 0
+    whole = False
+    deadline_s: float | None = None
 
     async def bounded() -> Message:
-        nonlocal received
-        message = await receive()
+        nonlocal received, whole, deadline_s
+        if whole:  # what comes now is the client's end, for which an answer may wait for ever
+            return await receive()
+        if deadline_s is None:
+            deadline_s = asyncio.get_running_loop().time() + limit.seconds
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(
+                408, f"the body did not come within {limit.seconds:.0f} s", {"connection": "close"}
+            ) from None
         received += len(message.get("body", b""))
-        if received > limit:
-            raise HTTPException(413, f"a body has at most {limit} bytes", {"connection": "close"})
+        whole = not message.get("more_body", False)
+        if received > limit.num_bytes:
+            raise HTTPException(413, f"a body has at most {limit.num_bytes} bytes here", {"connection": "close"})
         return message
 
     return bounded

@@ -1,14 +1,15 @@
 """What can be asked over HTTP, and the answers.
 
 Owns: routes and their form. Never: state; it reads the board that ``runtime/status.py`` writes. Invariant: an answer
-costs no broker round trip, so that asking often cannot slow the run.
+costs no broker round trip, so that asking often cannot slow the run; every route asks for the key unless the guard is
+told that it is open.
 
     GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
     GET /status           what the run is doing now (``runtime/status.py`` tells its form), and ``age_s``; JSON
     GET /history          what the live page draws of the past (``runtime/look_back.py``); JSON
     GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
     GET /metrics          the same numbers for Prometheus
-    GET /                 the live page, static files
+    GET /                 the live page, static files: open, and empty until it is given the key
     POST /control/...     see control.py
     POST /generate, /update   see generate.py
 """
@@ -30,10 +31,10 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from orchestrator.api.answers import answer, name_error
+from orchestrator.api.answers import answer, name_error, number_of
 from orchestrator.api.exposition import exposition
-from orchestrator.api.guard import Guard
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.api.guard import BodyLimit, Guard
+from orchestrator.runtime.metrics import BatchLines
 from orchestrator.runtime.status import StatusBoard
 
 HEALTHY_AGE_S = 5.0
@@ -49,7 +50,7 @@ class Api:
     def __init__(self, board: StatusBoard, metrics: Path, look_back: Callable[[], Mapping[str, Any]]) -> None:
         """metrics: metrics.jsonl.  look_back: the answer to /history, made when it is asked for."""
         self._board = board
-        self._metrics = metrics
+        self._lines = BatchLines(metrics)
         self._look_back = look_back
 
     def routes(self) -> list[Route]:
@@ -76,21 +77,25 @@ class Api:
         return answer(self._look_back())
 
     async def batches(self, request: Request) -> Response:
-        asked = request.query_params.get("from", "0")
-        if not asked.isdecimal():
+        first = number_of(request.query_params.get("from", "0"))
+        if first is None:
             raise HTTPException(400, "from must be a number of a line, from 0")
-        first = int(asked)
-        lines = await asyncio.to_thread(read_metrics, self._metrics)
-        return answer({"from": first, "batches": lines[first : first + MAX_BATCHES]})
+        lines = await asyncio.to_thread(self._lines.read, first, MAX_BATCHES)
+        return answer({"from": first, "batches": lines})
 
     async def metrics(self, request: Request) -> Response:
         return Response(exposition(self._board.latest), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def build_app(
-    routes: Sequence[BaseRoute], *, host: str, secret: str, body_limits: Mapping[str, int] | None = None
+    routes: Sequence[BaseRoute], *, host: str, key: str, body_limits: Mapping[str, BodyLimit] | None = None
 ) -> ASGIApp:
     """``routes`` and the live page, behind the guard, whose arguments the others are."""
     page = Mount("/", StaticFiles(directory=str(STATIC), html=True))
     app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
-    return Guard(app, host=host, secret=secret, body_limits=body_limits)
+    return Guard(app, host=host, key=key, open_paths=page_paths(), body_limits=body_limits)
+
+
+def page_paths() -> list[str]:
+    """Of the files that make the live page."""
+    return ["/", *(f"/{file.name}" for file in STATIC.iterdir() if file.is_file())]

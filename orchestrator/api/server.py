@@ -1,4 +1,4 @@
-"""The HTTP listener inside the orchestrator's process: its address, its secret, its one task.
+"""The HTTP listener inside the orchestrator's process: its address, its key, its connections, its one task.
 
 Owns: the socket and uvicorn's life. Never: signals (the orchestrator has them) nor what is answered (routes.py).
 Invariant: when the task ends, also by cancellation, no connection and no task of it is left.
@@ -11,25 +11,33 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from orchestrator.api.guard import is_loopback
+from orchestrator.api.answers import number_of
+from orchestrator.api.guard import PROVE, is_loopback
 from orchestrator.config import SECRET_VARIABLE
 from orchestrator.errors import ConfigError
 from transport.files import replace
+from transport.secret import Purpose, derive
 from transport.settings import ApiSettings
 
 log = structlog.get_logger(__name__)
 
-MAX_CONNECTIONS = 256
-"""More are answered with 503; each may hold 64 KiB."""
+MAX_CLIENTS = 256
+"""Connections that have shown the key; more are answered with 503."""
+MAX_STRANGERS = 128
+"""Connections that have not; one more ends another. Each may hold 16 KiB of a head."""
 HEAD_S = 5.0
-"""A connection that has not sent one whole request head by then is closed."""
+"""A connection that has not sent a whole request head so long after it began, or after the last answer, is ended."""
+READ_S = 60.0
+"""How long after an answer its reader may take to fetch the rest of it."""
 CLOSE_S = 2.0
 """At the end, how long an answer under way may take."""
 
@@ -75,31 +83,32 @@ def _listen(host: str, port: int) -> socket.socket:
 def _port_in(address_file: Path) -> int:
     """The port of a former life, 0 where none is told."""
     text = address_file.read_text(encoding="ascii", errors="replace") if address_file.exists() else ""
-    port = text.strip().rpartition(":")[2]
-    return int(port) if port.isdecimal() else 0
+    port = number_of(text.strip().rpartition(":")[2])
+    return port if port is not None and port < 1 << 16 else 0
 
 
-def control_secret(api: ApiSettings, secret_file: Path) -> str:
-    """The configured secret; else one of the run's own, readable by its owner alone, made once."""
-    if api.secret:
-        return api.secret
-    if not secret_file.exists():
-        replace(secret_file, secrets.token_urlsafe(32), mode=0o600)
-    return secret_file.read_text(encoding="ascii").strip()
+def run_key(api: ApiSettings, key_file: Path) -> str:
+    """What clients present, kept in ``key_file``, which its owner alone can read: the key that the shared secret makes,
+    or, without one, a key of the run's own, made once.
+    """
+    known = key_file.read_text(encoding="ascii", errors="replace").strip() if key_file.exists() else ""
+    key = derive(api.secret, Purpose.HTTP) if api.secret else known or secrets.token_urlsafe(24)
+    if key != known:
+        replace(key_file, key, mode=0o600)
+    return key
 
 
 async def serve_http(app: ASGIApp, listener: socket.socket) -> None:
     """Answer on ``listener`` until cancelled; then let answers under way end, and close it."""
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=cast("type[asyncio.Protocol]", partial(_Protocol, admission=Admission())),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="error",
         access_log=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(CLOSE_S),
     )
     server = _Server(config)
@@ -119,17 +128,90 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Admission:
+    """Which connections there may be: clients, which have shown the key, and strangers, each bounded on its own.
+
+    Invariant: a stranger never takes a client's place, and one more is always let in: for it the oldest stranger of the
+    address that has most of them goes, so that one host's cannot crowd out another's.
+    """
+
+    def __init__(self) -> None:
+        self._strangers: dict[str, dict[_Protocol, None]] = {}
+        self._clients: set[_Protocol] = set()
+
+    def meet(self, connection: _Protocol) -> None:
+        """A connection begins."""
+        if sum(map(len, self._strangers.values())) >= MAX_STRANGERS:
+            oldest = next(iter(max(self._strangers.values(), key=len)))
+            self.part(oldest)
+            oldest.transport.abort()
+        self._strangers.setdefault(connection.peer, {})[connection] = None
+
+    def know(self, connection: _Protocol) -> bool:
+        """It has shown the key. Returns whether there is room for one more client."""
+        if connection not in self._clients:
+            if len(self._clients) >= MAX_CLIENTS or connection.transport.is_closing():
+                return False
+            self.part(connection)
+            self._clients.add(connection)
+        return True
+
+    def part(self, connection: _Protocol) -> None:
+        """A connection has ended, or is about to."""
+        self._clients.discard(connection)
+        same_peer = self._strangers.get(connection.peer, {})
+        same_peer.pop(connection, None)
+        if not same_peer:
+            self._strangers.pop(connection.peer, None)
+
+
 class _Protocol(H11Protocol):
-    """HTTP, and a client that says nothing, or never ends its first head, is let go."""
+    """HTTP with a deadline for every request head, also for one that comes in drops or after an answer."""
+
+    def __init__(self, *args: Any, admission: Admission, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._admission = admission
+        self._patience: asyncio.TimerHandle | None = None
+        self.app_state = {PROVE: partial(admission.know, self)}
+
+    @property
+    def peer(self) -> str:
+        """The address at the other end."""
+        return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._patience = self.loop.call_later(HEAD_S, self._let_go)
+        self._admission.meet(self)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._patience.cancel()
+        self._admission.part(self)
+        self._stop_watching()
         super().connection_lost(exc)
 
-    def _let_go(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
+    def _watch(self) -> None:
+        """Keep the time from when a head is waited for until it is whole; what comes in between does not stop it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._patience is None:
+            self._patience = self.loop.call_later(HEAD_S, self._let_go, READ_S)
+
+    def _stop_watching(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _let_go(self, more_s: float) -> None:
+        """more_s: for a client that still reads its answer."""
+        if more_s and self.transport.get_write_buffer_size():
+            self._patience = self.loop.call_later(more_s, self._let_go, 0.0)
+        else:
+            self.transport.abort()

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 from orchestrator.api.control import Control
 from orchestrator.api.generate import BODY_LIMITS, ServiceApi
 from orchestrator.api.routes import Api, build_app
-from orchestrator.api.server import control_secret, open_listener, serve_http
+from orchestrator.api.server import open_listener, run_key, serve_http
 from orchestrator.core.dataflow import grpo_tasks
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import RunFailedError
@@ -195,13 +195,13 @@ async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock) -> Rank
 async def open_web(
     settings: Settings, rundir: RunDir, model_dir: Path, api: Api, control: Control, service: Service | None
 ) -> ASGIApp:
-    """Everything that is answered over HTTP, behind the run's secret."""
+    """Everything that is answered over HTTP, behind the run's key."""
     routes = [*api.routes(), *control.routes()]
     if service is not None:
         prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
         routes += ServiceApi(service, prompts, settings).routes()
-    secret = control_secret(settings.api, rundir.api_secret)
-    return build_app(routes, host=settings.api.host, secret=secret, body_limits=BODY_LIMITS)
+    key = run_key(settings.api, rundir.api_secret)
+    return build_app(routes, host=settings.api.host, key=key, body_limits=BODY_LIMITS)
 
 
 async def open_service(

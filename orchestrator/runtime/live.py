@@ -177,7 +177,7 @@ class TableView:
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._console.print(Text(printable(text)))
+        self._console.print(Text(printable(text)), soft_wrap=True)  # an address stays one: it is there to be clicked
 
     def batch(self, line: Mapping[str, Any]) -> None:
         self._console.print(Text(batch_line(line, self._num_batches)))

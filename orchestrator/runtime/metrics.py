@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -458,6 +460,45 @@ def _mend_tail(file: BinaryIO) -> None:
         file.write(b"\n")
     else:
         file.truncate(end - len(tail))
+
+
+class BatchLines:
+    """Any batches' lines of a growing metrics file, without reading the file again. May be used from several threads.
+
+    Keeps eight bytes a batch: where its line begins. Reads what was appended since it was last asked, line by line; a
+    file that was replaced by a shorter one is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begins = array("Q")
+        self._seen_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Up to ``count`` lines from number ``first`` on, as ``read_metrics`` has them; [] where there are none."""
+        if not self._path.exists():
+            return []
+        with self._lock, self._path.open("rb") as file:
+            self._look(file)
+            return [line for begin in self._begins[first : first + count] if (line := _line_at(file, begin))]
+
+    def _look(self, file: BinaryIO) -> None:
+        """Find the batches' lines in what is new and whole; a tail that is not is looked at again."""
+        if file.seek(0, os.SEEK_END) < self._seen_bytes:
+            self._begins, self._seen_bytes = array("Q"), 0
+        file.seek(self._seen_bytes)
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            if "batch" in (parse_line(raw) or {}):
+                self._begins.append(self._seen_bytes)
+            self._seen_bytes += len(raw)
+
+
+def _line_at(file: BinaryIO, begin: int) -> dict[str, Any] | None:
+    file.seek(begin)
+    return parse_line(file.readline())
 
 
 class UsageWindow:

@@ -99,7 +99,7 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
         for line in join_commands(settings):
             say(f"  {line}")
         if settings.api.enabled:
-            say(f"live page http://$(cat {rundir.api_address})/")
+            say(f"live page http://$(cat {rundir.api_address})/#key=$(cat {rundir.api_secret})")
         teller, started_s = Teller(settings, rundir, PlainView()), time.monotonic()
         finished = await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True)
         if finished:

@@ -12,7 +12,7 @@
   model/            the final model, a plain Hugging Face directory
   logs/             one file a process
   api.address       host:port of the HTTP service
-  api.secret        what control over HTTP asks for, unless api.secret was set
+  api.secret        the key that every HTTP request carries
   lock              held while a supervisor lives
 """
 

@@ -52,11 +52,13 @@ class Teller:
 
     def _show_address(self) -> None:
         """Where the live page is, also when the orchestrator had to take another port."""
-        path = self._rundir.api_address
-        address = path.read_text(encoding="ascii").strip() if self._settings.api.enabled and path.exists() else ""
-        if address not in ("", self._address):
+        files = (self._rundir.api_address, self._rundir.api_secret)
+        if not self._settings.api.enabled or not all(path.exists() for path in files):
+            return
+        address, key = (path.read_text(encoding="ascii").strip() for path in files)
+        if address != self._address:
             self._address = address
-            self._view.note(f"live page http://{address}/")
+            self._view.note(f"live page http://{address}/#key={key}")
 
     def write_report(self) -> None:
         """Leave a report, a trace, and the idle seconds in the metrics. A run that ends well must not fail of this."""

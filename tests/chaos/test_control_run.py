@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.runtime.journal import read_records
+from tests.fakes.command_line import ask_status
 from tests.fakes.live_run import LiveRun
 from transport.messages import CheckpointRequested, PauseRequested, ResumeRequested, SettingChanged, StopRequested
 
@@ -25,9 +24,7 @@ REFUSED = {
 
 
 def status(run: LiveRun) -> dict[str, Any]:
-    address = (run.run_dir / "api.address").read_text().strip()
-    with urllib.request.urlopen(f"http://{address}/status", timeout=5.0) as answer:
-        return json.load(answer)
+    return ask_status(run.run_dir)
 
 
 def rests(now: dict[str, Any]) -> bool:

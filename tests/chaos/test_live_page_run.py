@@ -42,7 +42,8 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     run.wait_for_batch(3)
-    browser.open(f"http://{(run.run_dir / 'api.address').read_text().strip()}/")
+    run.wait_until(lambda: "live page " in run.output, "address of the page")
+    browser.open(run.output.partition("live page ")[2].split()[0])
     browser.wait_for("document.querySelector('#link').textContent === 'live'")
     browser.wait_for("document.querySelectorAll('.lane').length === 4")
     lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.dataset.key)")

@@ -1,12 +1,15 @@
-"""Our programs as a person types them, from a directory of the test's."""
+"""Our programs as a person types them, from a directory of the test's; and a run's status, as curl gets it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
@@ -31,3 +34,11 @@ def orchestrator(
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def ask_status(run_dir: Path) -> dict[str, Any]:
+    """What the orchestrator of a run answers to ``/status``. Raises OSError where nobody does."""
+    address, key = ((run_dir / name).read_text().strip() for name in ("api.address", "api.secret"))
+    request = Request(f"http://{address}/status", headers={"Authorization": f"Bearer {key}"})
+    with urlopen(request, timeout=5.0) as answer:
+        return json.load(answer)

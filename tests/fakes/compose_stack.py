@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transport.secret import Purpose, derive
+
 ROOT = Path(__file__).parents[2]
 CPU = ("docker-compose.yml", "compose/cpu.yml")
 BUILD_S = 1800.0
@@ -50,11 +52,14 @@ class Stack:
         self.directory = directory
         self.files = files
         self.secret = secrets.token_hex(16)
+        self.key = derive(self.secret, Purpose.HTTP)
         self.port = free_port()
         (directory / "run.toml").write_text(config, encoding="utf-8")
         self.environment = {
             "STREAMRL_BROKER_PASSWORD": secrets.token_hex(16),
             "STREAMRL_SECRET": self.secret,
+            "STREAMRL_HTTP_KEY": self.key,
+            "GRAFANA_PASSWORD": secrets.token_hex(16),
             "STREAMRL_PORT": str(self.port),
             "STREAMRL_CONFIG": str(directory / "run.toml"),
             "COMPOSE_PROJECT_NAME": f"streamrl-test-{os.getpid()}-{secrets.token_hex(2)}",
@@ -113,7 +118,7 @@ class Stack:
     def status(self) -> dict[str, Any]:
         """The run's status, empty while nobody answers."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/status")
-        request.add_header("Authorization", f"Bearer {self.secret}")
+        request.add_header("Authorization", f"Bearer {self.key}")
         try:
             with urllib.request.urlopen(request, timeout=5.0) as answer:
                 return json.load(answer)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from orchestrator.runtime.journal import read_records
-from tests.fakes.command_line import environment, orchestrator
+from tests.fakes.command_line import ask_status, environment, orchestrator
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.messages import RolloutFinished
 
@@ -55,13 +53,10 @@ class Machine:
 
     def status(self, run: str) -> dict[str, Any]:
         """Empty before there is one."""
-        address = self.directory / "runs" / run / "api.address"
-        if not address.exists():
-            return {}
+        directory = self.directory / "runs" / run
         try:
-            with urllib.request.urlopen(f"http://{address.read_text().strip()}/status", timeout=5.0) as answer:
-                return json.load(answer)
-        except OSError:
+            return ask_status(directory)
+        except OSError:  # no files yet, or nobody answers
             return {}
 
     def drain(self, run: str) -> None:

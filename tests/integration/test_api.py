@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from orchestrator.api import server
-from orchestrator.api.guard import MAX_BODY_BYTES, Guard, is_loopback, presented_secret
+from orchestrator.api.guard import SMALL_BODY, BodyLimit, is_loopback, presented_key
 from orchestrator.api.routes import HEALTHY_AGE_S, Api, build_app
-from orchestrator.api.server import check_secret, control_secret, open_listener, serve_http
+from orchestrator.api.server import check_secret, open_listener, run_key, serve_http
 from orchestrator.errors import ConfigError
 from orchestrator.runtime.status import StatusBoard
 from transport.clock import ManualClock
+from transport.secret import Purpose, derive
 from transport.settings import ApiSettings
 
 SECRET = "hush-hush"
+KEY = f"Authorization: Bearer {SECRET}"
 STATUS: dict[str, Any] = {
     "run": "tiny",
     "elapsed_s": 12.5,
@@ -76,15 +80,28 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(directory: Path, *, host: str = "127.0.0.1") -> AsyncIterator[Service]:
-    """The service with a status. host: what the guard believes to listen on; the socket is on loopback."""
+async def serving(
+    directory: Path,
+    *,
+    host: str = "127.0.0.1",
+    body_limits: Mapping[str, BodyLimit] | None = None,
+    reads: str = "/reads",
+) -> AsyncIterator[Service]:
+    """The service with a status. host: what the guard believes to listen on; the socket is on loopback.  reads: a path
+    whose route reads a body and tells how many bytes it has.
+    """
     clock = ManualClock()
     board = StatusBoard(clock)
     board.put(STATUS)
     listener = open_listener(ApiSettings(), directory / "api.address")
-    app = build_app(Api(board, directory / "metrics.jsonl", dict).routes(), host=host, secret=SECRET)
+    routes = [*Api(board, directory / "metrics.jsonl", dict).routes(), Route(reads, count_bytes, methods=["POST"])]
+    app = build_app(routes, host=host, key=SECRET, body_limits=body_limits)
     async with running(app, listener):
         yield Service(board, clock, listener.getsockname()[1])
+
+
+async def count_bytes(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
 
 
 @asynccontextmanager
@@ -103,7 +120,7 @@ async def running(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
 async def test_status_is_what_was_published_and_a_number_that_is_none_is_null(tmp_path: Path):
     async with serving(tmp_path) as service:
         service.clock.advance(1.0)
-        code, headers, body = await service.ask("/status")
+        code, headers, body = await service.ask("/status", KEY)
     assert code == 200
     assert headers["content-type"] == "application/json"
     answer = json.loads(body)
@@ -127,14 +144,14 @@ async def test_health_turns_when_no_status_is_made_any_more(tmp_path: Path):
 async def test_before_the_first_status_the_run_is_starting(tmp_path: Path):
     async with serving(tmp_path) as service:
         service.board.latest = {}
-        code, _, body = await service.ask("/status")
+        code, _, body = await service.ask("/status", KEY)
         assert (code, json.loads(body)) == (503, {"error": "the run is starting"})
-        assert b"streamrl_up 0.0" in (await service.ask("/metrics"))[2]
+        assert b"streamrl_up 0.0" in (await service.ask("/metrics", KEY))[2]
 
 
 async def test_metrics_are_prometheus_text(tmp_path: Path):
     async with serving(tmp_path) as service:
-        code, headers, body = await service.ask("/metrics")
+        code, headers, body = await service.ask("/metrics", KEY)
     assert code == 200
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = body.decode().splitlines()
@@ -157,7 +174,7 @@ async def test_the_metrics_of_a_service_count_its_requests(tmp_path: Path):
     counts = {"samples": 64, "started": 40, "ended": 30, "failed": 1, "taken": 8}
     async with serving(tmp_path) as service:
         service.board.latest = {**STATUS, "num_requests": 12, "requests": {11: counts, 12: counts}}
-        lines = (await service.ask("/metrics"))[2].decode().splitlines()
+        lines = (await service.ask("/metrics", KEY))[2].decode().splitlines()
     assert {"streamrl_requests_total 12.0", "streamrl_open_requests 2.0"} <= set(lines)
     assert 'streamrl_request_samples{are="ended"} 60.0' in lines
 
@@ -165,11 +182,11 @@ async def test_the_metrics_of_a_service_count_its_requests(tmp_path: Path):
 async def test_batches_are_read_on_from_a_line(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"batch": 0}\n{"batch": 1}\n{"batch": 2}\n{"torn')
     async with serving(tmp_path) as service:
-        assert json.loads((await service.ask("/batches?from=1"))[2]) == {
+        assert json.loads((await service.ask("/batches?from=1", KEY))[2]) == {
             "from": 1,
             "batches": [{"batch": 1}, {"batch": 2}],
         }
-        assert (await service.ask("/batches?from=minus"))[0] == 400
+        assert (await service.ask("/batches?from=minus", KEY))[0] == 400
 
 
 async def test_the_page_is_served_and_nothing_beside_it(tmp_path: Path):
@@ -179,7 +196,7 @@ async def test_the_page_is_served_and_nothing_beside_it(tmp_path: Path):
         assert b"<title>StreamRL" in body
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         for path in ("/absent.js", "/../server.py", "/%2e%2e/server.py", "//etc/passwd"):
-            assert (await service.ask(path))[0] == 404
+            assert (await service.ask(path, KEY))[0] == 404
 
 
 # --- whom it refuses
@@ -204,42 +221,49 @@ async def test_pages_of_another_origin_and_foreign_host_names_are_refused(
     tmp_path: Path, host: str, headers: tuple[str, ...], code: int
 ):
     async with serving(tmp_path) as service:
-        assert (await service.ask("/status", *headers, host=host))[0] == code
+        assert (await service.ask("/status", KEY, *headers, host=host))[0] == code
 
 
-def basic(password: str) -> str:
-    return "Authorization: Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+OPEN = ("/health", "/", "/app.js", "/key.js", "/style.css")
+CLOSED = ("/status", "/history", "/batches", "/metrics", "/generate/mine", "/there-is-no-such-route", "//health")
+WRONG = ("X: y", "Authorization: Bearer wrong", "Authorization: Bearer", "Authorization: Basic OmhEAAA=")
 
 
-@pytest.mark.parametrize(
-    ("header", "code"),
-    [
-        ("X: y", 401),
-        ("Authorization: Bearer wrong", 401),
-        ("Authorization: Bearer", 401),
-        ("Authorization: Basic !!", 401),
-        (basic("wrong"), 401),
-        (f"Authorization: Bearer {SECRET}", 200),
-        (basic(SECRET), 200),
-    ],
-)
-async def test_off_loopback_only_health_is_open(tmp_path: Path, header: str, code: int):
-    async with serving(tmp_path, host="0.0.0.0") as service:
-        answered, headers, _ = await service.ask("/status", header, host="gpu-box:8000")
-        assert answered == code
-        assert ("www-authenticate" in headers) == (code == 401)
-        assert (await service.ask("/health", header, host="gpu-box:8000"))[0] == 200
+@pytest.mark.parametrize(("host", "called"), [("127.0.0.1", ""), ("0.0.0.0", "gpu-box:8000")])
+async def test_without_the_key_there_is_health_and_an_empty_page_on_loopback_too(
+    tmp_path: Path, host: str, called: str
+):
+    async with serving(tmp_path, host=host) as service:
+        for header in WRONG:
+            assert [(await service.ask(path, header, host=called))[0] for path in OPEN] == [200] * len(OPEN)
+            for path in CLOSED:
+                code, headers, body = await service.ask(path, header, host=called)
+                assert (code, headers["www-authenticate"]) == (401, 'bearer realm="streamrl"')
+                assert b"api.secret" in body, "it says where the key is"
+        assert (await service.ask("/status", KEY, host=called))[0] == 200
 
 
-async def test_changing_needs_the_secret_on_loopback_too(tmp_path: Path):
+@pytest.mark.parametrize("method", ["POST", "DELETE", "PUT", "OPTIONS"])
+async def test_what_changes_needs_the_key_also_where_reading_is_open(tmp_path: Path, method: str):
     async with serving(tmp_path) as service:
-        assert (await service.ask("/control/pause", method="POST"))[0] == 401
+        for path in (*OPEN, "/control/pause", "/update"):
+            assert (await service.ask(path, method=method))[0] == 401
 
 
-def test_a_secret_is_read_from_both_schemes_and_nothing_else():
-    assert presented_secret("Bearer a b") == "a b"
-    assert presented_secret("basic " + base64.b64encode(b"user:with:colon").decode()) == "with:colon"
-    assert presented_secret("Digest x") == presented_secret("") == presented_secret("Basic \xe9") == ""
+async def test_a_new_route_is_closed_without_a_word(tmp_path: Path):
+    def tells(request: Request) -> Response:
+        return PlainTextResponse("what a run knows")
+
+    listener = open_listener(ApiSettings(), tmp_path / "api.address")
+    async with running(build_app([Route("/new", tells)], host="127.0.0.1", key=SECRET), listener):
+        service = Service(StatusBoard(ManualClock()), ManualClock(), listener.getsockname()[1])
+        assert (await service.ask("/new"))[0] == 401
+        assert (await service.ask("/new", KEY))[2] == b"what a run knows"
+
+
+def test_a_key_is_a_bearer_token_and_nothing_else():
+    assert presented_key("Bearer a b") == "a b"
+    assert presented_key("Digest x") == presented_key("") == presented_key("Basic YTpi") == ""
 
 
 def test_what_loopback_is():
@@ -266,23 +290,13 @@ async def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path):
 
 
 async def test_a_body_of_untold_length_is_cut_off(tmp_path: Path):
-    async def reads_all(scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request
-        from starlette.responses import PlainTextResponse
-
-        await PlainTextResponse(str(len(await Request(scope, receive).body())))(scope, receive, send)
-
-    from starlette.middleware.exceptions import ExceptionMiddleware
-
-    listener = open_listener(ApiSettings(), tmp_path / "api.address")
-    guard = Guard(ExceptionMiddleware(reads_all), host="127.0.0.1", secret=SECRET)
-    async with running(guard, listener):
-        service = Service(StatusBoard(ManualClock()), ManualClock(), listener.getsockname()[1])
-        head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {SECRET}\r\nConnection: close\r\n"
+    async with serving(tmp_path) as service:
+        head = f"POST /reads HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\nConnection: close\r\n"
         chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-        sent = (head + "Transfer-Encoding: chunked\r\n\r\n").encode() + chunk * (MAX_BODY_BYTES // 0x10000 + 1)
+        chunks = chunk * (SMALL_BODY.num_bytes // 0x10000 + 1)
+        sent = (head + "Transfer-Encoding: chunked\r\n\r\n").encode() + chunks
         assert (await service.say(sent + b"0\r\n\r\n"))[0] == 413
-        assert (await service.ask("/", f"Authorization: Bearer {SECRET}", method="POST", body=b"x" * 10))[2] == b"10"
+        assert (await service.ask("/reads", KEY, method="POST", body=b"x" * 10))[2] == b"10"
 
 
 async def test_garbage_is_answered_with_400(tmp_path: Path):
@@ -291,14 +305,122 @@ async def test_garbage_is_answered_with_400(tmp_path: Path):
         assert (await service.ask("/health"))[0] == 200
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /status HTTP/1.1\r\nHost: local"])
+HALF = b"GET /status HTTP/1.1\r\nHost: local"
+ANSWERED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("said", [b"", HALF, ANSWERED, ANSWERED + HALF, HALF[:9]])
 async def test_a_client_that_never_asks_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes):
     monkeypatch.setattr(server, "HEAD_S", 0.05)
     async with serving(tmp_path) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
         writer.write(said)
-        assert await asyncio.wait_for(reader.read(), timeout=60) == b""
+        answer = await asyncio.wait_for(reader.read(), timeout=60)
+        assert answer.startswith(b"HTTP/1.1 200" if ANSWERED in said else b"")
         writer.close()
+
+
+@pytest.mark.parametrize("before", [b"", ANSWERED])
+async def test_a_head_that_comes_in_drops_has_no_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes
+):
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    async with serving(tmp_path) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(before + b"GET /status HTTP/1.1\r\nX: ")
+
+        async def drip() -> None:
+            while not writer.is_closing():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)  # drops, on a real socket
+
+        dripping = asyncio.create_task(drip())
+        try:
+            with suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), timeout=60)
+        finally:
+            dripping.cancel()
+            writer.close()
+
+
+async def test_strangers_who_hold_half_heads_take_nobodys_place(tmp_path: Path):
+    async with serving(tmp_path) as service:
+        known, known_writer = await asyncio.open_connection("127.0.0.1", service.port)
+        asked = f"GET /status HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\n\r\n".encode()
+        known_writer.write(asked)
+        assert (await known.readline()).startswith(b"HTTP/1.1 200")
+        strangers = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(300)]
+        for _, writer in strangers:
+            writer.write(HALF)
+        assert (await service.ask("/health"))[0] == 200
+        assert (await service.ask("/status", KEY))[0] == 200
+        known_writer.write(asked)
+        assert b"HTTP/1.1 200" in await asyncio.wait_for(known.readuntil(b"HTTP/1.1 200"), timeout=60)
+        open_ones = [reader for reader, _ in strangers if not reader.at_eof()]
+        assert len(open_ones) <= server.MAX_STRANGERS
+        for writer in (known_writer, *(writer for _, writer in strangers)):
+            writer.close()
+
+
+async def test_one_client_too_many_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "MAX_CLIENTS", 1)
+    async with serving(tmp_path) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(f"GET /status HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        code, _, body = await service.ask("/status", KEY)
+        assert (code, b"clients" in body) == (503, True)
+        assert (await service.ask("/health"))[0] == 200
+        writer.close()
+
+
+class Caller:
+    """A connection, as Admission sees it."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.gone = False
+
+    @property
+    def transport(self) -> Caller:
+        return self
+
+    def is_closing(self) -> bool:
+        return self.gone
+
+    def abort(self) -> None:
+        self.gone = True
+
+
+def test_one_hosts_strangers_do_not_crowd_out_anothers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    admission = server.Admission()
+    quiet, *crowd = [Caller("10.0.0.1"), *(Caller("10.0.0.2") for _ in range(9))]
+    for caller in (quiet, *crowd):
+        admission.meet(cast(Any, caller))
+    assert not quiet.gone
+    assert [caller.gone for caller in crowd] == [True] * 6 + [False] * 3
+    assert admission.know(cast(Any, quiet))
+    assert not admission.know(cast(Any, crowd[0])), "it was let go before it was heard"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path):
+    limits = {"/control/set": BodyLimit(1000, 0.05)}
+    async with serving(tmp_path, body_limits=limits, reads="/control/set") as service:
+        head = f"POST /control/set HTTP/1.1\r\nHost: localhost\r\n{KEY}\r\nContent-Length: 10\r\n\r\n"
+        code, _, body = await asyncio.wait_for(service.say(head.encode() + b"{"), timeout=60)
+    assert code == 408
+    assert b"did not come within" in body
+
+
+@pytest.mark.parametrize("path", ["/batches?from={}", "/status?x={}", "/{}"])
+async def test_a_number_of_5000_digits_is_answered_with_why(tmp_path: Path, path: str):
+    async with serving(tmp_path) as service:
+        code, _, _ = await service.ask(path.format("9" * 5000), KEY)
+        assert code in (200, 400, 404)
+        code, _, _ = await service.ask("/app.js", KEY, f"Range: bytes={'9' * 5000}-")
+        assert code < 500
+        assert (await service.ask("/health", KEY, f"Content-Length: {'9' * 5000}"))[0] in (400, 413)
 
 
 async def test_the_end_does_not_wait_for_a_client_that_stays(tmp_path: Path):
@@ -338,8 +460,10 @@ def test_a_host_that_is_not_ours_is_named(tmp_path: Path):
 
 def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path):
     path = tmp_path / "api.secret"
-    made = control_secret(ApiSettings(), path)
-    assert len(made) >= 32
+    made = run_key(ApiSettings(), path)
+    assert len(made) == 32
     assert path.stat().st_mode & 0o077 == 0
-    assert control_secret(ApiSettings(), path) == made
-    assert control_secret(ApiSettings(secret="mine"), path) == "mine"
+    assert run_key(ApiSettings(), path) == made
+    key = run_key(ApiSettings(secret="a-shared-secret!"), path)
+    assert key == derive("a-shared-secret!", Purpose.HTTP) == path.read_text(), "the secret itself stays unsaid"
+    assert path.stat().st_mode & 0o077 == 0

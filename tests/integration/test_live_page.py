@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -34,6 +35,9 @@ HOSTILE = (
 WORKERS = ("generate-0.1", "generate-1.2", "score-0.1", "train-0.1", "train-1.1")
 
 
+KEY = "hush&more"
+
+
 class LivePage:
     """A run that never was, as the service would tell of it. Start and stop the service as often as you like."""
 
@@ -44,13 +48,13 @@ class LivePage:
         self.status = status()
         self._stop: Callable[[], None] = lambda: None
         self._thread = threading.Thread()
-        self.url = ""
+        self.url = self.bare_url = ""
 
     def start(self) -> None:
         """Serve, on the same port as before."""
         listener = open_listener(ApiSettings(), self._directory / "api.address")
         api = Api(self.board, self._directory / "metrics.jsonl", lambda: self.look_back)
-        app = build_app(api.routes(), host="127.0.0.1", secret="hush")
+        app = build_app(api.routes(), host="127.0.0.1", key=KEY)
         started = threading.Event()
 
         async def serve() -> None:
@@ -63,7 +67,8 @@ class LivePage:
         self._thread = threading.Thread(target=lambda: asyncio.run(serve()), name="page")
         self._thread.start()
         assert started.wait(5)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        self.bare_url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        self.url = f"{self.bare_url}#key={quote(KEY, safe='')}"
 
     def stop(self) -> None:
         self._stop()
@@ -182,9 +187,50 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 
 def show(browser: Browser, page: LivePage) -> None:
+    browser.open("about:blank")  # from the page itself its link would load nothing: only the key differs
     browser.open(page.url)
     browser.wait_for("document.querySelectorAll('#samples details').length === 2")
     browser.wait_for("document.querySelector('#link').textContent === 'live'")
+
+
+LOCKED = "document.querySelector('#link').textContent === 'locked' && !document.querySelector('#unlock').hidden"
+LIVE = "document.querySelector('#link').textContent === 'live' && document.querySelector('#unlock').hidden"
+
+
+def type_key(browser: Browser, key: str) -> None:
+    """As a person pastes it and presses the button."""
+    browser.evaluate(f"document.querySelector('#key').value = {json.dumps(key)}")
+    browser.evaluate("document.querySelector('#unlock button').click()")
+
+
+def test_the_printed_link_opens_the_run_and_keeps_its_key_out_of_sight(page: LivePage, browser: Browser):
+    show(browser, page)
+    assert browser.evaluate("location.href") == page.bare_url, (
+        "the key would stand in the address bar, and in bookmarks"
+    )
+    browser.evaluate("location.reload()")
+    browser.wait_for(LIVE)
+    browser.evaluate("document.querySelector('.skip').click()")
+    assert browser.evaluate("location.hash") == "#lanes-title"
+    browser.wait_for(LIVE)
+    assert browser.errors == []
+
+
+def test_whoever_has_no_key_sees_nothing_and_is_told_where_it_is(page: LivePage, browser: Browser):
+    browser.open(page.bare_url)
+    browser.evaluate("sessionStorage.clear()")
+    browser.open(page.bare_url + "?again")
+    browser.wait_for(LOCKED)
+    assert "api.secret" in browser.text("#unlock")
+    assert browser.text("#run") == "StreamRL"
+    assert browser.evaluate("document.querySelectorAll('.lane').length") == 0
+    assert browser.errors == [], "without a key it does not even ask"
+    type_key(browser, "of another run")
+    browser.wait_for("document.querySelector('#wait').textContent.includes('not this run')")
+    browser.wait_for(LOCKED)
+    type_key(browser, f" {KEY} ")
+    browser.wait_for(LIVE)
+    browser.wait_for("document.querySelectorAll('.lane').length > 0")
 
 
 def coloured_pixels(place: str) -> str:

@@ -337,7 +337,7 @@ async def test_who_does_not_know_the_secret_changes_nothing(tmp_path: Path, mode
         for path in ("/generate", "/update", "/generate/x/taken"):
             assert (await run.ask(path, {"prompts": [[1]]}, secret="wrong"))[0] == 401
         assert (await run.ask("/generate/x", method="DELETE", secret="wrong"))[0] == 401
-        assert (await run.ask("/generate/x", secret="wrong"))[0] == 404, "reading on loopback asks for none"
+        assert (await run.ask("/generate/x", secret="wrong"))[0] == 401, "what it reads is gone for its owner"
     assert not list((tmp_path / "requests").iterdir())
 
 

@@ -4,6 +4,7 @@
 // recovers by itself as soon as somebody answers again.
 
 import { byId, setText } from "./dom.js";
+import { authorization, forgetKey, hasKey, onKey } from "./key.js";
 import { showCurves, showEvaluations } from "./curves.js";
 import { showLanes } from "./lanes.js";
 import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showRanker, showSamples, showScaling } from "./panels.js";
@@ -21,9 +22,16 @@ let status = null;
 let history = null;
 let newsAt = 0; // when the status last differed from the one before
 let problem = ""; // why there is no answer
+let refused = false; // the last key was not the run's
 
 async function ask(path) {
-  const response = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+  const response = await fetch(path, { cache: "no-store", headers: authorization(), signal: AbortSignal.timeout(ANSWER_MS) });
+  if (response.status === 401) {
+    forgetKey();
+    refused = true;
+    throw new Error("the key is not this run's");
+  }
+  refused = false;
   if (!response.ok) throw new Error(response.status === 503 ? "the orchestrator is away" : `the server answers ${response.status}`);
   return response.json();
 }
@@ -45,6 +53,7 @@ async function repeat(work, every) {
 }
 
 async function pollStatus() {
+  if (!hasKey()) return showLink();
   try {
     const news = await ask("status");
     if (!news || !news.run) throw new Error("the orchestrator is away");
@@ -59,6 +68,7 @@ async function pollStatus() {
 }
 
 async function pollHistory() {
+  if (!hasKey()) return;
   try {
     const news = await ask("history");
     if (!news || !news.lanes) return;
@@ -80,16 +90,18 @@ async function pollHistory() {
 function showLink() {
   const silent_s = (performance.now() - newsAt) / 1000;
   const away = problem || (silent_s > STALE_S ? "the orchestrator is away" : "");
-  const state = !status ? "connecting" : status.finish_reason || (away && allTrained()) ? "over" : away ? "away" : "live";
+  const state = !hasKey() ? "locked" : !status ? "connecting" : status.finish_reason || (away && allTrained()) ? "over" : away ? "away" : "live";
   byId("link").dataset.state = document.body.dataset.link = state;
   setText(byId("link"), state === "live" && status.stop_reason ? "stopping" : state);
+  byId("unlock").hidden = state !== "locked";
   if (state === "live") showWait();
-  else say({ connecting: "none", over: "none", away: "stuck" }[state], "", lastWords(state, away, silent_s));
+  else say({ locked: "none", connecting: "none", over: "none", away: "stuck" }[state], "", lastWords(state, away, silent_s));
 }
 
 const allTrained = () => status.num_batches > 0 && status.trained_version >= status.num_batches;
 
 function lastWords(state, away, silent_s) {
+  if (state === "locked") return refused ? "That was not this run's key." : "";
   if (state === "connecting") return away || "Asking for the status.";
   if (state === "over") return `The run is over${status.finish_reason ? `: ${status.finish_reason}` : ""}. This is how it ended.`;
   return `No news for ${duration(silent_s)}: ${away}. What you see is old; the page goes on by itself.`;
@@ -164,5 +176,9 @@ function showTiles(last) {
 
 new ResizeObserver(() => status && showLanes(null, status)).observe(byId("lanes"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => status && showLanes(null, status));
+onKey(byId("unlock"), byId("key"), () => {
+  pollStatus();
+  pollHistory();
+});
 repeat(pollStatus, STATUS_MS);
 repeat(pollHistory, HISTORY_MS);
