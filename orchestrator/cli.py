@@ -22,7 +22,8 @@ from orchestrator.simulate_cli import simulate
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
     "3 stalled: no progress for liveness.stall_s, kept for --resume; "
-    "5 the disk is full or may not be written, kept for --resume; 130 interrupted, kept for --resume."
+    "5 the disk is full or may not be written, or the broker is full, kept for --resume; "
+    "130 interrupted, kept for --resume."
 )
 DEFAULT_PRESET = "smollm2"
 

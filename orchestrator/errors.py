@@ -5,6 +5,7 @@ StreamError (transport.errors)
 │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
 │   ├── DataError               2: the prompts cannot be read, or are not what the settings say
 │   └── DirectoryError          5: a directory cannot be written (transport.errors)
+├── BrokerFullError             5: the broker took no writes for ``broker.outage_s`` (transport.errors)
 ├── EventFailedError            1, and a supervisor starts the orchestrator again: it passes over the event
 ├── RefusedError                never ends a command: the answer to one request over HTTP
 └── RunFailedError              1: the run cannot go on
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from transport.errors import DirectoryError, FatalError, StreamError
+from transport.errors import BrokerFullError, DirectoryError, FatalError, StreamError
 
 
 class ExitCode(IntEnum):
@@ -107,7 +108,7 @@ def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
     match error:
         case ConfigError() | DataError():
             return ExitCode.BAD_CONFIG
-        case DirectoryError():
+        case DirectoryError() | BrokerFullError():
             return ExitCode.UNWRITABLE
         case StalledError():
             return ExitCode.STALLED

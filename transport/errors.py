@@ -3,6 +3,7 @@
     StreamError
     ├── TransientError              retry with back-off
     │   ├── BrokerUnavailableError  the broker does not answer (down, restarting, network)
+    │   │   └── BrokerFullError     it answers, and takes no writes: its memory or its disk is full
     │   └── PeerUnavailableError    the other end of a tensor connection does not answer or went away
     ├── FatalError                  stop, with a clear exit
     │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change
@@ -36,10 +37,18 @@ class TransientError(StreamError):
 class BrokerUnavailableError(TransientError):
     """The broker at ``address`` does not answer."""
 
+    state = "unavailable"
+
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"broker {address} is unavailable: {reason}")
+        super().__init__(f"broker {address} is {self.state}: {reason}")
         self.address = address
         self.reason = reason
+
+
+class BrokerFullError(BrokerUnavailableError):
+    """The broker at ``address`` answers, and takes no writes until somebody makes room: the reason says where."""
+
+    state = "full"
 
 
 class PeerUnavailableError(TransientError):

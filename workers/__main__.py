@@ -18,7 +18,7 @@ import typer
 import uvloop
 
 from transport import faults
-from transport.errors import FatalError, StreamError
+from transport.errors import BrokerFullError, FatalError, StreamError
 from transport.logs import configure_logs
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import BrokerSettings
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_FATAL = 4
 """Starting this process again is no use; the last line of its log says why."""
+EXIT_FULL = 5
+"""The broker took no writes for as long as this process may wait: somebody has to make room first."""
 EXIT_SIGNALLED = 143
 """As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
 
@@ -298,7 +300,18 @@ def main() -> None:
     except StreamError as error:
         structlog.get_logger(__name__).error("ended", error=type(error).__name__)
         print(f"error: {error}", file=sys.stderr)
-        _leave(EXIT_FATAL if isinstance(error, FatalError) else EXIT_FAILED)
+        _leave(exit_code(error))
+
+
+def exit_code(error: StreamError) -> int:
+    """The exit code of a worker that ends by ``error``."""
+    match error:
+        case BrokerFullError():
+            return EXIT_FULL
+        case FatalError():
+            return EXIT_FATAL
+        case _:
+            return EXIT_FAILED
 
 
 def _leave(code: int) -> NoReturn:

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
-from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.fakes.redis_servers import ServerProcess, filled, find_binary, small_disk
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.connect import check_server, connect
@@ -22,9 +23,9 @@ from transport.broker.lua import Request
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.broker.session import NUM_SLOTS
-from transport.errors import BrokerRejectedError, BrokerUnavailableError
+from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 from transport.settings import BrokerSettings
-from transport.types import Column, GroupId, RowId, RunName
+from transport.types import Column, GroupId, RowId, RunName, WorkerId
 
 RUN = RunName("r")
 HELLO = Entry(fields={"name": "hello"}, payload=b"\x80")
@@ -302,6 +303,77 @@ async def test_full_server_says_so_and_can_be_emptied(servers: Servers) -> None:
         await fill()
     assert await broker.drop_groups([GroupId(f"0/{slot}") for slot in range(100)]) > 200_000
     assert (await broker.commit(finished_row())).inserted == (True,)
+    await broker.close()
+
+
+MANY = [StreamWrite(stream="many", is_queue=True, entries=[("1-0", HELLO)])]
+WRITES: dict[str, Callable[[RedisBroker], Awaitable[object]]] = {
+    "append": lambda broker: broker.append("log", HELLO),
+    "append_many": lambda broker: broker.append_many(MANY),
+    "enqueue": lambda broker: broker.enqueue("queue", HELLO),
+    "claim": lambda broker: broker.claim("another", "c", count=1, wait_s=0.0),
+    "commit": lambda broker: broker.commit(finished_row()),
+    "acquire_epoch": lambda broker: broker.acquire_epoch("trainer"),
+    "beat": lambda broker: broker.beat(WorkerId("generate-0.1"), b"{}", ttl_s=10.0),
+    "put_meta": lambda broker: broker.put_meta("name", b"value"),
+}
+"""Every way to write: plain commands, and scripts that let the server's answer through or look at it first."""
+
+
+@pytest.mark.parametrize("kind", ["valkey", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize("name", WRITES)
+async def test_a_write_that_finds_the_server_full_waits_for_room(servers: Servers, name: str, kind: str) -> None:
+    server = servers.start(kind=kind)
+    impatient = await connect(BrokerSettings(url=server.url, outage_s=0.1), RUN)
+    patient = await connect(BrokerSettings(url=server.url, outage_s=60.0), RUN)
+    server.limit_memory(1)
+    with pytest.raises(BrokerFullError, match=r"is full: its memory: raise its maxmemory .* \(.*command not allowed"):
+        await WRITES[name](impatient)
+    waiting = asyncio.create_task(WRITES[name](patient))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    server.limit_memory(0)
+    async with asyncio.timeout(60):
+        await waiting
+    await impatient.close()
+    await patient.close()
+
+
+async def fill_log(broker: RedisBroker) -> None:
+    """The server notices at the next write to its file that there is no room for it."""
+    while True:
+        await broker.append("log", HELLO)
+
+
+async def test_a_write_that_finds_the_disk_full_waits_for_room(servers: Servers, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        server = servers.start("--appendonly", "yes", "--appendfsync", "everysec", "--dir", str(disk))
+        impatient = await connect(BrokerSettings(url=server.url, outage_s=3.0), RUN)
+        patient = await connect(BrokerSettings(url=server.url, outage_s=60.0), RUN)
+        with filled(disk):
+            with pytest.raises(BrokerFullError, match=r"cannot write its files: free some space .*MISCONF"):
+                await fill_log(impatient)
+            waiting = asyncio.create_task(patient.append("log", HELLO))
+            done, _ = await asyncio.wait({waiting}, timeout=0.2)
+            assert not done
+        async with asyncio.timeout(60):
+            await waiting
+        await impatient.close()
+        await patient.close()
+        servers.kill()
+
+
+async def test_a_server_that_is_no_master_any_more_is_waited_for(servers: Servers) -> None:
+    server = servers.start()
+    broker = await connect(BrokerSettings(url=server.url, outage_s=60.0), RUN)
+    with redis.Redis(port=server.port) as client:
+        client.replicaof("127.0.0.1", 1)  # fails over
+        waiting = [asyncio.create_task(WRITES[name](broker)) for name in ("append", "commit", "put_meta")]
+        done, _ = await asyncio.wait(waiting, timeout=0.2)
+        assert not done
+        client.replicaof("NO", "ONE")
+    async with asyncio.timeout(60):
+        await asyncio.gather(*waiting)
     await broker.close()
 
 

@@ -6,10 +6,17 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
+import redis
 
 from transport.broker.embedded import free_port, packaged_binary
 
+FULL_DISK_BYTES = 24 * 2**20
+"""Of a disk for tests to fill: enough for a server to start on."""
 READY_S = 60.0
 
 
@@ -35,9 +42,40 @@ class ServerProcess:
             time.sleep(0.01)
         raise RuntimeError(f"no server on port {port or self.port}: exit status {self.process.poll()}")
 
+    def limit_memory(self, nbytes: int) -> None:
+        """Take writes up to so many bytes; 0: without a limit; 1: none at all."""
+        with redis.Redis(port=self.port) as client:
+            client.config_set("maxmemory", nbytes)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A file system of its own of FULL_DISK_BYTES at ``directory``. Skips the test where nobody may mount one."""
+    directory.mkdir(parents=True)
+    options = ["-o", f"size={FULL_DISK_BYTES}"]
+    if subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(directory)], capture_output=True).returncode:
+        pytest.skip("needs to mount a small tmpfs: root with CAP_SYS_ADMIN")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """The disk is full to the last byte; room comes back at the end."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    try:
+        yield
+    finally:
+        ballast.unlink()
 
 
 def find_binary(kind: str) -> Path | None:

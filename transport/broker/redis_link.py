@@ -11,6 +11,7 @@ plain overwrites, and scripts that recognise their own request.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
@@ -22,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from transport.broker.lua import Request, script
-from transport.errors import BrokerRejectedError, BrokerUnavailableError
+from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 
 Argument: TypeAlias = bytes | str | int
 Command: TypeAlias = Sequence[Argument]
@@ -36,9 +37,23 @@ MAX_CONNECTIONS = 128
 
 _AUTHENTICATION = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
 _CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-_SERVER_BUSY = (exceptions.ReadOnlyError, exceptions.TryAgainError, exceptions.ClusterDownError)
-_BUSY_CODES = ("OOM ", "MISCONF ", "MASTERDOWN ", "LOADING ", "BUSY ")
-"""Errors of a server that may be well again in a while: full (rows are being dropped), disk full, failing over."""
+_FULL = {
+    "OOM": "its memory: raise its maxmemory or lower broker.max_retained_bytes",
+    "MISCONF": "it cannot write its files: free some space on its disk",
+}
+"""Errors of a server that takes no writes until there is room again -> what is full."""
+_BUSY = ("READONLY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "LOADING", "BUSY")
+"""Errors of a server that may be well again in a while: loading, failing over, in another client's script."""
+_CODE = re.compile(rf"(?:^|: )({'|'.join((*_FULL, *_BUSY))}) ")
+"""At the beginning of an answer; behind the line's number where a script raised what a command of it answered."""
+_CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.TryAgainError: "TRYAGAIN",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.MasterDownError: "MASTERDOWN",
+}
+"""Errors whose first word redis-py takes off."""
 
 
 class ReplyError(BrokerRejectedError):
@@ -197,12 +212,12 @@ class RedisLink:
 
     def _translate(self, error: exceptions.RedisError) -> BrokerUnavailableError | BrokerRejectedError:
         message = str(error)
-        if isinstance(error, _SERVER_BUSY) or message.startswith(_BUSY_CODES):
+        found = _CODE.search(message)
+        code = _CODE_OF_CLASS.get(type(error)) or (found[1] if found else "")
+        if code in _FULL:
+            return BrokerFullError(self.address, f"{_FULL[code]} ({message.partition(' script: ')[0]})")
+        if code:
             return BrokerUnavailableError(self.address, message)
-        if isinstance(error, exceptions.OutOfMemoryError):
-            return BrokerUnavailableError(
-                self.address, "out of memory: raise its maxmemory or lower broker.max_retained_bytes"
-            )
         if isinstance(error, exceptions.NoScriptError):
             return ReplyError(self.address, f"NOSCRIPT {message}")
         if isinstance(error, exceptions.NoPermissionError):

@@ -72,7 +72,7 @@ local function add(stream, id, fields)
     if string.find(added.err, 'equal or smaller', 1, true) then
       return nil
     end
-    error(added.err)
+    error(added) -- the table, so that the caller reads the server's own first word: OOM, MISCONF, READONLY
   end
   redis.call('SADD', key(KEY.streams), stream)
   return added
