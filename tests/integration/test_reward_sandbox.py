@@ -118,3 +118,15 @@ async def test_a_reward_does_not_see_the_brokers_password(monkeypatch: pytest.Mo
     monkeypatch.setenv("STREAMRL_BROKER_PASSWORD", "hush")
     async with sandbox("secrets") as rewards:
         assert (await rewards.score("", "x", told())).value == 0.0
+
+
+async def test_an_own_verifier_scores_in_its_child() -> None:
+    rewards = RewardSandbox(reward_spec(settings_for(), ""), timeout_s=20.0, processes=1)
+    await rewards.start()
+    try:
+        for answer, value in (("\\frac{1}{2}", 1.0), ("\\frac{2}{4}", 1.0), ("0.5", 1.0), ("1/3", 0.1)):
+            assert (await rewards.score("", f"Answer: {answer}", b'{"answer": "\\\\frac{1}{2}"}')).value == value, (
+                answer
+            )
+    finally:
+        await rewards.close()

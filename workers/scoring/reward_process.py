@@ -56,6 +56,7 @@ class Scored(Struct, frozen=True, kw_only=True, tag=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(ScoreRequest)  # here: it makes code of annotations, which the guard refuses
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -79,9 +80,8 @@ def main() -> None:
     if not setup.spec.function:
         forbid_code_from_text()
     answers.write(frame(Ready()))
-    decoder = msgspec.msgpack.Decoder(ScoreRequest)
     while raw := _read(requests):
-        answers.write(frame(_answer(scorer, decoder.decode(raw), setup.timeout_s)))
+        answers.write(frame(_answer(scorer, _request_decoder.decode(raw), setup.timeout_s)))
 
 
 def _answer(scorer: Scorer, request: ScoreRequest, timeout_s: float) -> Scored | Failed:
