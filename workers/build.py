@@ -218,7 +218,7 @@ def trainer_worker(
         await asyncio.to_thread(_make_directory, run_dir)
         endpoint = endpoint_of(settings.tensors, own_address or {}, secret)
         publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
-        learner = _learner(settings, model_dir, publisher, rank, trust_remote_code)
+        learner = _learner(settings, run_dir, model_dir, publisher, rank, trust_remote_code)
         return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
 
     return build
@@ -263,7 +263,7 @@ def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) 
 
 
 def _learner(
-    settings: Settings, model_dir: Path, publisher: WeightPublisher, rank: int, trust_remote_code: bool
+    settings: Settings, run_dir: Path, model_dir: Path, publisher: WeightPublisher, rank: int, trust_remote_code: bool
 ) -> Learner:
     if settings.trainer.engine == "emulated":
         from workers.trainer.emulated import EmulatedLearner
@@ -271,4 +271,11 @@ def _learner(
         return EmulatedLearner(settings.replay, publisher, time.sleep)
     from workers.trainer.policy_learner import PolicyLearner
 
-    return PolicyLearner(settings, model_dir, publisher, rank=rank, trust_remote_code=trust_remote_code)
+    return PolicyLearner(
+        settings,
+        model_dir,
+        publisher,
+        rank=rank,
+        meeting_dir=run_dir / "ranks",
+        trust_remote_code=trust_remote_code,
+    )

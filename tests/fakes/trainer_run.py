@@ -136,7 +136,7 @@ class TrainerRun:
         """Wait until ``count`` events of a kind are on the log."""
         cursor = "0-0"
         while count > 0:
-            entries = await self.broker.read(keys.EVENTS, cursor, count=1, wait_s=60.0)
+            entries = await self.broker.read(keys.EVENTS, cursor, count=1, wait_s=150.0)
             assert entries, f"no {kind.__name__} came"
             cursor = entries[0].entry_id
             count -= isinstance(event_decoder.decode(entries[0].entry.payload), kind)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -49,26 +50,36 @@ async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
         yield run
 
 
+Rank = Callable[[int], Coroutine[Any, Any, asyncio.subprocess.Process]]
 Ranks = Callable[[], Coroutine[Any, Any, list[asyncio.subprocess.Process]]]
 
 
 @pytest.fixture
-async def start_ranks(run: TrainerRun) -> AsyncIterator[Ranks]:
-    """Starts two ranks; none outlives the test."""
+async def start_rank(run: TrainerRun) -> AsyncIterator[Rank]:
+    """Starts one rank; none outlives the test."""
     started: list[asyncio.subprocess.Process] = []
     where = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
 
-    async def start() -> list[asyncio.subprocess.Process]:
-        for rank in ("0", "1"):
-            command = (sys.executable, "-m", "workers", "train", "--index", rank, *where)
-            started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
-        return started[-2:]
+    async def start(rank: int) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", "workers", "train", "--index", str(rank), *where)
+        started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
+        return started[-1]
 
     yield start
     for process in started:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+@pytest.fixture
+def start_ranks(start_rank: Rank) -> Ranks:
+    """Starts both."""
+
+    async def start() -> list[asyncio.subprocess.Process]:
+        return [await start_rank(0), await start_rank(1)]
+
+    return start
 
 
 async def send_batch(run: TrainerRun, batch: int, *, checkpoint: bool = False) -> None:
@@ -126,7 +137,7 @@ async def test_a_rank_stays_until_rank_0_has_saved_everything(
 
 
 async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
-    run: TrainerRun, start_ranks: Ranks, tmp_path: Path
+    run: TrainerRun, start_ranks: Ranks, start_rank: Rank, tmp_path: Path
 ) -> None:
     await send_batch(run, 0, checkpoint=True)
     await send_batch(run, 1)
@@ -134,9 +145,10 @@ async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     await run.until_told(StepDone, 2)
     ranks[1].send_signal(signal.SIGKILL)
     await ranks[1].wait()
-    await send_batch(run, 2)  # rank 0 finds out when it sums gradients
+    again = await start_rank(1)  # rank 0 starts over as soon as it sees it; no mini-batch has to close for that
     assert await ranks[0].wait() == 1
-    ranks = await start_ranks()
+    ranks = [await start_rank(0), again]
+    await send_batch(run, 2)
     await run.finish()
     assert [await rank.wait() for rank in ranks] == [0, 0]
     ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
@@ -144,3 +156,20 @@ async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     await train_on_one_rank(run, tmp_path / "single")
     found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
+
+
+async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_ranks: Ranks) -> None:
+    """Neither their meeting point nor gloo nor the weights are reached from another machine."""
+    await send_batch(run, 0)
+    ranks = await start_ranks()
+    await run.until_told(StepDone, 1)
+    listening = {
+        connection.laddr.ip
+        for rank in ranks
+        for connection in psutil.Process(rank.pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    await run.finish()
+    assert [await rank.wait() for rank in ranks] == [0, 0]
+    assert listening == {"127.0.0.1"}
+    assert not list((run.run_dir / "ranks").iterdir())

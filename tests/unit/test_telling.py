@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
 from transport.broker import keys
 from transport.broker.base import Fence
 from transport.broker.memory import MemoryBroker, MemoryServer
@@ -20,8 +16,6 @@ from transport.messages import (
     manifest_decoder,
 )
 from transport.types import RunName, WeightIdentity, WorkerId
-from workers.errors import RanksError
-from workers.trainer.parting import META, heed_rank_0, present_rank_0
 from workers.trainer.telling import STEPS, Teller
 
 TRAINER = WorkerId("train-0.1")
@@ -100,15 +94,3 @@ async def test_memory_is_bounded():
     told = await said.events()
     assert [event.batch for event in told if isinstance(event, StepDone)] == list(range(2, STEPS + 2))
     assert len(told) == STEPS + 3
-
-
-async def test_a_rank_starts_over_with_the_next_rank_0_and_not_before():
-    broker = MemoryBroker(MemoryServer(), RunName("run"))
-    await broker.put_meta(META, b"1")
-    heeding = asyncio.create_task(heed_rank_0(broker, await present_rank_0(broker)))
-    await broker.put_meta(META, b"")  # a broker that lost its tail knows of nobody
-    done, _ = await asyncio.wait({heeding}, timeout=0.3)
-    assert not done
-    await broker.put_meta(META, b"2")
-    with pytest.raises(RanksError, match="rank 0 died"):
-        await asyncio.wait_for(heeding, 30)

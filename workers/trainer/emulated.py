@@ -49,6 +49,9 @@ class EmulatedLearner:
     async def join(self, broker: Broker, in_thread: InThread) -> None:
         pass
 
+    async def follow(self) -> None:
+        pass
+
     def agree(self, value: int) -> int:
         return value
 

@@ -1,7 +1,8 @@
 """What the trainer worker trains: one interface, behind which is torch, or an emulation that takes its time.
 
 The worker (worker.py) owns the log, the ledger, epochs, checkpoints and what is told; a learner owns weights. All
-methods but ``join`` are synchronous, and all but ``retract`` called on one thread, in the order of the rounds log.
+methods but ``join`` and ``follow`` are synchronous, and all but ``retract`` called on one thread, in the order of the
+rounds log.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Learner(Protocol):
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
         """Meet the other ranks. Raises RanksError."""
+        ...
+
+    async def follow(self) -> None:
+        """Watch the other ranks, if this learner can. Raises RanksError when one was replaced by a new process."""
         ...
 
     def agree(self, value: int) -> int:

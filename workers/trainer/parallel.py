@@ -14,12 +14,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from workers.algorithms.loss import LossMetrics
 from workers.errors import RanksError
-
-LOOPBACK = "127.0.0.1"
 
 
 class GradientReducer(Protocol):
@@ -99,15 +97,3 @@ class RankGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def open_store(world_size: int, timeout_s: float) -> TCPStore:
-    """Rank 0's meeting point, on a free port of the loopback interface (ranks of several hosts use torchrun)."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(LOOPBACK, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-
-
-def join_store(port: int, world_size: int, timeout_s: float) -> TCPStore:
-    """Another rank's view of it. Raises torch.distributed.DistNetworkError when nobody is there."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)

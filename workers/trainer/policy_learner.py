@@ -19,6 +19,7 @@ from workers.trainer.checkpoint_tensors import restore, tensor_files
 from workers.trainer.final_model import save_final_model
 from workers.trainer.learner import InThread, PieceDone
 from workers.trainer.load import choose_device
+from workers.trainer.meeting import Meeting
 from workers.trainer.parallel import GradientReducer, SingleRank
 from workers.trainer.ranks import meet_ranks
 from workers.trainer.samples import PromptGroup
@@ -37,7 +38,11 @@ class Publisher(Protocol):
 
 
 class PolicyLearner:
-    """A Learner (learner.py). model_dir: the base model.  rank: which of the ``trainer.ranks`` this is."""
+    """A Learner (learner.py).
+
+    model_dir: the base model.  rank: which of the ``trainer.ranks`` this is.  meeting_dir: where those of one machine
+    meet; one rank needs none.
+    """
 
     def __init__(
         self,
@@ -46,12 +51,15 @@ class PolicyLearner:
         publisher: Publisher,
         *,
         rank: int = 0,
+        meeting_dir: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         self._settings = settings
         self._model_dir = model_dir
         self._publisher = publisher
         self._rank = rank
+        self._meeting_dir = meeting_dir
+        self._meeting: Meeting | None = None
         self._trust_remote_code = trust_remote_code
         self._reducer: GradientReducer = SingleRank()
         self._loaded: TrainStep | None = None
@@ -67,16 +75,25 @@ class PolicyLearner:
         return self._loaded
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
-        liveness = self._settings.liveness
-        self._reducer = await meet_ranks(
+        liveness, ranks = self._settings.liveness, self._settings.trainer.ranks
+        if ranks == 1:
+            return
+        if self._meeting_dir is None:
+            raise ValueError(f"{ranks} ranks need a directory to meet in")
+        self._reducer, self._meeting = await meet_ranks(
             broker,
             self._rank,
-            self._settings.trainer.ranks,
+            ranks,
             in_thread,
+            directory=self._meeting_dir,
             device=choose_device(self._settings.trainer.device),
             join_timeout_s=liveness.startup_s,
             reduce_timeout_s=liveness.stall_s,
         )
+
+    async def follow(self) -> None:
+        if self._meeting is not None:
+            await self._meeting.follow()
 
     def agree(self, value: int) -> int:
         return self._reducer.agree(value)
@@ -113,6 +130,8 @@ class PolicyLearner:
         save_final_model(self._step.policy, self._model_dir, target, trust_remote_code=self._trust_remote_code)
 
     def leave(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
         self._reducer.close()
 
     def retract(self) -> None:

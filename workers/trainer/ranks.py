@@ -1,7 +1,8 @@
-"""How the ranks of a local trainer find one another: over the broker, which all of them reach already.
+"""How the ranks of a trainer become one process group: local ones over their meeting's file, others under torchrun.
 
-Owns: the rendezvous. Invariant: a rank that was started again meets the present rank 0, never the address of an earlier
-one, because joining an address that nobody serves fails and is tried again with what the broker says by then.
+Owns: the rendezvous. Invariant: collectives of one machine use its loopback interface only, and nothing listens for
+ranks that are to come. Gloo and NCCL know no proof of who connects: ranks of several machines belong on a network of
+their own (docs/security.md).
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from transport.broker.base import Broker
+from transport.tensors.address import is_loopback
 from workers.errors import RanksError
-from workers.trainer.parallel import GradientReducer, RankGroup, SingleRank, join_store, open_store
-from workers.trainer.parting import META, POLL_S
-
-JOIN_S = 2.0
-"""One attempt to reach a store; then the broker is asked again."""
+from workers.trainer.meeting import Meeting
+from workers.trainer.parallel import RankGroup
 
 InTorch = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
@@ -32,18 +33,16 @@ async def meet_ranks(
     world_size: int,
     in_torch: InTorch,
     *,
+    directory: Path,
     device: torch.device,
     join_timeout_s: float,
     reduce_timeout_s: float,
-) -> GradientReducer:
-    """Become one of ``world_size`` ranks.
+) -> tuple[RankGroup, Meeting | None]:
+    """Become one of ``world_size`` ranks, two or more. No meeting under torchrun, whose agent sees to the others.
 
-    Under torchrun its environment says who is where; otherwise rank 0 opens a store and tells its port by the broker.
-    reduce_timeout_s: how long a rank waits for a slower one.
-    Raises: RanksError: the others did not come within ``join_timeout_s``.
+    directory: where ranks of one machine meet.  reduce_timeout_s: how long a rank waits for a slower one.
+    Raises: RanksError: the others did not come within ``join_timeout_s``, or one was replaced meanwhile.
     """
-    if world_size == 1:
-        return SingleRank()
 
     def group(store: Store | None) -> RankGroup:
         try:
@@ -52,25 +51,27 @@ async def meet_ranks(
             raise RanksError(f"rank {rank} of {world_size} could not join the others: {error}") from error
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return await in_torch(lambda: group(None))
-    if rank == 0:
-        store: Store = await in_torch(lambda: open_store(world_size, join_timeout_s))
-        await broker.put_meta(META, str(store.port).encode())  # type: ignore[attr-defined]
-    else:
-        store = await _find_store(broker, world_size, in_torch, rank, join_timeout_s)
-    return await in_torch(lambda: group(store))
-
-
-async def _find_store(broker: Broker, world_size: int, in_torch: InTorch, rank: int, timeout_s: float) -> Store:
+        return await in_torch(lambda: group(None)), None
+    meeting = Meeting(broker, rank, world_size, directory)
+    await (meeting.open() if rank == 0 else meeting.join(limit_s=join_timeout_s))
+    stay_on_loopback()
+    joining = asyncio.ensure_future(in_torch(lambda: group(FileStore(str(meeting.store), world_size))))
+    following = asyncio.create_task(meeting.follow(), name="follow ranks")
     try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                port = await broker.get_meta(META)
-                if port is not None:
-                    try:
-                        return await in_torch(lambda port=port: join_store(int(port), world_size, JOIN_S))
-                    except dist.DistError:
-                        pass  # of a rank 0 that is gone; the next one will say where it is
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise RanksError(f"rank {rank} found no rank 0 within {timeout_s:.0f} s") from None
+        await asyncio.wait({joining, following}, return_when=asyncio.FIRST_COMPLETED)
+        return (joining.result() if joining.done() else following.result()), meeting
+    finally:
+        for task in (joining, following):
+            task.cancel()
+        await asyncio.gather(joining, following, return_exceptions=True)
+
+
+def stay_on_loopback() -> None:
+    """Have gloo and NCCL of this process use the loopback interface, unless its owner chose another.
+
+    By themselves they listen on the address that the host's name resolves to, which is often one of the network's.
+    """
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(is_loopback(address.address) for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

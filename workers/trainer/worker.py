@@ -47,7 +47,7 @@ from workers.errors import CheckpointError, RoundsError
 from workers.lifecycle import Activity
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
-from workers.trainer.parting import DONE, heed_rank_0, leave_together, present_rank_0
+from workers.trainer.meeting import DONE, leave_after_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.samples import PromptGroup
 from workers.trainer.telling import Teller
@@ -101,7 +101,6 @@ class TrainerWorker:
         self._ledger = Ledger()
         self._source_position = ""
         self._weights: WeightIdentity | None = None
-        self._met = b""
         self._open: tuple[int, int, int] | None = None
         self._checkpoint_due = False
         self._doing = STARTING
@@ -120,8 +119,9 @@ class TrainerWorker:
             await self._start()
             reader = self._reader()
             async with asyncio.TaskGroup() as group:
-                beside = self._teller.keep_told() if self._teller else heed_rank_0(self._broker, self._met)
-                helping = [group.create_task(reader.read()), group.create_task(beside)]
+                helping = [group.create_task(reader.read()), group.create_task(self._learner.follow())]
+                if self._teller is not None:
+                    helping.append(group.create_task(self._teller.keep_told()))
                 await self._work(reader)
                 for task in helping:
                     task.cancel()
@@ -140,7 +140,6 @@ class TrainerWorker:
     async def _start(self) -> None:
         """Load weights, take over the role, publish what we hold, say from where we read on."""
         await self._learner.join(self._broker, self._in_thread)
-        self._met = await present_rank_0(self._broker)
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
@@ -306,7 +305,7 @@ class TrainerWorker:
         if self._rank != 0:
             self._doing = "waiting for rank 0 to save"
             limit_s = STALLS * self._settings.liveness.stall_s
-            await leave_together(self._broker, entry_id, limit_s=limit_s)
+            await leave_after_rank_0(self._broker, entry_id, limit_s=limit_s)
             return
         self._ledger.cursor = entry_id
         saved = await self._save()

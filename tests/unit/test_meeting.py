@@ -1,0 +1,94 @@
+"""Who the ranks of a trainer are now: nobody joins one that is gone, and a replaced one is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from transport.broker.memory import MemoryBroker, MemoryServer
+from transport.types import RunName
+from workers.errors import RanksError
+from workers.trainer.meeting import MEETING, Meeting
+
+SOON_S = 30.0
+NOW_S = 0.5
+"""What has not come by then does not come: a follower looks five times meanwhile, and a joiner twice."""
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker(MemoryServer(), RunName("run"))
+
+
+@asynccontextmanager
+async def following(meeting: Meeting) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(meeting.follow())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def goes_on(task: asyncio.Task[None]) -> bool:
+    done, _ = await asyncio.wait({task}, timeout=NOW_S)
+    return not done
+
+
+async def test_ranks_meet_in_the_file_of_the_present_rank_0(broker: MemoryBroker, tmp_path: Path):
+    rank_0, rank_1 = (Meeting(broker, rank, 2, tmp_path / "ranks") for rank in (0, 1))
+    await rank_0.open()
+    await rank_1.join(limit_s=SOON_S)
+    assert rank_0.store == rank_1.store
+    assert (tmp_path / "ranks").stat().st_mode & 0o777 == 0o700
+    rank_0.close()
+    assert not list((tmp_path / "ranks").iterdir())
+
+
+async def test_a_meeting_whose_rank_0_is_gone_is_not_joined(broker: MemoryBroker, tmp_path: Path):
+    rank_0 = Meeting(broker, 0, 2, tmp_path)
+    await rank_0.open()
+    rank_0.close()  # as the kernel does for one that is killed: its lock is free
+    with pytest.raises(RanksError, match=r"rank 1 found no rank 0 .*--run-dir"):
+        await Meeting(broker, 1, 2, tmp_path).join(limit_s=NOW_S)
+
+
+@pytest.mark.parametrize("said", [b"../../etc/passwd", b"", b"\xff" * 16, b"0" * 5000])
+async def test_what_the_broker_says_is_no_path(broker: MemoryBroker, tmp_path: Path, said: bytes):
+    await broker.put_meta(MEETING, said)
+    with pytest.raises(RanksError, match="found no rank 0"):
+        await Meeting(broker, 1, 2, tmp_path).join(limit_s=NOW_S)
+
+
+async def test_a_rank_starts_over_with_the_next_rank_0_and_not_before(broker: MemoryBroker, tmp_path: Path):
+    rank_0, rank_1 = (Meeting(broker, rank, 2, tmp_path) for rank in (0, 1))
+    await rank_0.open()
+    await rank_1.join(limit_s=SOON_S)
+    async with following(rank_1) as task:
+        await broker.put_meta(MEETING, b"")  # a broker that lost its tail knows of nobody
+        assert await goes_on(task)
+        rank_0.close()
+        await Meeting(broker, 0, 2, tmp_path).open()
+        with pytest.raises(RanksError, match="rank 0 died"):
+            await asyncio.wait_for(task, SOON_S)
+
+
+async def test_rank_0_starts_over_when_another_rank_was_replaced(broker: MemoryBroker, tmp_path: Path):
+    rank_0 = Meeting(broker, 0, 3, tmp_path)
+    await rank_0.open()
+    for rank in (1, 2):
+        await Meeting(broker, rank, 3, tmp_path).join(limit_s=SOON_S)
+    async with following(rank_0) as task:
+        assert await goes_on(task)
+        joining = asyncio.create_task(Meeting(broker, 2, 3, tmp_path).join(limit_s=SOON_S))
+        with pytest.raises(RanksError, match="rank 2 died"):
+            await asyncio.wait_for(task, SOON_S)
+        assert not joining.done(), "it must not join what its predecessor was part of"
+        rank_0.close()
+        again = Meeting(broker, 0, 3, tmp_path)
+        await again.open()
+        await asyncio.wait_for(joining, SOON_S)
