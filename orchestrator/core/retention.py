@@ -1,7 +1,9 @@
 """What must be kept, and what a full broker changes.
 
-Owns: kept checkpoints and the byte budget. Never: the rows themselves. Invariant: rows of a trained batch are freed
-only once a durable checkpoint contains the batch; the rounds log is freed up to the oldest checkpoint that is kept.
+Owns: kept checkpoints and the byte budget. Never: the rows themselves. Invariant: rows of trained batches and the
+rounds log are kept back to the checkpoint before the newest (to the base model, where there is one only), so that a
+trainer that finds the newest damaged goes on from the one before it. A full broker comes first: over budget they are
+kept back to the newest only, and so they are where ``keep_checkpoints`` is 1.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ class Checkpoint(NamedTuple):
     cursor: CommandId
 
 
+BASE_MODEL = Checkpoint(0, CommandId(0, 0))
+
+
 class Retention(msgspec.Struct, kw_only=True):
-    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: someone wants one."""
+    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: someone wants one.
+
+    freed: rows of batches below its version, and the rounds log up to its cursor, are freed.
+    """
 
     checkpoints: list[Checkpoint] = msgspec.field(default_factory=list[Checkpoint])
+    freed: Checkpoint = BASE_MODEL
     retained_bytes: int = 0
     requested: bool = False
     force_checkpoint: bool = False
     over_budget: bool = False
-
-    @property
-    def durable_version(self) -> int:
-        """Rows of batches below it are freed. -1 before the first checkpoint."""
-        return self.checkpoints[-1].version if self.checkpoints else -1
 
     def save(self, checkpoint: Checkpoint, keep: int) -> bool:
         """Take note of a checkpoint. Returns False for one that is known or older."""
@@ -43,6 +47,19 @@ class Retention(msgspec.Struct, kw_only=True):
         self.checkpoints.append(checkpoint)
         del self.checkpoints[: -max(1, keep)]
         return True
+
+    def free(self, keep: int) -> Checkpoint | None:
+        """Choose what a trainer may still go back to. Returns it if it is newer than before: free what lies before."""
+        back = 1 if keep == 1 or self.over_budget else 2
+        oldest = self.checkpoints[-back] if len(self.checkpoints) >= back else BASE_MODEL
+        if oldest <= self.freed:
+            return None
+        self.freed = oldest
+        return oldest
+
+    def go_back(self, version: int) -> None:
+        """The trainer went back to ``version``: later checkpoints are damaged, or gone."""
+        self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.version <= version]
 
     def reaches(self, entry: CommandId) -> bool:
         """Whether the newest checkpoint contains this entry of the rounds log."""

@@ -236,18 +236,14 @@ class Rounds:
         p = self._p
         cursor = parse_entry_id(event.cursor)
         if p.retention.save(Checkpoint(event.weights.version, cursor), p.settings.keep_checkpoints):
-            self._free_batches(event.weights.version)
-            oldest = p.retention.checkpoints[0].cursor
-            p.outbox.trim_rounds(oldest)
-            p.outbox.emit(TrimRounds(cursor=oldest.entry))
+            self._free()
         if p.training.finish_id is not None and cursor >= p.training.finish_id:
             self._end_training()
 
-    def trainer_left(self) -> None:
-        """A trainer that drained after its last command, with everything saved, has finished."""
-        p = self._p
-        if p.training.finish_id is not None and p.retention.durable_version >= p.training.trained_version:
-            self._end_training()
+    def broker_used(self, retained_bytes: int) -> None:
+        """A broker over budget is relieved of what was kept for a damaged checkpoint."""
+        self._p.retention.use(retained_bytes, self._p.settings.max_retained_bytes)
+        self._free()
 
     def finish_run(self, reason: str) -> None:
         """The run is over."""
@@ -263,16 +259,22 @@ class Rounds:
         else:
             self._p.training.finish_id = None
 
-    def _free_batches(self, version: int) -> None:
+    def _free(self) -> None:
+        """Free rows and rounds that no trainer can come to need any more."""
         p = self._p
+        oldest = p.retention.free(p.settings.keep_checkpoints)
+        if oldest is None:
+            return
         freed: list[GroupId] = []
-        for index in [index for index in p.batches if index < version]:
+        for index in [index for index in p.batches if index < oldest.version]:
             batch = p.batches.pop(index)
             freed += batch.members
             for group_id in batch.group_ids:
                 self._free_group(group_id)
         if freed:
             p.outbox.emit(DropRows(group_ids=tuple(freed)))
+        p.outbox.trim_rounds(oldest.cursor)
+        p.outbox.emit(TrimRounds(cursor=oldest.cursor.entry))
 
     def _free_group(self, group_id: GroupId) -> None:
         """Nobody asks for it any more, not even a broker that loses its tail."""

@@ -108,9 +108,7 @@ class PipelineState:
         self._moving = Moving(pipeline, self._assignments)
         self._experience = Experience(pipeline)
         self._elastic = ElasticFleet(pipeline)
-        self._worker_reports = WorkerReports(
-            pipeline, self._rounds, self._rollouts, self._weights, self._tries, self._elastic
-        )
+        self._worker_reports = WorkerReports(pipeline, self._rollouts, self._weights, self._tries, self._elastic)
         self._trainer_reports = TrainerReports(
             pipeline, self._rounds, self._rollouts, self._evaluation_schedule, self._experience, self._elastic
         )
@@ -153,10 +151,15 @@ class PipelineState:
         return self._p.lineage.epoch
 
     @property
+    def freed_version(self) -> int:
+        """Rows of batches below it are freed: no trainer can go back further."""
+        return self._p.retention.freed.version
+
+    @property
     def rounds_begin(self) -> str:
-        """Entries of the rounds log up to this one are in the oldest kept checkpoint; "" before the first."""
-        checkpoints = self._p.retention.checkpoints
-        return checkpoints[0].cursor.entry if checkpoints else ""
+        """Entries of the rounds log up to this one are freed; "" before any is."""
+        freed = self._p.retention.freed
+        return freed.cursor.entry if freed.version else ""
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Apply ``event`` at ``now_s`` on the run's clock and return what to do, in order.
@@ -316,7 +319,7 @@ class PipelineState:
             case RankerJudged():
                 self._p.plans.ranker = event
             case BrokerUsage():
-                self._p.retention.use(event.retained_bytes, self._p.settings.max_retained_bytes)
+                self._rounds.broker_used(event.retained_bytes)
             case PromptsSubmitted() | SamplesTaken() | RequestCancelled() | WeightsPublished():
                 self._requests.take(event)
             case (

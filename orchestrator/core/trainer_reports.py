@@ -105,6 +105,7 @@ class TrainerReports:
         if not p.batches:
             p.next_batch = p.training.batch = max(p.next_batch, version)
         self._evaluation_schedule.trainer_restarted(version)
+        p.retention.go_back(version)
         p.training.dp_size = report.dp_size
         p.training.trained_version = version
         lost = p.lineage.restart(report.weights)
@@ -118,8 +119,8 @@ class TrainerReports:
         p = self._p
         if not p.batches and not p.lineage.epoch:
             return True
-        return max(0, p.retention.durable_version) <= version <= p.training.batch
+        return p.retention.freed.version <= version <= p.training.batch
 
     def _reach(self) -> str:
-        durable = max(0, self._p.retention.durable_version)
-        return f"rows before {durable} are freed and batches from {self._p.training.batch} on were never sent"
+        freed, sent = self._p.retention.freed.version, self._p.training.batch
+        return f"rows before {freed} are freed and batches from {sent} on were never sent"

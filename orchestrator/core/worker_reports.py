@@ -13,15 +13,11 @@ from orchestrator.core.evaluation_tries import EvaluationTries
 from orchestrator.core.fleet import Worker
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.rollouts import Rollouts
-from orchestrator.core.rounds import Rounds
 from orchestrator.core.weights import Weights
 from transport.messages import WorkerJoined, WorkerLost, WorkerReported
 from transport.types import WorkerKind
 
 WorkerReport: TypeAlias = WorkerJoined | WorkerReported | WorkerLost
-
-TRAINER_IS_DONE = ("drained", "finished")
-"""Reasons of a loss that mean that the trainer left of itself, with everything saved."""
 
 
 class WorkerReports:
@@ -30,14 +26,12 @@ class WorkerReports:
     def __init__(
         self,
         pipeline: Pipeline,
-        rounds: Rounds,
         rollouts: Rollouts,
         weights: Weights,
         tries: EvaluationTries,
         elastic: ElasticFleet,
     ) -> None:
         self._p = pipeline
-        self._rounds = rounds
         self._rollouts = rollouts
         self._weights = weights
         self._tries = tries
@@ -76,9 +70,7 @@ class WorkerReports:
 
     def _lost(self, report: WorkerLost) -> None:
         fleet = self._p.fleet
-        kind = fleet.others.pop(report.worker_id, None)
-        if kind is WorkerKind.TRAIN and report.reason in TRAINER_IS_DONE:
-            self._rounds.trainer_left()
+        fleet.others.pop(report.worker_id, None)
         worker = fleet.workers.get(report.worker_id)
         if worker is not None:
             self._tries.worker_lost(worker)

@@ -86,8 +86,13 @@ class ObeyedPipeline:
         self.outcomes: dict[GroupId, SlotOutcome] = {}
         self.log: list[tuple[CommandId, Command]] = []
         self.trainer = FakeTrainer()
-        self.saved = (0, CommandId(0, 0))
+        self.checkpoints = [(0, CommandId(0, 0))]
         self.finished = ""
+
+    @property
+    def saved(self) -> tuple[int, CommandId]:
+        """(version, cursor) of the newest checkpoint; the first one is the base model."""
+        return self.checkpoints[-1]
 
     def tell(self, event: Event) -> list[Command]:
         restored = PipelineState.restore(self.state.snapshot()) if self.state.seq % RESTORE_EVERY == 0 else None

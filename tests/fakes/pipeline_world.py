@@ -185,8 +185,10 @@ class PipelineWorld(ObeyedPipeline):
 
     # -- what the trainer does
 
-    def start_trainer(self, dp_size: int = 1) -> None:
-        """A trainer of the next epoch starts from the checkpoint."""
+    def start_trainer(self, dp_size: int = 1, *, damaged: bool = False) -> None:
+        """A trainer of the next epoch starts from the newest checkpoint; damaged: from the one before it."""
+        if damaged:
+            self.checkpoints.pop()
         version, cursor = self.saved
         self.trainer = FakeTrainer(self.trainer.epoch + 1, version, cursor)
         self.dp_size = dp_size
@@ -243,7 +245,9 @@ class PipelineWorld(ObeyedPipeline):
             self._save(weights, at)
 
     def _save(self, weights: WeightIdentity, at: CommandId) -> None:
-        self.saved = (weights.version, at)
+        if self.saved[0] == weights.version and len(self.checkpoints) > 1:
+            self.checkpoints.pop()  # the same weights again
+        self.checkpoints.append((weights.version, at))
         self.tell(CheckpointSaved(weights=weights, cursor=at.entry, path="somewhere"))
 
     # -- a world without further faults

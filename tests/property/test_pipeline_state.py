@@ -184,9 +184,12 @@ class PipelineMachine(RuleBasedStateMachine):
         workers = [worker_id for worker_id, worker in self.world.workers.items() if worker.to_load]
         self.world.load(data.draw(st.sampled_from(workers)), fails=fails == 3)
 
-    @rule(dp_size=st.integers(1, 2))
-    def trainer_starts(self, dp_size):
-        self.world.start_trainer(dp_size)
+    @rule(dp_size=st.integers(1, 2), damaged=st.booleans())
+    def trainer_starts(self, dp_size, damaged):
+        """The one before the newest checkpoint is enough, unless a full broker was relieved of what it needs."""
+        checkpoints = self.world.checkpoints
+        kept = len(checkpoints) > 1 and checkpoints[-2][0] >= self.world.state.freed_version
+        self.world.start_trainer(dp_size, damaged=damaged and kept)
 
     @precondition(lambda self: self.world.trainer.epoch and self.world.unread())
     @rule(silent=st.booleans(), count=st.integers(1, 4))

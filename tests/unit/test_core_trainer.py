@@ -24,7 +24,6 @@ from transport.messages import (
     TrainRound,
     TrimRounds,
     WorkerJoined,
-    WorkerLost,
 )
 from transport.settings import AlgorithmSettings, PipelineSettings, Settings, TrainerSettings
 from transport.types import GroupId, WeightIdentity, WorkerId, WorkerKind
@@ -234,7 +233,7 @@ def test_no_group_is_dispatched_to_weights_of_a_former_epoch():
 
 
 def test_a_trainer_older_than_the_freed_rows_ends_the_run_by_name():
-    world = PipelineWorld.ready(core(checkpoint_every=1))
+    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=1))
     finish_batch(world, 0)
     train_all(world)
     world.tell(TrainerReady(worker_id=WorkerId("train-0.9"), weights=WeightIdentity(epoch=9, version=0)))
@@ -274,7 +273,30 @@ def test_the_log_is_kept_back_to_the_oldest_checkpoint_kept():
         train_all(world)
         kept.append({c.batch for _, c in world.state.outstanding() if isinstance(c, TrainRound)})
         world.load(W0)
-    assert kept == [set(), {1}, {2}], "what the older of two checkpoints contains is never read again"
+    assert kept == [{0}, {1}, {2}], "what the older of two checkpoints contains is never read again"
+
+
+def test_a_trainer_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before():
+    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2))
+    for batch in range(3):
+        finish_batch(world, batch)
+        train_all(world)
+        world.load(W0)
+    world.start_trainer(damaged=True)
+    assert world.trainer.version == 2
+    world.run_to_end()
+    assert not world.finished.startswith("failed")
+
+
+def test_a_broker_over_budget_keeps_rows_back_to_the_newest_checkpoint_only():
+    world = PipelineWorld.ready(core(checkpoint_every=1, keep_checkpoints=2, max_retained_bytes=100))
+    for batch in range(2):
+        finish_batch(world, batch)
+        train_all(world)
+        world.load(W0)
+    assert {group_id.split("/")[0] for group_id in world.dropped} == {"0"}
+    world.tell(BrokerUsage(retained_bytes=101))
+    assert {group_id.split("/")[0] for group_id in world.dropped} == {"0", "1"}
 
 
 def test_a_full_broker_forces_a_checkpoint_and_closes_admission_without_deadlock():
@@ -315,15 +337,6 @@ def test_the_run_ends_after_the_trainers_last_command_is_saved():
     world.train()
     assert world.finished == "all batches are trained"
     assert {outcome.outcome for outcome in world.outcomes.values()} == {"trained"}
-
-
-def test_a_trainer_that_drained_with_everything_saved_has_finished():
-    world = PipelineWorld.ready(core(num_batches=1))
-    finish_batch(world, 0)
-    while len(world.unread()) > 1:
-        world.train()
-    world.tell(WorkerLost(worker_id=WorkerId("train-0.1"), reason="drained"))
-    assert world.finished
 
 
 def test_a_stop_finishes_the_batch_in_training_and_freezes_the_others():

@@ -75,7 +75,7 @@ async def test_checkpoints_without_a_journal_are_no_new_run(broker: MemoryBroker
 
 def test_a_broker_is_told_again_where_the_rounds_log_begins():
     """Entries that came back with an older file would otherwise stand before a gap, and the audit would find it."""
-    state = PipelineState(CoreSettings(num_batches=4, groups_per_batch=2, group_size=2))
+    state = PipelineState(CoreSettings(num_batches=4, groups_per_batch=2, group_size=2, keep_checkpoints=1))
     weights = WeightIdentity(epoch=1, version=0)
     state.handle(TrainerReady(worker_id=WorkerId("train-0.1"), weights=weights), 0.0)
     assert not [command for _, command in restated(state) if isinstance(command, TrimRounds)]

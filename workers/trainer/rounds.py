@@ -64,7 +64,8 @@ class RoundsReader:
     """Reads on from ``cursor`` until FinishTraining.
 
     needs_reference: rows are complete only with reference logprobs.  stall_s: the longest wait for the next command, or
-    for one round's missing rows.
+    for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
+    too long; it may have been told to pause.
     """
 
     def __init__(
@@ -96,15 +97,18 @@ class RoundsReader:
     async def read(self) -> None:
         """Put every command into ``queue``; ends after FinishTraining.
 
-        Raises: RoundsError: nothing came, or rows stayed away, for ``stall_s``; an entry that no trainer can read.
+        Raises: RoundsError: nobody orchestrates for ``stall_s``; an entry that no trainer can read.
         """
         last_s = self._clock.now_s()
         while True:
             entries = await self._broker.read(keys.ROUNDS, self._cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
-            if entries:
+            if entries or await self._is_orchestrated():
                 last_s = self._clock.now_s()
             elif self._clock.now_s() - last_s > self._stall_s:
-                raise RoundsError(f"no command after {self._cursor} on the rounds log for {self._stall_s:.0f} s")
+                raise RoundsError(
+                    f"no command after {self._cursor} on the rounds log, and no sign of life of an orchestrator, for "
+                    f"{self._stall_s:.0f} s"
+                )
             for entry in entries:
                 command = _decode(entry.entry_id, entry.entry.payload)
                 await self.queue.put(await self._fetch(entry.entry_id, command))
@@ -126,8 +130,8 @@ class RoundsReader:
         return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
 
     async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
-        """The rows, once they are all there. Raises RoundsError when some stay away."""
-        started_s = self._clock.now_s()
+        """The rows, once they are all there. Raises RoundsError when nobody is left to have them made again."""
+        last_s = self._clock.now_s()
         told_s: float | None = None
         while True:
             groups, missing = await self._try_read(wanted)
@@ -135,7 +139,9 @@ class RoundsReader:
             if not missing:
                 return groups
             now_s = self._clock.now_s()
-            if now_s - started_s > self._stall_s:
+            if await self._is_orchestrated():
+                last_s = now_s
+            elif now_s - last_s > self._stall_s:
                 raise RoundsError(f"rows {', '.join(missing[:5])} did not come within {self._stall_s:.0f} s")
             if told_s is None or now_s - told_s > MISSING_REPEAT_S:
                 told_s = now_s
@@ -143,6 +149,10 @@ class RoundsReader:
                 event = RowsMissing(row_ids=missing)
                 await self._broker.append(keys.EVENTS, event_entry(event, rows=len(missing)), fence=self._fence)
             await asyncio.sleep(MISSING_POLL_S)
+
+    async def _is_orchestrated(self) -> bool:
+        """Whether an orchestrator gave a sign of life in the last seconds."""
+        return await self._broker.get_meta(keys.STATUS) is not None
 
     async def _try_read(self, wanted: Wanted) -> tuple[list[PromptGroup], tuple[RowId, ...]]:
         """(groups, rows without a required column); a group without its prompt misses all its rows."""

@@ -59,8 +59,7 @@ CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "model"
 
 STALLS = 2
-"""A trainer that hears nothing for so many ``stall_s`` ends: long after the orchestrator's watchdog, which names what
-blocks the run, would have ended it; so nobody orchestrates any more."""
+"""A trainer whose orchestrator gives no sign of life for so many ``stall_s`` ends: nobody orchestrates any more."""
 
 T = TypeVar("T")
 
