@@ -22,6 +22,8 @@ POINTS = frozenset(
         "train.stepped",  # the optimizer stepped, nothing is published
         "train.published",  # weights are published, StepDone is not sent
         "train.checkpoint_written",  # a checkpoint is complete, not in place
+        "train.checkpoint_placed",  # a checkpoint is in place, the former one of its version too
+        "train.model_removed",  # the former final model made room, the new one is not in place
         "train.checkpoint_saved",  # a checkpoint is in place, nobody was told
         "orchestrator.applied",  # events were applied, not written down
         "orchestrator.journaled",  # events are written down, their commands not carried out

@@ -8,7 +8,8 @@ The file is MessagePack: batch -> pass -> slot -> samples as a bit set (8 sample
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,7 @@ from transport.types import GroupId, RowId, Struct, group_id, parse_row_id, row_
 
 FILE_NAME = "ledger.msgpack"
 """Inside a checkpoint's directory."""
-CHECKPOINT_PREFIX = "step-"
-"""A checkpoint's directory is ``step-<version>``; what is being written has another name."""
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 
 _Passes = dict[int, dict[int, dict[int, int]]]
 """batch -> pass -> slot -> bit set of samples."""
@@ -86,19 +86,31 @@ class Ledger:
         return ledger
 
 
-def checkpoint_dirs(checkpoints: Path) -> Mapping[int, Path]:
-    """Version -> directory of every checkpoint in place, newest first; empty where there is none."""
-    found: dict[int, Path] = {}
-    for path in checkpoints.glob(f"{CHECKPOINT_PREFIX}*"):
-        version = path.name.removeprefix(CHECKPOINT_PREFIX)
-        if version.isdigit() and path.is_dir():
-            found[int(version)] = path
-    return dict(sorted(found.items(), reverse=True))
+def checkpoint_name(version: int, number: int = 0) -> str:
+    """Of a checkpoint's directory; what is being written has another one. number: of those of a version, from 0."""
+    return f"step-{version}.{number}" if number else f"step-{version}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """(version, number) of a checkpoint's directory; None for a name of anything else."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def checkpoint_dirs(checkpoints: Path) -> list[Path]:
+    """The directory of every checkpoint in place, newest first; empty where there is none.
+
+    A version that is saved again (at the end of a run, or after the trainer went back) gets a directory of its own,
+    because no directory can be replaced in one step.
+    """
+    named = ((parse_checkpoint_name(path.name), path) for path in checkpoints.glob("step-*"))
+    found = [(key, path) for key, path in named if key is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def read_ledger(checkpoints: Path) -> Ledger | None:
     """The ledger of the newest checkpoint whose ledger can be read; None where there is none."""
-    for path in checkpoint_dirs(checkpoints).values():
+    for path in checkpoint_dirs(checkpoints):
         try:
             return Ledger.from_bytes((path / FILE_NAME).read_bytes())
         except (OSError, MessageError):

@@ -58,7 +58,8 @@ def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
     (tmp_path / "step-11.partial").mkdir()
     (tmp_path / "step-12").mkdir()  # damaged: no file
     (tmp_path / "step-10" / FILE_NAME).write_bytes(b"\xc1")
-    assert list(checkpoint_dirs(tmp_path)) == [12, 10, 9, 2]
+    (tmp_path / "step-9.1").mkdir()  # the same version, saved again
+    assert [path.name for path in checkpoint_dirs(tmp_path)] == ["step-12", "step-10", "step-9.1", "step-9", "step-2"]
     ledger = read_ledger(tmp_path)
     assert ledger is not None
     assert ledger.version == 9

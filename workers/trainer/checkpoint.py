@@ -1,14 +1,15 @@
 """Checkpoints: everything that a trainer needs to go on exactly, in one directory that is there whole or not at all.
 
-    checkpoints/step-<version>/
+    checkpoints/step-<version>/     or step-<version>.<n>, of a version that was saved again
       model.safetensors      fp32 master weights
       optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
       ledger.msgpack         what was trained (transport/ledger.py)
       steps.msgpack          what was told of the last steps that it contains
       meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
 
-Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced;
-whatever goes wrong while saving, the checkpoints before stay as they were.
+Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced,
+and is never replaced; whatever goes wrong while saving, and whenever it is killed, the checkpoints before stay as they
+were. They go when a newer one is in place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 
 from transport import faults
 from transport.errors import MessageError
-from transport.ledger import CHECKPOINT_PREFIX, FILE_NAME, Ledger, checkpoint_dirs
+from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
 from transport.messages import StepDone
 from transport.settings import Settings
 from transport.tensors.manifest import checksum
@@ -118,7 +119,9 @@ class CheckpointStore:
     def __init__(self, directory: Path, *, keep: int) -> None:
         self._directory = directory
         self._keep = max(keep, 1)
-        self._saved: tuple[int, int] | None = None
+        self._saved: tuple[int, int, Path] | None = None
+        self.damaged: dict[Path, str] = {}
+        """Checkpoints that were passed over, and what is wrong with each."""
 
     def save(
         self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta, steps: Sequence[StepDone] = ()
@@ -129,7 +132,7 @@ class CheckpointStore:
 
         Raises: CheckpointError: the disk is full or refuses; nothing of the attempt is left, older ones are untouched.
         """
-        target = self._directory / f"{CHECKPOINT_PREFIX}{meta.version}"
+        target = self._free_name(meta.version)
         needed = sum(file.nbytes for file in files.values()) + HEADROOM_BYTES
         aside = self._directory / f"writing-{meta.version}"
         try:
@@ -137,9 +140,10 @@ class CheckpointStore:
             self._clear_remains()
             self._require_space(target, needed)
             aside.mkdir()
+            again = self._saved is not None and self._saved[:2] == (meta.epoch, meta.version)
             for name, file in files.items():
-                if self._saved == (meta.epoch, meta.version):
-                    os.link(target / name, aside / name)  # the last save again, with a later cursor
+                if self._saved is not None and again:
+                    os.link(self._saved[2] / name, aside / name)  # with a later cursor
                 else:
                     file.write(aside / name)
             (aside / FILE_NAME).write_bytes(ledger.to_bytes())
@@ -151,22 +155,30 @@ class CheckpointStore:
                 _sync(path)
             _sync(aside)
             faults.point("train.checkpoint_written")
-            self._put_in_place(aside, target)
+            aside.rename(target)
+            _sync(self._directory)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(target, needed, str(error)) from error
-        self._saved = (meta.epoch, meta.version)
+        faults.point("train.checkpoint_placed")
+        self._saved = (meta.epoch, meta.version, target)
         self._prune()
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; damaged ones are named in a warning and passed over."""
-        for path in checkpoint_dirs(self._directory).values():
+        """The newest checkpoint that is whole; those before it are ``damaged``, and named in a warning."""
+        for path in checkpoint_dirs(self._directory):
             try:
                 return _verified(path)
             except (OSError, MessageError, msgspec.MsgspecError, ValueError) as error:
+                self.damaged[path] = str(error)
                 log.warning("damaged checkpoint, trying the one before it", path=str(path), error=str(error))
         return None
+
+    def _free_name(self, version: int) -> Path:
+        names = (parse_checkpoint_name(path.name) for path in checkpoint_dirs(self._directory))
+        numbers = [name[1] for name in names if name is not None and name[0] == version]
+        return self._directory / checkpoint_name(version, max(numbers, default=-1) + 1)
 
     def _require_space(self, target: Path, needed: int) -> None:
         """Ask first: a disk that fills up half-way also takes the broker's append-only file down."""
@@ -174,23 +186,20 @@ class CheckpointStore:
         if free < needed:
             raise CheckpointError(target, needed, f"only {free} bytes are free")
 
-    def _put_in_place(self, aside: Path, target: Path) -> None:
-        """Rename. One of the same version (the final save, or another lineage's) makes room first."""
-        replaced = self._directory / f"replaced-{target.name}"
-        if target.exists():
-            target.rename(replaced)
-        aside.rename(target)
-        _sync(self._directory)
-        shutil.rmtree(replaced, ignore_errors=True)
-
     def _clear_remains(self) -> None:
         """What a killed trainer left half written."""
-        for path in (*self._directory.glob("writing-*"), *self._directory.glob("replaced-*")):
+        for path in self._directory.glob("writing-*"):
             shutil.rmtree(path)
 
     def _prune(self) -> None:
-        for path in list(checkpoint_dirs(self._directory).values())[self._keep :]:
-            shutil.rmtree(path, ignore_errors=True)
+        """Keep the newest versions that are whole, each once."""
+        kept: set[int] = set()
+        for path in checkpoint_dirs(self._directory):
+            name = parse_checkpoint_name(path.name)
+            if name is None or name[0] in kept or path in self.damaged or len(kept) == self._keep:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                kept.add(name[0])
 
 
 def _verified(path: Path) -> Checkpoint:

@@ -1,6 +1,7 @@
 """The trained policy as a plain Hugging Face directory, which transformers and SGLang load.
 
-Owns: that directory. Invariant: it is there whole or not at all; weights have the dtype of the base model's.
+Owns: that directory. Invariant: it is there whole or not at all, and whoever was killed in between does it again when the
+run is resumed; weights have the dtype of the base model's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
+from transport import faults
 from workers.errors import CheckpointError
 from workers.trainer.model import PolicyModel
 
@@ -34,6 +36,7 @@ def save_final_model(policy: PolicyModel, model_dir: Path, target: Path, *, trus
         shutil.copyfile(model_dir / "config.json", aside / "config.json")  # the module's names our attention
         AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code).save_pretrained(aside)
         shutil.rmtree(target, ignore_errors=True)
+        faults.point("train.model_removed")
         aside.rename(target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
