@@ -226,12 +226,14 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     """A trainer holds ``weights`` (published) and reads the rounds log from ``cursor`` on.
 
     ``weights.version`` batches are in its lineage. dp_size: ranks that each want a part of every round.
+    damaged: newer checkpoints that it could not use, and what is wrong with each, for people.
     """
 
     worker_id: ToldWorkerId
     weights: WeightIdentity
     cursor: EntryId = "0-0"
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
+    damaged: tuple[str, ...] = ()
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):

@@ -106,7 +106,7 @@ class TrainerReports:
             p.next_batch = p.training.batch = max(p.next_batch, version)
         self._evaluation_schedule.trainer_restarted(version)
         p.retention.go_back(version)
-        p.training.dp_size = report.dp_size
+        p.training.dp_size, p.training.damaged = report.dp_size, report.damaged
         p.training.trained_version = version
         lost = p.lineage.restart(report.weights)
         if lost:

@@ -105,6 +105,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     ranker: what it was judged last, None where nobody judges it.
     scaling: None where the number of generation workers is fixed.
     num_requests: that came so far, None where the run trains.
+    damaged_checkpoints: that the trainer could not use when it started last, and why.
     """
 
     seq: int
@@ -137,6 +138,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     ranker: RankerView | None = None
     scaling: ScalingView | None = None
     num_requests: int | None = None
+    damaged_checkpoints: tuple[str, ...] = ()
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -175,6 +177,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         ranker=_ranker_view(p.plans.ranker),
         scaling=_scaling_view(p),
         num_requests=p.last_request if p.settings.service else None,
+        damaged_checkpoints=p.training.damaged,
     )
 
 

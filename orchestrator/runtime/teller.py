@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
@@ -32,13 +33,16 @@ class Teller:
         self._view = view
         self._shown = len(read_lines(rundir.metrics))  # of before --resume: told already
         self._address = ""
+        self._damaged: set[str] = set()
 
     async def show(self, broker: Broker) -> None:
         """Show what is new; a broker that is away has nothing new."""
         with suppress(TransientError):
             raw = await broker.get_meta(keys.STATUS)
             if raw is not None:
-                self._view.status(json.loads(raw))
+                status = json.loads(raw)
+                self._view.status(status)
+                self._show_damaged(status.get("damaged_checkpoints", ()))
                 self._show_address()
         lines = read_lines(self._rundir.metrics)
         for line in lines[self._shown :]:
@@ -49,6 +53,13 @@ class Teller:
                 if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
                     self._view.note(warning)
         self._shown = len(lines)
+
+    def _show_damaged(self, damaged: Sequence[str]) -> None:
+        """Checkpoints that the trainer could not go on from: once each."""
+        for text in damaged:
+            if text not in self._damaged:
+                self._damaged.add(text)
+                self._view.note(f"damaged checkpoint, going on from the one before it: {text}")
 
     def _show_address(self) -> None:
         """Where the live page is, also when the orchestrator had to take another port."""

@@ -1,7 +1,7 @@
 """The trained policy as a plain Hugging Face directory, which transformers and SGLang load.
 
-Owns: that directory. Invariant: it is there whole or not at all, and whoever was killed in between does it again when the
-run is resumed; weights have the dtype of the base model's.
+Owns: that directory. Invariant: it is there whole or not at all, and a trainer that was killed in between writes it
+again when the run is resumed; weights have the dtype of the base model's.
 """
 
 from __future__ import annotations

@@ -149,7 +149,11 @@ class TrainerWorker:
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
             event = TrainerReady(
-                worker_id=self._worker_id, weights=self._weights, cursor=cursor, dp_size=self._learner.world_size
+                worker_id=self._worker_id,
+                weights=self._weights,
+                cursor=cursor,
+                dp_size=self._learner.world_size,
+                damaged=tuple(f"{path}: {reason}" for path, reason in self._store.damaged.items()),
             )
             await self._tell(event, cursor=cursor, version=self._weights.version)
             await self._teller.tell_steps(checkpoint.steps if checkpoint else ())
