@@ -159,7 +159,7 @@ class PipelineState:
     def rounds_begin(self) -> str:
         """Entries of the rounds log up to this one are freed; "" before any is."""
         freed = self._p.retention.freed
-        return freed.cursor.entry if freed.version else ""
+        return freed.cursor.entry if freed.cursor.seq else ""
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Apply ``event`` at ``now_s`` on the run's clock and return what to do, in order.
