@@ -7,6 +7,7 @@ that are full, read-only or somebody else's. Never: knows what a file means.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import time
@@ -76,6 +77,33 @@ def sync_directory(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+class LockedError(Exception):
+    """Somebody else holds a lock. holder: the process that does, as it says."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"process {holder} holds it")
+        self.holder = holder
+
+
+def locked(path: Path) -> IO[bytes]:
+    """Own ``path`` until what this returns is closed, or this process ends, however it does.
+
+    Raises LockedError: another process owns it.  OSError: it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = os.fdopen(os.open(path, flags, 0o600), "rb+", buffering=0)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = lock.read(64).decode("ascii", "replace").strip() or "unknown"
+        lock.close()
+        raise LockedError(holder) from None
+    with suppress(OSError):  # a full disk: the lock holds all the same, without a name
+        lock.truncate(0)
+        lock.write(str(os.getpid()).encode())
+    return lock
 
 
 def remove_remains(directory: Path) -> None:

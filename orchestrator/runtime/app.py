@@ -41,7 +41,7 @@ from orchestrator.runtime.desk import Desk
 from orchestrator.runtime.execute import Executor
 from orchestrator.runtime.held_out import write_held_out
 from orchestrator.runtime.intake import READ_COUNT, Inbox, burying, new_inbox, read_events, tick, watch_usage
-from orchestrator.runtime.journal import Journal, read_records
+from orchestrator.runtime.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
@@ -81,16 +81,25 @@ FLUSH_S = 10.0
 async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> bool:
     """Orchestrate the run until it is finished or a signal comes. Returns whether it is finished.
 
+    First the epoch, so that the broker refuses whatever an orchestrator before this one still commands; then the
+    journal's lock, for which that one must have left; then the journal, which nobody changes any more.
+
     Raises: StalledError, RunFailedError, FencedError (another orchestrator took the run over), RunExistsError,
-    JournalError (history is damaged).
+    JournalError (history is damaged), JournalHeldError (the orchestrator before this one does not leave).
     """
     rundir = RunDir(run_dir)
-    journal, recovered = Journal.open(rundir.journal)
-    if recovered.snapshot is None:
+    if is_new(rundir.journal):
         await check_new(broker, rundir)
-    fence = Fence(role="orchestrator", epoch=await broker.acquire_epoch("orchestrator"))
+    epoch = await broker.acquire_epoch("orchestrator", at_least=newest_epoch(rundir.journal))
+    async with sole_writer(rundir.journal):
+        return await _serve(settings, broker, rundir, model_dir, Fence(role="orchestrator", epoch=epoch))
+
+
+async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: Path, fence: Fence) -> bool:
+    """``serve`` with the right to write."""
+    journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
-    spool = Spool(run_dir / REQUESTS) if settings.trainer.engine == "none" else None
+    spool = Spool(rundir.path / REQUESTS) if settings.trainer.engine == "none" else None
     source, problems = await open_prompts(settings, model_dir, state)
     clock = MonotonicClock(origin_s=recovered.now_s)
     ranking = await open_ranking(settings, rundir, clock)
@@ -108,7 +117,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     if ranking is not None:
         ranking.introduce(inbox)
     service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
-    keeper = SampleKeeper(run_dir / SAMPLES)
+    keeper = SampleKeeper(rundir.path / SAMPLES)
     samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
     on_events = service.on_events if service is not None else samples.on_events
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, Trimmer(broker), on_events)
@@ -123,6 +132,10 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     await furnish(broker, settings, state.trainer_epoch, model)
     executor.submit(restated)
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
+    if recovered.num_void:
+        log.warning(
+            "the journal had two writers; records of the one that was replaced are void", records=recovered.num_void
+        )
 
     board = StatusBoard(clock)
     membership = Membership(broker, settings.liveness.lease_s, clock)
@@ -138,7 +151,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
 
         run("events", read_events(broker, inbox, recovered.cursor))
         run("tick", tick(inbox))
-        run("usage", watch_usage(broker, inbox))
+        run("usage", watch_usage(broker, fence, inbox))
         run("membership", membership.watch(inbox, state.worker_ids))
         run("desk", desk.run(inbox))
         run("planner", planner.run(inbox))

@@ -61,6 +61,8 @@ ENTRIES_PER_STEP = 512
 """Stream entries appended in one step, for the same reason."""
 
 
+_UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
+"""Commands that the broker would take of anybody."""
 RESTATED_S = 60.0
 """How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
 RECENT_DROPS = 4096
@@ -135,8 +137,9 @@ class Executor:
         self.submit([*issued, *((CommandId(0, 0), command) for command in again)])
 
     async def drained(self) -> None:
-        """Wait until everything submitted so far is carried out."""
+        """Wait until everything submitted so far is carried out. Raises FencedError if this is not the newest one."""
         await self._idle.wait()
+        await self._broker.commit(Commit(fence=self._fence))
 
     async def run(self) -> None:
         """Carry out what is submitted, forever: all that is waiting, in as few round trips as its order allows."""
@@ -172,6 +175,8 @@ class Executor:
                 appends.setdefault(stream, {})[identity] = entry
         for writes in in_steps(appends):
             await self._append(writes)
+        if not appends and any(isinstance(command, _UNFENCED) for _, command in batch):
+            await self._broker.commit(Commit(fence=self._fence))  # what was replaced frees nothing
         for _, command in batch:
             await self._apply(command)
 

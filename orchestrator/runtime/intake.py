@@ -15,7 +15,7 @@ import structlog
 
 from orchestrator.errors import EventFailedError
 from transport.broker import keys
-from transport.broker.base import Broker, Entry
+from transport.broker.base import Broker, Commit, Entry, Fence
 from transport.broker.entries import buried
 from transport.broker.lua import MAX_DEAD_LETTERS
 from transport.errors import MessageError
@@ -114,11 +114,15 @@ async def tick(inbox: Inbox) -> None:
         await inbox.put(Arrival(Tick()))
 
 
-async def watch_usage(broker: Broker, inbox: Inbox) -> None:
-    """Tell the core how many bytes of rows the broker retains, when that changes, forever."""
+async def watch_usage(broker: Broker, fence: Fence, inbox: Inbox) -> None:
+    """Tell the core how many bytes of rows the broker retains, when that changes, forever.
+
+    Asked in a step that only the newest orchestrator may make, so that one that was replaced hears of it soon, also
+    while it has nothing to write. Raises FencedError.
+    """
     last = -1
     while True:
-        retained = await broker.retained_bytes()
+        retained = (await broker.commit(Commit(fence=fence))).retained_bytes
         if retained != last:
             await inbox.put(Arrival(BrokerUsage(retained_bytes=retained)))
             last = retained

@@ -4,29 +4,43 @@ Owns: files under one directory. Never: what an event means. Invariant: a record
 the death of this process; recovery gives the newest whole snapshot and exactly the records after it, or a named error.
 
     journal/
-      snapshot-000000000000.bin    the state before the first event, then after event N
-      segment-000000000001.log     frames from event 1 on; a new segment begins at every snapshot
+      lock                            held while its writer lives
+      snapshot-000000000000.e1.bin    the state before the first event, then after event N, written in epoch 1
+      segment-000000000001.e1.log     frames from event 1 on; a new segment begins at every snapshot, and every start
     frame:    length u32 | crc32 u32 | MessagePack JournalRecord
     snapshot: b"SRS1" | seq u64 | crc32 u32 | the state's bytes; written beside, flushed, renamed
 
 A crash can tear the last frames of the last segment: they are cut off, and their commands were never carried out,
-because the journal is written first. Damage anywhere else is not a crash's doing and is never skipped. Source: ours.
+because the journal is written first. Damage anywhere else is not a crash's doing and is never skipped.
+
+One writer. It takes its epoch from the broker, which from then on refuses all that an older one commands; then the
+lock, for which it waits until the older one is gone; then it reads, and begins a segment in its epoch. Should the lock
+not hold (a file system that knows none), an older writer that goes on does no harm either: what an epoch wrote from the
+place on where a later one began is void. Nobody reads it, the next start says so, and as the broker had refused its
+commands, nothing of it ever happened. Files without an epoch are of earlier versions. Source: ours.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import IO, NamedTuple, Protocol
 
-from transport.errors import FatalError, MessageError
-from transport.files import replace, writing
+import structlog
+
+from transport.errors import FatalError, FencedError, MessageError
+from transport.files import LockedError, locked, replace, writing
 from transport.messages import MAX_MESSAGE_BYTES, JournalRecord, MessageDecoder, encode
+
+log = structlog.get_logger(__name__)
 
 _FRAME = struct.Struct("<II")
 _SNAPSHOT = struct.Struct("<4sQI")
@@ -36,13 +50,49 @@ _decoder = MessageDecoder(JournalRecord)
 NO_CURSOR = "0-0"
 
 
-class JournalError(FatalError):
-    """History is damaged: ``path`` at byte ``offset`` is not what was written there."""
+LOCK_S = 30.0
+"""How long a start waits for the writer before it: more than that one takes to flush and leave (``app.FLUSH_S``)."""
+LOCK_POLL_S = 0.05
 
-    def __init__(self, path: Path, offset: int, reason: str) -> None:
+
+class JournalError(FatalError):
+    """History is damaged: ``path`` at byte ``offset`` is not what was written there.
+
+    torn: nothing whole follows in that file, as after a kill, or while somebody writes.
+    """
+
+    def __init__(self, path: Path, offset: int, reason: str, *, torn: bool = False) -> None:
         super().__init__(f"{path} is damaged at byte {offset}: {reason}")
         self.path = path
         self.offset = offset
+        self.torn = torn
+
+
+class JournalHeldError(FatalError):
+    """Another orchestrator, ``holder``, writes this journal and does not leave."""
+
+    def __init__(self, directory: Path, holder: str) -> None:
+        super().__init__(
+            f"process {holder} still writes {directory}: an orchestrator of this run that is stopped, or hangs. End it "
+            f"(kill -9 {holder}), then go on with --resume"
+        )
+        self.holder = holder
+
+
+class _Part(NamedTuple):
+    """A segment or a snapshot. seq: its first event, or the one it was made after.  epoch: of its writer."""
+
+    epoch: int
+    seq: int
+    path: Path
+
+
+class _Segment(NamedTuple):
+    """A segment as far as it counts. until: where the next one begins, and this one is void; None for the last."""
+
+    first: int
+    until: int | None
+    path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +100,7 @@ class Recovered:
     """What a run left behind. snapshot: the state after event ``snapshot_seq``, None in a new directory.
 
     tail: the records after it, in order.  cursor, now_s: of the last applied event.  cut_bytes: of a torn tail.
+    num_void: records of a writer that another one had replaced, which are left out.
     """
 
     snapshot: bytes | None
@@ -58,6 +109,7 @@ class Recovered:
     cursor: str = NO_CURSOR
     now_s: float = 0.0
     cut_bytes: int = 0
+    num_void: int = 0
 
     @property
     def seq(self) -> int:
@@ -73,26 +125,72 @@ class _File(Protocol):
     def fileno(self) -> int: ...
 
 
-class Journal:
-    """Open with ``Journal.open``. One process, one journal; not safe for two writers."""
+@asynccontextmanager
+async def sole_writer(directory: Path, *, wait_s: float = LOCK_S) -> AsyncGenerator[None]:
+    """Hold the lock of the journal in ``directory``, which is made if need be.
 
-    def __init__(self, directory: Path, next_seq: int, *, keep_history: bool) -> None:
+    Raises JournalHeldError: somebody else held it for ``wait_s``.  DirectoryError: it cannot be written.
+    """
+    deadline_s = asyncio.get_running_loop().time() + wait_s
+    while True:
+        try:
+            lock = _lock(directory)
+            break
+        except LockedError as error:
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise JournalHeldError(directory, error.holder) from None
+            await asyncio.sleep(LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _lock(directory: Path) -> IO[bytes]:
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        return locked(directory / "lock")
+
+
+def is_new(directory: Path) -> bool:
+    """Whether there is no history in ``directory``."""
+    return not _parts(directory, "snapshot-*.bin")
+
+
+def newest_epoch(directory: Path) -> int:
+    """The highest in which anybody wrote there, 0 when nobody did."""
+    found = (*_parts(directory, "segment-*.log"), *_parts(directory, "snapshot-*.bin"))
+    return max((part.epoch for part in found), default=0)
+
+
+class Journal:
+    """Open with ``Journal.open``, under ``sole_writer``."""
+
+    def __init__(self, directory: Path, next_seq: int, epoch: int, *, keep_history: bool) -> None:
         self._directory = directory
         self._next_seq = next_seq
+        self._mark = f".e{epoch}" if epoch else ""
         self._keep_history = keep_history
         self._file: _File | None = None
 
     @classmethod
-    def open(cls, directory: Path, *, keep_history: bool = True) -> tuple[Journal, Recovered]:
-        """Recover what is there (cutting a torn tail) and go on behind it.
+    def open(cls, directory: Path, *, epoch: int = 0, keep_history: bool = True) -> tuple[Journal, Recovered]:
+        """Recover what is there (cutting what is torn or void) and go on behind it.
 
+        epoch: of the writer, above all before it; 0 where there is nobody else, as in a simulation.
         keep_history: False frees segments and snapshots that two newer snapshots make unnecessary; a replay then begins
-        at the oldest snapshot. Raises JournalError.
+        at the oldest snapshot. Raises JournalError; FencedError: somebody wrote in this epoch, or a later one.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
+        if 0 < epoch <= (newest := newest_epoch(directory)):
+            raise FencedError("orchestrator", epoch, newest)
         recovered = recover(directory)
-        return cls(directory, recovered.seq + 1, keep_history=keep_history), recovered
+        journal = cls(directory, recovered.seq + 1, epoch, keep_history=keep_history)
+        if epoch:
+            with writing(directory):
+                journal._segment()  # what another writer adds from here on is void
+        return journal, recovered
 
     def append(self, records: Sequence[JournalRecord]) -> None:
         """Write records, in order, to the operating system.
@@ -112,7 +210,7 @@ class Journal:
 
     def snapshot(self, state: bytes, seq: int) -> None:
         """Keep ``state``, which is that after event ``seq``; records after it may be there already."""
-        path = self._directory / f"snapshot-{seq:012d}.bin"
+        path = self._directory / f"snapshot-{seq:012d}{self._mark}.bin"
         with writing(self._directory):
             replace(path, _SNAPSHOT.pack(_MAGIC, seq, zlib.crc32(state)) + state)
         self.close()
@@ -132,7 +230,7 @@ class Journal:
 
     def _segment(self) -> _File:
         if self._file is None:
-            path = self._directory / f"segment-{self._next_seq:012d}.log"
+            path = self._directory / f"segment-{self._next_seq:012d}{self._mark}.log"
             self._file = path.open("ab", buffering=0)
         return self._file
 
@@ -154,31 +252,32 @@ def recover(directory: Path) -> Recovered:
         cursor=cursor,
         now_s=now_s,
         cut_bytes=cut_bytes,
+        num_void=_num_void(directory),
     )
 
 
 def first_snapshot(directory: Path) -> tuple[int, bytes | None]:
     """The oldest snapshot, where a replay begins: (its seq, its state), or (0, None). Raises JournalError."""
-    for path in _snapshots(directory):
-        return _read_snapshot(path)
+    for part in _snapshots(directory):
+        return _read_snapshot(part.path)
     return 0, None
 
 
 def all_snapshots(directory: Path) -> Iterator[tuple[int, bytes]]:
     """(seq, state) of every snapshot, oldest first. Raises JournalError at a damaged one."""
-    for path in _snapshots(directory):
-        yield _read_snapshot(path)
+    for part in _snapshots(directory):
+        yield _read_snapshot(part.path)
 
 
 def read_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecord]:
     """Records from ``from_seq`` on, in order, without a gap. Raises JournalError."""
     segments = _segments(directory)
-    begin = max((place for place, path in enumerate(segments) if _number(path) <= from_seq), default=0)
+    begin = max((place for place, segment in enumerate(segments) if segment.first <= from_seq), default=0)
     expected: int | None = None
-    for path in segments[begin:]:
-        for offset, record in _frames(path):
+    for segment in segments[begin:]:
+        for offset, record in _frames(segment.path, segment.until):
             if expected is not None and record.seq != expected:
-                raise JournalError(path, offset, f"event {record.seq} stands where {expected} belongs")
+                raise JournalError(segment.path, offset, f"event {record.seq} stands where {expected} belongs")
             expected = record.seq + 1
             if record.seq >= from_seq:
                 yield record
@@ -190,35 +289,44 @@ def newest_snapshot_before(directory: Path, num_records: int) -> tuple[int, byte
     Counted up to the last snapshot: what follows is some thousand records. Raises JournalError.
     """
     snapshots = _snapshots(directory)
-    last = _number(snapshots[-1]) if snapshots else 0
-    before = [path for path in snapshots if 0 < _number(path) <= last - num_records]
+    last = snapshots[-1].seq if snapshots else 0
+    before = [part.path for part in snapshots if 0 < part.seq <= last - num_records]
     return _read_snapshot(before[-1]) if before else None
 
 
 def read_whole_records(directory: Path, *, from_seq: int = 0) -> Iterator[JournalRecord]:
     """All records from ``from_seq`` on, for a reader that is not the writer: of a live run, or after a crash.
 
-    What cannot be read of the last segment ends it: as a rule a write in progress. Changes nothing. Raises JournalError
-    for damage in an earlier segment.
+    A torn end of the last segment ends it: a write in progress, or one that a kill interrupted. Changes nothing. Raises
+    JournalError for damage anywhere else.
     """
+    segments = _segments(directory)
     try:
         yield from read_records(directory, from_seq=from_seq)
     except JournalError as error:
-        if error.path != max(_segments(directory), default=None):
+        if not error.torn or error.path not in {segment.path for segment in segments[-1:]}:
             raise
 
 
-def _frames(path: Path) -> Iterator[tuple[int, JournalRecord]]:
+def _frames(path: Path, until: int | None = None) -> Iterator[tuple[int, JournalRecord]]:
+    """(offset, record) of each record before event ``until``."""
     raw = path.read_bytes()
     offset = 0
+    last = -1 if until is None else until - 1
     while offset < len(raw):
         end = _frame_end(raw, offset)
         if end is None:
-            raise JournalError(path, offset, "a frame is cut short or its checksum does not hold")
+            torn = not _holds_a_frame(raw, offset + 1)
+            raise JournalError(path, offset, "a frame is cut short or its checksum does not hold", torn=torn)
         try:
-            yield offset, _decoder.decode(memoryview(raw)[offset + _FRAME.size : end])
+            record = _decoder.decode(memoryview(raw)[offset + _FRAME.size : end])
         except MessageError as error:
             raise JournalError(path, offset, str(error)) from error
+        if until is not None and record.seq >= until:
+            return
+        yield offset, record
+        if record.seq == last:
+            return
         offset = end
 
 
@@ -241,7 +349,7 @@ def _cut_torn_tail(directory: Path) -> int:
     segments = _segments(directory)
     if not segments:
         return 0
-    path, raw, offset = segments[-1], segments[-1].read_bytes(), 0
+    path, raw, offset = segments[-1].path, segments[-1].path.read_bytes(), 0
     while (end := _frame_end(raw, offset)) is not None:
         offset = end
     if offset == len(raw):
@@ -250,6 +358,25 @@ def _cut_torn_tail(directory: Path) -> int:
         raise JournalError(path, offset, "a bad frame has whole ones behind it")
     os.truncate(path, offset)
     return len(raw) - offset
+
+
+def _num_void(directory: Path) -> int:
+    """Records that the last writer but one left behind the place where the last one began."""
+    parts = _parts(directory, "segment-*.log")
+    newest = parts[-1].epoch if parts else 0
+    begun = min((part.seq for part in parts if part.epoch == newest), default=0)
+    before = max((part.epoch for part in parts if part.epoch < newest), default=newest)
+    its_own = [part for part in parts if part.epoch == before != newest]
+    reaching = [part for part in its_own if part.seq < begun][-1:] + [part for part in its_own if part.seq >= begun]
+    return sum(max(0, part.seq + _num_whole(part.path) - max(begun, part.seq)) for part in reaching)
+
+
+def _num_whole(path: Path) -> int:
+    """Whole frames at the beginning of a segment."""
+    raw, offset, count = path.read_bytes(), 0, 0
+    while (end := _frame_end(raw, offset)) is not None:
+        offset, count = end, count + 1
+    return count
 
 
 def _holds_a_frame(raw: bytes, start: int) -> bool:
@@ -264,9 +391,9 @@ def _holds_a_frame(raw: bytes, start: int) -> bool:
 def _newest_snapshot(directory: Path) -> tuple[int, bytes | None]:
     """The newest snapshot that is whole; an older one when the newest is damaged. JournalError when all are."""
     damage: JournalError | None = None
-    for path in reversed(_snapshots(directory)):
+    for part in reversed(_snapshots(directory)):
         try:
-            return _read_snapshot(path)
+            return _read_snapshot(part.path)
         except JournalError as error:
             damage = damage or error
     if damage is not None:
@@ -288,12 +415,12 @@ def _read_snapshot(path: Path) -> tuple[int, bytes]:
 def _prune(directory: Path) -> None:
     """Keep the two newest snapshots, and the segments that recovery from the older of them reads."""
     snapshots, segments = _snapshots(directory), _segments(directory)
-    for path in snapshots[:-2]:
-        path.unlink()
-    oldest = min((_number(path) for path in snapshots[-2:]), default=0)
-    for path, following in pairwise(segments):
-        if _number(following) <= oldest:
-            path.unlink()
+    for part in snapshots[:-2]:
+        part.path.unlink()
+    oldest = min((part.seq for part in snapshots[-2:]), default=0)
+    for segment, following in pairwise(segments):
+        if following.first <= oldest:
+            segment.path.unlink()
 
 
 def _write_whole(file: _File, data: bytes) -> None:
@@ -304,13 +431,31 @@ def _write_whole(file: _File, data: bytes) -> None:
         view = view[written:]
 
 
-def _segments(directory: Path) -> list[Path]:
-    return sorted(directory.glob("segment-*.log"))
+def _segments(directory: Path) -> list[_Segment]:
+    """Those that count, in order: each up to where one begins that is newer, or of a newer writer."""
+    segments: list[_Segment] = []
+    until: int | None = None
+    for part in reversed(_parts(directory, "segment-*.log")):
+        if until is None or part.seq < until:
+            segments.append(_Segment(part.seq, until, part.path))
+            until = part.seq
+    return segments[::-1]
 
 
-def _snapshots(directory: Path) -> list[Path]:
-    return sorted(directory.glob("snapshot-*.bin"))
+def _snapshots(directory: Path) -> list[_Part]:
+    """Those that count, in order: the newest of each place, and none from where a newer writer has begun."""
+    segments = _parts(directory, "segment-*.log")
+    kept: dict[int, _Part] = {}
+    for part in _parts(directory, "snapshot-*.bin"):
+        if not any(segment.epoch > part.epoch and segment.seq <= part.seq for segment in segments):
+            kept[part.seq] = part
+    return [kept[seq] for seq in sorted(kept)]
 
 
-def _number(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
+_NAME = re.compile(r"(?:segment|snapshot)-([0-9]{12})(?:[.]e([0-9]+))?[.](?:log|bin)")
+
+
+def _parts(directory: Path, pattern: str) -> list[_Part]:
+    """By epoch, then by place."""
+    named = [(path, _NAME.fullmatch(path.name)) for path in directory.glob(pattern)]
+    return sorted(_Part(int(name[2] or 0), int(name[1]), path) for path, name in named if name is not None)

@@ -18,15 +18,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from orchestrator.errors import ConfigError
 from transport.errors import RunExistsError
-from transport.files import remove_remains, replace, writing
+from transport.files import LockedError, locked, remove_remains, replace, writing
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -42,7 +39,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     @property
     def config(self) -> Path:
@@ -129,20 +126,12 @@ class RunDir:
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""
-        lock = (self.path / "lock").open("a+", encoding="ascii")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
+            self._lock = locked(self.path / "lock")
+        except LockedError as error:
             raise RunExistsError(
-                f"run {self.path} is live (process {holder}); stop it first, or choose another --name"
+                f"run {self.path} is live (process {error.holder}); stop it first, or choose another --name"
             ) from None
-        self._lock = lock
-        with suppress(OSError):  # a full disk: the lock holds all the same, without a name
-            os.ftruncate(lock.fileno(), 0)
-            os.write(lock.fileno(), str(os.getpid()).encode())
 
     def unlock(self) -> None:
         if self._lock is not None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.journal import Journal, JournalError, Recovered, read_records
-from transport.errors import DirectoryError
+from orchestrator.runtime.journal import (
+    Journal,
+    JournalError,
+    JournalHeldError,
+    Recovered,
+    newest_epoch,
+    read_records,
+    read_whole_records,
+    recover,
+    sole_writer,
+)
+from transport.errors import DirectoryError, FencedError
 from transport.messages import BrokerUsage, JournalRecord
 
 
@@ -22,13 +34,13 @@ class Shelf:
         self.directory = directory
         self.opened: list[Journal] = []
 
-    def open(self, *, keep_history: bool = True) -> tuple[Journal, Recovered]:
-        journal, recovered = Journal.open(self.directory, keep_history=keep_history)
+    def open(self, *, epoch: int = 0, keep_history: bool = True) -> tuple[Journal, Recovered]:
+        journal, recovered = Journal.open(self.directory, epoch=epoch, keep_history=keep_history)
         self.opened.append(journal)
         return journal, recovered
 
-    def write(self, first: int, last: int) -> Journal:
-        journal, _ = self.open()
+    def write(self, first: int, last: int, *, epoch: int = 0) -> Journal:
+        journal, _ = self.open(epoch=epoch)
         journal.append([record(seq) for seq in range(first, last + 1)])
         return journal
 
@@ -177,3 +189,130 @@ def test_a_full_disk_is_named_and_loses_nothing_that_was_written(shelf, tmp_path
     following.unlink()
     _, recovered = shelf.open()
     assert (recovered.snapshot, recovered.seq) == (b"state", 2)
+
+
+def retold(seq: int) -> JournalRecord:
+    """Another event at the same place."""
+    return JournalRecord(seq=seq, now_s=seq / 10, event=BrokerUsage(retained_bytes=1000 + seq), cursor=f"{seq}-8")
+
+
+def test_what_a_writer_adds_after_another_one_began_is_void(shelf, tmp_path):
+    old = shelf.write(1, 3, epoch=1)
+    new, recovered = shelf.open(epoch=2)
+    assert recovered.seq == 3
+    old.append([record(4), record(5)])  # it was stopped meanwhile, and goes on
+    old.snapshot(b"of the old one", 5)
+    old.append([record(6)])
+    new.append([retold(4)])
+    wanted = [record(1), record(2), record(3), retold(4)]
+    assert list(read_records(tmp_path)) == wanted
+    assert list(read_whole_records(tmp_path)) == wanted
+    third, again = shelf.open(epoch=3)
+    assert (again.snapshot, again.tail, again.num_void) == (None, tuple(wanted), 3)
+    third.append([retold(5)])
+    assert recover(tmp_path).num_void == 0, "it was said at the start that came next"
+    assert list(read_records(tmp_path)) == [*wanted, retold(5)]
+
+
+def test_a_writer_that_began_and_died_before_its_first_record_voids_too(shelf, tmp_path):
+    old = shelf.write(1, 3, epoch=1)
+    shelf.open(epoch=2)
+    old.append([record(4)])
+    _, recovered = shelf.open(epoch=3)
+    assert (recovered.seq, recovered.num_void) == (3, 1)
+
+
+def test_a_snapshot_from_before_a_newer_writer_began_counts(shelf):
+    old = shelf.write(1, 3, epoch=1)
+    old.snapshot(b"three", 3)
+    new, _ = shelf.open(epoch=2)
+    new.append([retold(4)])
+    _, recovered = shelf.open(epoch=3)
+    assert (recovered.snapshot, recovered.snapshot_seq, recovered.tail) == (b"three", 3, (retold(4),))
+
+
+def test_two_snapshots_of_one_place_are_the_newer_writers(shelf):
+    shelf.open(epoch=1)[0].snapshot(b"as configured first", 0)
+    shelf.open(epoch=2)[0].snapshot(b"as configured now", 0)
+    _, recovered = shelf.open(epoch=3)
+    assert recovered.snapshot == b"as configured now"
+
+
+def test_a_torn_end_of_the_writer_before_is_cut_before_the_next_one_begins(shelf, tmp_path):
+    shelf.write(1, 2, epoch=1).close()
+    path = only_segment(tmp_path)
+    path.write_bytes(path.read_bytes() + b"\x20\0\0\0half")
+    new, recovered = shelf.open(epoch=2)
+    assert recovered.cut_bytes == 8
+    new.append([record(3)])
+    assert [one.seq for one in read_records(tmp_path)] == [1, 2, 3]
+
+
+def test_two_writers_of_before_there_were_epochs_are_told_apart_by_who_began_last(shelf, tmp_path):
+    old = shelf.write(1, 3)
+    new = shelf.write(4, 4)
+    old.append([retold(4), retold(5)])
+    assert list(read_records(tmp_path)) == [record(1), record(2), record(3), record(4)]
+    new.append([record(5)])
+    _, recovered = shelf.open(epoch=1)
+    assert recovered.seq == 5
+
+
+def test_nobody_writes_in_an_epoch_that_was_written_in(shelf, tmp_path):
+    shelf.write(1, 1, epoch=3)
+    assert newest_epoch(tmp_path) == 3
+    for epoch in (2, 3):
+        with pytest.raises(FencedError):
+            shelf.open(epoch=epoch)
+
+
+async def test_a_start_waits_until_the_writer_before_it_has_left(tmp_path):
+    waiting, order = asyncio.Event(), list[str]()
+
+    async def second() -> None:
+        waiting.set()
+        async with sole_writer(tmp_path):
+            order.append("second writes")
+
+    async with asyncio.TaskGroup() as group, sole_writer(tmp_path):
+        group.create_task(second())
+        await waiting.wait()
+        order.append("first writes")
+    assert order == ["first writes", "second writes"]
+
+
+async def test_a_writer_that_does_not_leave_is_named(tmp_path):
+    async with sole_writer(tmp_path):
+        with pytest.raises(JournalHeldError, match=f"process {os.getpid()} still writes .*kill -9 {os.getpid()}"):
+            async with sole_writer(tmp_path, wait_s=0.0):
+                pass
+
+
+async def test_the_lock_of_a_journal_is_no_way_to_another_file(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "lock").symlink_to(precious)
+    with pytest.raises(DirectoryError):
+        async with sole_writer(tmp_path):
+            pass
+    assert precious.read_text() == "kept"
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 7, 8, 20])
+def test_who_only_reads_takes_a_torn_end_for_the_end(shelf, tmp_path, kept_bytes):
+    shelf.write(1, 2).close()
+    path = only_segment(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:kept_bytes])
+    assert [one.seq for one in read_whole_records(tmp_path)] == [1, 2]
+    assert path.read_bytes() == whole + whole[:kept_bytes], "and changes nothing"
+
+
+def test_who_only_reads_takes_a_hole_for_damage(shelf, tmp_path):
+    shelf.write(1, 3).close()
+    path = only_segment(tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(JournalError, match="checksum does not hold"):
+        list(read_whole_records(tmp_path))
