@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from transport.errors import ChecksumError
 from transport.messages import MessageDecoder
-from transport.types import Struct
-from transport.units import Part, Range
+from transport.types import Count, Struct
+from transport.units import Part, Range, ValueBytes
 
 ALIGNMENT = 8
 """Of every value in a segment, so that arrays are read in place."""
@@ -26,12 +27,14 @@ class SentLocator(Struct, frozen=True, kw_only=True):
 
     unit: str
     name: str
-    sizes: tuple[int, ...]
+    sizes: tuple[ValueBytes, ...]
     checksums: tuple[str, ...]
 
     def of(self, sample: int) -> Part:
-        """The value of one row."""
+        """The value of one row. Raises ChecksumError: the locator is of fewer."""
         place = sample if len(self.sizes) > 1 else 0
+        if place >= min(len(self.sizes), len(self.checksums)):
+            raise ChecksumError(f"a locator of {len(self.sizes)} values has none of sample {sample}")
         return Part(key=f"{self.name}:{place}", nbytes=self.sizes[place], checksum=self.checksums[place])
 
 
@@ -44,16 +47,18 @@ class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
 
     unit: str
     segment: str
-    offset: int
-    nbytes: int | tuple[int, ...]
+    offset: Count
+    nbytes: ValueBytes | tuple[ValueBytes, ...]
 
     def of(self, sample: int) -> Range:
-        """The value of one row."""
+        """The value of one row. Raises ChecksumError: the locator is of fewer."""
         sizes = self.nbytes
         if isinstance(sizes, int):
             return Range(segment=self.segment, offset=self.offset, nbytes=sizes)
         if len(sizes) == 1:
             return Range(segment=self.segment, offset=self.offset + sample * aligned(sizes[0]), nbytes=sizes[0])
+        if sample >= len(sizes):
+            raise ChecksumError(f"a locator of {len(sizes)} values has none of sample {sample}")
         before = sum(map(aligned, sizes[:sample]))
         return Range(segment=self.segment, offset=self.offset + before, nbytes=sizes[sample])
 

@@ -3,6 +3,8 @@
     write   bytes -> a unit, into a segment or under a key of this attempt;  then the broker's commit, with locators
     lost    an insert that did not win takes its own bytes back
     read    locators from the broker, bytes from the units that they name
+    full    a unit takes what it has room for, the next unit of the ranking the rest; a write that finds no room frees
+            what it had put
     drop    in the broker first (from then on no insert can win), then in every unit
 
 On the unit's own host, bytes go through segments of shared memory, in one copy each way; few of them, and those of
@@ -10,7 +12,8 @@ other hosts, go over the unit's socket. So do those for which shared memory has 
 own.
 
 The broker stays the only judge of what exists, so tasks, notices and first-insert-wins work unchanged. Bytes whose
-writer died between the two steps of a write stay in their unit until their group is dropped.
+writer died between the two steps of a write stay in their unit until their group is dropped; those that it was still
+writing do not.
 
 Owns: placement and the two-step write. Invariant: a locator in the broker points to bytes that were stored before it.
 """
@@ -30,7 +33,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, RowWrite
-from transport.errors import ChecksumError, PeerUnavailableError
+from transport.errors import ChecksumError, FencedError, PeerUnavailableError
 from transport.locators import ALIGNMENT, Locator, SegmentLocator, SentLocator, aligned, decode_locator
 from transport.messages import encode
 from transport.rows import MAX_COLUMN_BYTES, check_commit
@@ -38,7 +41,7 @@ from transport.segments import Buffer, open_segment, read_segments, write_buffer
 from transport.tensors.manifest import checksum
 from transport.tensors.shm import SHARED_MEMORY
 from transport.types import USER_PREFIX, Column, GroupId, RowId, parse_row_id
-from transport.units import GroupParts, Part, Range, UnitClient
+from transport.units import Full, GroupParts, Part, Range, UnitClient
 from transport.user_columns import ColumnBytes, sizes_of
 
 T = TypeVar("T")
@@ -71,13 +74,18 @@ class _Parcel:
     of_group: bool
     at: Locator | None = None
 
-    def put(self, unit: str) -> tuple[GroupParts, list[bytes]]:
-        """What a put needs of it."""
+    @property
+    def nbytes(self) -> int:
+        """What it takes in a unit, at most."""
+        sizes = sizes_of(self.values)
+        return aligned(sizes[0]) * len(self.values) if len(sizes) == 1 else sum(map(aligned, sizes))
+
+    def put(self, unit: str) -> tuple[SentLocator, GroupParts, list[bytes]]:
+        """What a put needs of it, and where it is then."""
         values = [b"".join(value) for value in self.values]
         sizes, checksums = tuple(map(len, values)), tuple(map(checksum, values))
-        self.at = SentLocator(unit=unit, name=self.name, sizes=sizes, checksums=checksums)
-        parts = tuple(self.at.of(place) for place in range(len(values)))
-        return GroupParts(group_id=self.group_id, parts=parts), values
+        at = SentLocator(unit=unit, name=self.name, sizes=sizes, checksums=checksums)
+        return at, GroupParts(group_id=self.group_id, parts=tuple(map(at.of, range(len(values))))), values
 
     def lay_out(self, buffers: list[Buffer]) -> tuple[int, ...]:
         """Add its values to ``buffers``, each aligned. Returns their sizes, one number where all are equal."""
@@ -123,66 +131,89 @@ class UnitRows:
         attempt = uuid.uuid4().hex
         of_rows = [_parcels_of_row(row, attempt) for row in commit.rows]
         of_blocks = [_parcels_of_block(block.of_rows(), attempt) for block in commit.blocks]
-        await self._place(list(chain(*of_rows, *of_blocks)))
-        rows = [_located_row(row, parcels) for row, parcels in zip(commit.rows, of_rows, strict=True)]
-        blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
-        result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
+        parcels = list(chain(*of_rows, *of_blocks))
+        try:
+            await self._place(parcels)
+            rows = [_located_row(row, parcels) for row, parcels in zip(commit.rows, of_rows, strict=True)]
+            blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
+            result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
+        except (PeerUnavailableError, FencedError):  # nothing was inserted; after another error, it may have been
+            await self._take_back([_values_of(parcels)], [False])
+            raise
         if not all(result.inserted):
-            located = [[_value(parcel, 0) for parcel in parcels] for parcels in of_rows]
+            located = [_values_of(parcels) for parcels in of_rows]
             for block, parcels in zip(commit.blocks, of_blocks, strict=True):
                 located += _values_of_rows(block, parcels)
             await self._take_back(located, result.inserted)
         return result
 
     async def _place(self, parcels: list[_Parcel]) -> None:
-        """Put each parcel into the first unit of its group's ranking that takes it: all units at once."""
+        """Put each parcel into the first unit of its group's ranking that takes it: all units at once.
+
+        Raises PeerUnavailableError: no unit has room for some of them, or none answers.
+        """
         rankings = {group_id: self.ranked_units(group_id) for group_id in {parcel.group_id for parcel in parcels}}
         failures: list[str] = []
         for rank in range(len(self._units)):
             by_unit: dict[str, list[_Parcel]] = {}
             for parcel in parcels:
                 by_unit.setdefault(rankings[parcel.group_id][rank], []).append(parcel)
-            tried = list(by_unit.items())
-            errors = await asyncio.gather(*(asyncio.to_thread(self._put, unit, part) for unit, part in tried))
-            failures += [error for error in errors if error]
-            parcels = [parcel for (_, part), error in zip(tried, errors, strict=True) if error for parcel in part]
+            puts = (asyncio.to_thread(self._put, unit, part) for unit, part in by_unit.items())
+            failures += [failure for failure in await asyncio.gather(*puts) if failure]
+            parcels = [parcel for parcel in parcels if parcel.at is None]
         if parcels:
             raise PeerUnavailableError("storage units", "; ".join(failures) or "there are none")
 
     def _put(self, unit: str, parcels: Sequence[_Parcel]) -> str:
-        """Returns why the unit did not take them, "" when it did."""
-        client = self._client(unit)
+        """Have a unit take what it has room for. Returns why not all of it, "" where it took all."""
+        client, some, failure = self._client(unit), parcels, ""
         try:
-            if not self._share(client, parcels):
-                for some in _pieces(parcels, ROWS_PER_REQUEST):
-                    put = [parcel.put(unit) for parcel in some]
-                    client.put([groups for groups, _ in put], [value for _, values in put for value in values])
+            while some and (full := self._store(client, some)):
+                failure = f"{unit} is full: it holds {full.retained_bytes} bytes"
+                some = _fitting([parcel for parcel in some if parcel.at is None], full.free_bytes)
         except PeerUnavailableError as error:
             return str(error)
-        return ""
+        return failure
 
-    def _share(self, client: UnitClient, parcels: Sequence[_Parcel]) -> bool:
-        """Write parcels into a segment of a unit on this host. Returns False where they must be sent instead."""
+    def _store(self, client: UnitClient, parcels: Sequence[_Parcel]) -> Full | None:
+        """All parcels, or as many requests of them as a unit has room for."""
+        shared = self._share(client, parcels)
+        if shared is not None:
+            return shared if isinstance(shared, Full) else None
+        for some in _pieces(parcels, ROWS_PER_REQUEST):
+            puts = [parcel.put(client.address) for parcel in some]
+            full = client.put([groups for _, groups, _ in puts], [value for *_, values in puts for value in values])
+            if full:
+                return full
+            for parcel, (at, *_) in zip(some, puts, strict=True):
+                parcel.at = at
+        return None
+
+    def _share(self, client: UnitClient, parcels: Sequence[_Parcel]) -> str | Full | None:
+        """Write parcels into a segment of a unit on this host. Returns its name; None where they must be sent instead;
+        or how much the unit has room for."""
         buffers: list[Buffer] = []
         sizes = [parcel.lay_out(buffers) for parcel in parcels]
         total = sum(map(len, buffers))
         if total < SHARED_BYTES:
-            return False
+            return None
         segment = client.allocate(list({parcel.group_id for parcel in parcels}), total)
-        if not segment:
-            return False
+        if not segment or isinstance(segment, Full):
+            return segment or None
         try:
             with open_segment(segment, write=True, directory=self._directory) as fd:
                 write_buffers(fd, buffers)
         except OSError:  # no room after all; or not a file that this process can open, though the host is the same
             client.drop(segments=[segment])
-            return False
+            return None
+        if not client.keep(segment):
+            return None
         offset = 0
         for parcel, nbytes in zip(parcels, sizes, strict=True):
             parcel.at = SegmentLocator(client.address, segment, offset, nbytes if parcel.of_group else nbytes[0])
             of_each = nbytes * len(parcel.values) if len(nbytes) == 1 else nbytes
             offset += sum(map(aligned, of_each))
-        return True
+        return segment
 
     async def _take_back(self, located: Sequence[Sequence[_Value]], inserted: Sequence[bool]) -> None:
         """Free what inserts that lost had put; what cannot be freed now goes with its group.
@@ -296,6 +327,23 @@ def _located_block(block: Block, parcels: Sequence[_Parcel]) -> Block:
 
 _Value: TypeAlias = tuple[str, Part | Range]
 """A value in a unit."""
+
+
+def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
+    """Those that a unit with so much room may take, in their order; never all of them, since it did not."""
+    sizes = [parcel.nbytes for parcel in parcels]
+    left = min(free_bytes, sum(sizes) - 1)
+    some: list[_Parcel] = []
+    for parcel, nbytes in zip(parcels, sizes, strict=True):
+        if nbytes <= left:
+            some.append(parcel)
+            left -= nbytes
+    return some
+
+
+def _values_of(parcels: Sequence[_Parcel]) -> list[_Value]:
+    """All values that were placed."""
+    return [_value(parcel, sample) for parcel in parcels if parcel.at for sample in range(len(parcel.values))]
 
 
 def _value(parcel: _Parcel, sample: int) -> _Value:

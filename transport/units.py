@@ -7,16 +7,24 @@ A writer on the unit's own host asks for a segment instead (segments.py), and wr
 host read them there, others ask the unit for ranges of it. A segment belongs to all groups whose values are in it, and
 counts as a whole until the last of them is dropped.
 
-Owns: the table, the segments, their bound in bytes, the messages. Invariant: what a unit holds of a group goes with
-``drop_groups``; nothing else removes what a locator may point to.
+    put       counts from its header on, and no longer than its connection lasts or its time, unless all of it came
+    allocate  counts at once; a segment is freed with the connection that asked for it, until ``keep`` says that it is
+              written, which comes before any locator
+
+Owns: the table, the segments, their bound in bytes, the messages. Invariants: what a unit holds of a group goes with
+``drop_groups``; nothing else removes what a locator may point to; what was announced and what is held are together
+never more than ``max_bytes``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Annotated, TypeAlias, TypeVar, cast
+
+import msgspec
+import numpy as np
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.messages import MessageDecoder
@@ -29,19 +37,22 @@ from transport.tensors.manifest import checksum
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import SHARED_MEMORY
 from transport.tensors.wire import Channel, Refused, connect
-from transport.types import GroupId, Struct
+from transport.types import Count, GroupId, Struct
 
 REQUEST_S = 60.0
 """Limit of one request, both sides."""
+SMALL_BYTES = 64 * 1024
 
 T = TypeVar("T")
+Buffer: TypeAlias = bytearray | memoryview
+ValueBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COLUMN_BYTES)]
 
 
 class Part(Struct, frozen=True, kw_only=True):
     """One value in a put or get. checksum: as in a TensorSpec."""
 
     key: str
-    nbytes: int
+    nbytes: ValueBytes
     checksum: str
 
 
@@ -62,16 +73,22 @@ class Allocate(Struct, frozen=True, kw_only=True, tag=True):
     """Make a segment for values of these groups that somebody on ``host`` will write."""
 
     host: str
-    group_ids: tuple[GroupId, ...]
-    nbytes: int
+    group_ids: Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]
+    nbytes: Count
+
+
+class Keep(Struct, frozen=True, kw_only=True, tag=True):
+    """A segment that this connection asked for is written: it stays until its groups are dropped."""
+
+    segment: str
 
 
 class Range(Struct, frozen=True, kw_only=True):
     """A value in a segment."""
 
     segment: str
-    offset: int
-    nbytes: int
+    offset: Count
+    nbytes: ValueBytes
 
 
 class Get(Struct, frozen=True, kw_only=True, tag=True):
@@ -89,8 +106,15 @@ class Drop(Struct, frozen=True, kw_only=True, tag=True):
     segments: tuple[str, ...] = ()
 
 
+class Full(Struct, frozen=True, kw_only=True, tag=True):
+    """In answer to an allocate or a put: the unit has no room for all of it."""
+
+    retained_bytes: int
+    free_bytes: int
+
+
 class Done(Struct, frozen=True, kw_only=True, tag=True):
-    """A put or drop happened. nbytes: stored or freed.  retained_bytes: in the unit, afterwards."""
+    """A put, keep or drop happened. nbytes: stored or freed.  retained_bytes: in the unit, afterwards."""
 
     nbytes: int
     retained_bytes: int
@@ -111,12 +135,11 @@ class Values(Struct, frozen=True, kw_only=True, tag=True):
     checksums: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Allocate | Put | Get | Drop
+Request: TypeAlias = Allocate | Keep | Put | Get | Drop
 _request_decoder: MessageDecoder[Request] = MessageDecoder(cast("type[Request]", Request))
 _done_decoder: MessageDecoder[Done | Refused] = MessageDecoder(cast("type[Done | Refused]", Done | Refused))
-_allocated_decoder: MessageDecoder[Allocated | Refused] = MessageDecoder(
-    cast("type[Allocated | Refused]", Allocated | Refused)
-)
+_put_decoder: MessageDecoder[Done | Full] = MessageDecoder(cast("type[Done | Full]", Done | Full))
+_allocated_decoder: MessageDecoder[Allocated | Full] = MessageDecoder(cast("type[Allocated | Full]", Allocated | Full))
 _values_decoder: MessageDecoder[Values | Refused] = MessageDecoder(cast("type[Values | Refused]", Values | Refused))
 
 
@@ -129,14 +152,15 @@ class StorageUnit:
     def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None, directory: Path = SHARED_MEMORY) -> None:
         self._max_bytes = max_bytes
         self._endpoint = endpoint or Endpoint()
-        self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S)
+        self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S, ended=self._forget)
         self._lock = threading.Lock()
-        self._values: dict[str, bytearray] = {}
+        self._values: dict[str, Buffer] = {}
         self._group_keys: dict[GroupId, set[str]] = {}
         self._segments = Segments(directory)
         self._segment_groups: dict[str, set[GroupId]] = {}
         self._group_segments: dict[GroupId, set[str]] = {}
-        self._retained_bytes = 0
+        self._unwritten: dict[Channel, set[str]] = {}
+        self._retained_bytes = self._announced_bytes = 0
 
     def start(self) -> str:
         """Listen. Returns the unit's address."""
@@ -156,7 +180,9 @@ class StorageUnit:
         channel.deadline = Deadline(REQUEST_S)
         match request:
             case Allocate():
-                channel.send(self._allocate(request))
+                channel.send(self._allocate(channel, request))
+            case Keep():
+                channel.send(self._keep(channel, request))
             case Put():
                 self._put(channel, request)
             case Get():
@@ -164,47 +190,74 @@ class StorageUnit:
             case Drop():
                 channel.send(self._drop(request))
 
-    def _allocate(self, request: Allocate) -> Allocated | Refused:
+    @property
+    def _free_bytes(self) -> int:
+        return self._max_bytes - self._retained_bytes - self._announced_bytes
+
+    def _full(self) -> Full:
+        return Full(retained_bytes=self._retained_bytes, free_bytes=self._free_bytes)
+
+    def _allocate(self, channel: Channel, request: Allocate) -> Allocated | Full:
         if request.host != host_id():
             return Allocated(segment="", host=host_id())
         with self._lock:
-            if request.nbytes < 0 or self._retained_bytes + request.nbytes > self._max_bytes:
+            if request.nbytes > self._free_bytes:
                 return self._full()
             try:
-                segment = self._segments.take(request.nbytes, self._max_bytes - self._retained_bytes)
+                segment = self._segments.take(request.nbytes, self._free_bytes)
             except SegmentSpaceError:
                 return Allocated(segment="", host=host_id())
             self._retained_bytes += self._segments.size(segment)
-            self._segments.trim(max(0, self._max_bytes - self._retained_bytes))
+            self._segments.trim(max(0, self._free_bytes))
+            self._unwritten.setdefault(channel, set()).add(segment)
             self._segment_groups[segment] = set(request.group_ids)
             for group_id in request.group_ids:
                 self._group_segments.setdefault(group_id, set()).add(segment)
         return Allocated(segment=segment, host=host_id())
 
-    def _full(self) -> Refused:
-        return Refused(reason=f"the unit is full: it holds {self._retained_bytes} bytes", retry=True)
+    def _keep(self, channel: Channel, request: Keep) -> Done | Refused:
+        with self._lock:
+            unwritten = self._unwritten.get(channel, set())
+            if request.segment not in unwritten:
+                return Refused(reason=f"segment {request.segment!r} was freed, or never asked for on this connection")
+            unwritten.discard(request.segment)
+            return Done(nbytes=self._segments.size(request.segment), retained_bytes=self._retained_bytes)
+
+    def _forget(self, channel: Channel) -> None:
+        """Free what a connection that ended had asked for and not written."""
+        with self._lock:
+            self._retained_bytes -= self._free(self._unwritten.pop(channel, set()))
 
     def _put(self, channel: Channel, request: Put) -> None:
         parts = [part for group in request.groups for part in group.parts]
         nbytes = sum(part.nbytes for part in parts)
-        if any(not 0 <= part.nbytes <= MAX_COLUMN_BYTES for part in parts):
-            raise MessageError(f"{channel.address} puts a column of an impossible size")
-        if self._retained_bytes + nbytes > self._max_bytes:
-            channel.send(self._full())
-            raise PeerUnavailableError(channel.address, "its bytes are not read: the connection ends")
-        values = {part.key: _receive(channel, part) for part in parts}
         with self._lock:
-            for key, value in values.items():
-                self._retained_bytes += len(value) - len(self._values.get(key, b""))
-                self._values[key] = value
-            for group in request.groups:
-                self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
-            self._segments.trim(max(0, self._max_bytes - self._retained_bytes))
+            full = self._full() if nbytes > self._free_bytes else None
+            self._announced_bytes += 0 if full else nbytes
+        if full is not None:
+            channel.skip(nbytes)
+            channel.send(full)
+            return
+        try:
+            values = {part.key: _receive(channel, part) for part in parts}
+            with self._lock:
+                self._store(request, values)
+        finally:
+            with self._lock:
+                self._announced_bytes -= nbytes
         channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
+
+    def _store(self, request: Put, values: Mapping[str, Buffer]) -> None:
+        for key, value in values.items():
+            self._retained_bytes += len(value) - len(self._values.get(key, b""))
+            self._values[key] = value
+        for group in request.groups:
+            self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
+        self._segments.trim(max(0, self._free_bytes))
 
     def _get(self, channel: Channel, request: Get) -> None:
         with self._lock:
-            values: list[bytearray | memoryview | None] = [self._values.get(key) for key in request.keys]
+            values: list[Buffer | None] = [self._values.get(key) for key in request.keys]
         ranges = self._read(request.ranges)
         checksums = tuple("" if value is None else checksum(value) for value in ranges)
         values += ranges
@@ -218,7 +271,7 @@ class StorageUnit:
         """
         if sum(part.nbytes for part in ranges) > MAX_COLUMN_BYTES:
             raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
-        values = [memoryview(bytearray(max(0, part.nbytes))) for part in ranges]
+        values = [memoryview(bytearray(part.nbytes)) for part in ranges]
         wanted = [(part.segment, part.offset, part.nbytes) for part in ranges]
         found = read_segments(wanted, values, self._segments.directory)
         return [value if is_there else None for value, is_there in zip(values, found, strict=True)]
@@ -231,33 +284,38 @@ class StorageUnit:
                 keys |= self._group_keys.pop(group_id, set())
             for key in keys:
                 freed += len(self._values.pop(key, b""))
-            freed += sum(self._leave(segment, request) for segment in self._segments_of(request))
+            freed += self._free(request.segments)
+            for group_id in request.group_ids:
+                freed += sum(self._leave(segment, {group_id}) for segment in [*self._group_segments.get(group_id, ())])
             self._retained_bytes -= freed
         return Done(nbytes=freed, retained_bytes=self._retained_bytes)
 
-    def _segments_of(self, request: Drop) -> set[str]:
-        named = {segment for segment in request.segments if segment in self._segment_groups}
-        return named.union(*(self._group_segments.get(group_id, set()) for group_id in request.group_ids))
+    def _free(self, segments: Iterable[str]) -> int:
+        """Free whole segments. Returns their bytes."""
+        known = (segment for segment in segments if segment in self._segment_groups)
+        return sum(self._leave(segment, set(self._segment_groups[segment])) for segment in known)
 
-    def _leave(self, segment: str, request: Drop) -> int:
-        """Take the dropped groups out of a segment, all of them when it was named itself. Returns the bytes freed."""
-        groups = self._segment_groups[segment]
-        for group_id in set(groups) if segment in request.segments else groups.intersection(request.group_ids):
-            groups.discard(group_id)
+    def _leave(self, segment: str, group_ids: set[GroupId]) -> int:
+        """Take groups out of a segment. Returns the bytes that were freed with the last of them."""
+        for group_id in group_ids:
+            self._segment_groups[segment].discard(group_id)
             self._group_segments[group_id].discard(segment)
             if not self._group_segments[group_id]:
                 del self._group_segments[group_id]
-        if groups:
+        if self._segment_groups[segment]:
             return 0
         del self._segment_groups[segment]
+        for unwritten in self._unwritten.values():
+            unwritten.discard(segment)
         nbytes = self._segments.size(segment)
         self._segments.free(segment)
         return nbytes
 
 
-def _receive(channel: Channel, part: Part) -> bytearray:
+def _receive(channel: Channel, part: Part) -> Buffer:
     """One value of a put. Raises ChecksumError, which ends the connection before anything is kept."""
-    value = bytearray(part.nbytes)
+    # numpy takes pages as they are written to: what is announced and does not come takes no memory
+    value = np.empty(part.nbytes, np.uint8).data if part.nbytes > SMALL_BYTES else bytearray(part.nbytes)
     channel.receive_into(memoryview(value))
     if checksum(value) != part.checksum:
         raise ChecksumError(f"{channel.address}: value {part.key!r} arrived damaged")
@@ -279,15 +337,18 @@ class UnitClient:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
 
-    def put(self, groups: Sequence[GroupParts], values: Sequence[bytes]) -> None:
-        """Store values under new keys: all of them in one request. Raises PeerUnavailableError, also for a unit that is
-        full. values: of all parts of ``groups``, in their order."""
+    def put(self, groups: Sequence[GroupParts], values: Sequence[bytes]) -> Full | None:
+        """Store values under new keys: all of them in one request, or none: then how much there is room for.
 
-        def request(channel: Channel) -> None:
+        values: of all parts of ``groups``, in their order.
+        """
+
+        def request(channel: Channel) -> Full | None:
             channel.send(Put(groups=tuple(groups)), values)
-            self._accepted(channel.receive(_done_decoder))
+            answer = channel.receive(_put_decoder)
+            return answer if isinstance(answer, Full) else None
 
-        self._ask(request)
+        return self._ask(request)
 
     def get(self, parts: Sequence[Part]) -> list[bytes | None]:
         """Per part its bytes, None where the unit has none. Raises ChecksumError for bytes that are not the part's."""
@@ -303,17 +364,28 @@ class UnitClient:
 
         return self._ask(request)
 
-    def allocate(self, group_ids: Sequence[GroupId], nbytes: int) -> str:
-        """Name of a segment for values of these groups; "" when they must be put instead: the unit is on another host,
-        or its shared memory is full. Raises PeerUnavailableError, also for a unit that is full."""
+    def allocate(self, group_ids: Sequence[GroupId], nbytes: int) -> str | Full:
+        """Name of a segment for values of these groups, to be written and kept; "" when they must be put instead: the
+        unit is on another host, or its shared memory is full. Or how much the unit has room for, if not for that."""
 
-        def request(channel: Channel) -> str:
+        def request(channel: Channel) -> str | Full:
             channel.send(Allocate(host=host_id(), group_ids=tuple(group_ids), nbytes=nbytes))
-            answer = self._accepted(channel.receive(_allocated_decoder))
+            answer = channel.receive(_allocated_decoder)
+            if isinstance(answer, Full):
+                return answer
             self.shares_memory = answer.host == host_id()
             return answer.segment
 
         return self._ask(request) if self.shares_memory else ""
+
+    def keep(self, segment: str) -> bool:
+        """Say that an allocated segment is written. Returns False where it was freed meanwhile."""
+
+        def request(channel: Channel) -> bool:
+            channel.send(Keep(segment=segment))
+            return isinstance(channel.receive(_done_decoder), Done)
+
+        return self._ask(request)
 
     def read(self, ranges: Sequence[Range]) -> list[bytes | None]:
         """Per range its bytes, None where its segment is gone. Raises ChecksumError for bytes that arrived damaged."""

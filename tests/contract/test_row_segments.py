@@ -18,10 +18,11 @@ from transport.broker.base import Block, Broker, Commit
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.locators import SegmentLocator, decode_locator
 from transport.segments import open_segment, path_of, read_ranges, read_segments
+from transport.tensors.base import Deadline
 from transport.tensors.shm import SHARED_MEMORY
 from transport.types import Column, group_id, row_id
 from transport.unit_rows import UnitRows
-from transport.units import Range, StorageUnit, UnitClient
+from transport.units import Full, Range, StorageUnit, UnitClient
 from transport.user_columns import decode_table, decode_value, encode_value
 
 GROUPS = [group_id(0, 0), group_id(0, 1)]
@@ -232,9 +233,7 @@ async def test_bytes_of_a_writer_that_died_before_its_commit_go_with_their_group
     broker: Broker, units: list[StorageUnit]
 ) -> None:
     address = new_unit(units)
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", _DYING_WRITER, address, GROUP)
-    async with asyncio.timeout(60):
-        assert await child.wait() == -signal.SIGKILL
+    await die(address, "having written")
     assert units[0].retained_bytes == 100_000
     rows = UnitRows(broker, [address])
     assert await x_ids_of(rows, [row_id(GROUP, 0)]) == [None]
@@ -243,12 +242,38 @@ async def test_bytes_of_a_writer_that_died_before_its_commit_go_with_their_group
     rows.close()
 
 
+async def test_a_segment_whose_writer_died_while_it_wrote_is_freed_with_its_connection(
+    units: list[StorageUnit],
+) -> None:
+    address = new_unit(units, max_bytes=150_000)
+    await die(address, "writing")
+    client, deadline = UnitClient(address), Deadline(60)
+    while not isinstance(segment := client.allocate([GROUP], 100_000), str):  # until that connection's end is seen
+        assert deadline.remaining_s()
+    assert units[0].retained_bytes == 100_000
+    other = UnitClient(address)
+    assert not other.keep(segment), "it is of another connection"
+    assert client.keep(segment)
+    client.close()
+    assert isinstance(other.allocate([GROUP], 100_000), Full), "what is written stays"
+    other.close()
+
+
+async def die(address: str, when: str) -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", _DYING_WRITER, address, GROUP, when)
+    async with asyncio.timeout(60):
+        assert await child.wait() == -signal.SIGKILL
+
+
 _DYING_WRITER = """
 import os, signal, sys
 from transport.segments import open_segment, write_buffers
 from transport.units import UnitClient
-with open_segment(UnitClient(sys.argv[1]).allocate([sys.argv[2]], 100_000), write=True) as fd:
+client = UnitClient(sys.argv[1])
+segment = client.allocate([sys.argv[2]], 100_000)
+with open_segment(segment, write=True) as fd:
     write_buffers(fd, [bytes(50_000)])
+    assert sys.argv[3] == "writing" or client.keep(segment)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_of, new_unit, response
-from transport.broker.base import Broker, Commit
-from transport.errors import ChecksumError, PeerRejectedError, PeerUnavailableError
+from transport.broker.base import Broker, Commit, Fence
+from transport.errors import ChecksumError, FencedError, MessageError, PeerRejectedError, PeerUnavailableError
+from transport.locators import SegmentLocator, SentLocator, decode_locator
+from transport.messages import encode
+from transport.tensors.address import parse_address
+from transport.tensors.base import Deadline
 from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
+from transport.tensors.wire import connect
 from transport.types import group_id, row_id
 from transport.unit_rows import UNIT_COLUMNS, UnitRows
-from transport.units import GroupParts, Part, StorageUnit, UnitClient
+from transport.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
 
+T = TypeVar("T")
+NO_SEGMENT = "1@000000000000"
 VALUE = GroupParts(group_id=GROUP, parts=(Part(key="key", nbytes=5, checksum=checksum(b"value")),))
 
 
@@ -33,7 +46,7 @@ async def test_a_lost_insert_takes_its_bytes_back(unit_rows: UnitRows, units: li
 
 
 async def test_another_unit_takes_over_from_one_that_is_full_or_gone(broker: Broker, units: list[StorageUnit]) -> None:
-    addresses = [new_unit(units), new_unit(units, max_bytes=8)]
+    addresses = [new_unit(units), new_unit(units, max_bytes=7)]
     rows = UnitRows(broker, addresses)
     groups = [group_id(0, slot) for slot in range(20)]
     assert len({rows.ranked_units(group)[0] for group in groups}) == 2
@@ -92,6 +105,107 @@ def test_a_unit_asks_for_the_secret(units: list[StorageUnit]) -> None:
     friend.put([VALUE], [b"value"])
     assert units[-1].retained_bytes == 5
     friend.close()
+
+
+@pytest.mark.parametrize("ids", [[1, 2], list(range(20_000))], ids=["sent", "in segments"])
+async def test_what_one_unit_has_no_room_for_goes_to_another_and_all_room_is_used(
+    broker: Broker, units: list[StorageUnit], ids: list[int]
+) -> None:
+    of_group = 8 * len(ids)
+    rows = UnitRows(broker, [new_unit(units, 7 * of_group), new_unit(units, 14 * of_group)])
+    groups = [group_id(0, slot) for slot in range(22)]
+    await rows.commit(admit(*groups))
+    await rows.commit(Commit(rows=[response(row_id(group, 0), ids) for group in groups[:20]]))
+    assert [await ids_of(rows, row_id(group, 0)) for group in groups[:20]] == [ids] * 20
+    with pytest.raises(PeerUnavailableError, match="full"):
+        await rows.commit(Commit(rows=[response(row_id(group, 0), ids) for group in groups[20:]]))
+    assert sum(unit.retained_bytes for unit in units) == 20 * of_group, "what was put of a write that failed is freed"
+    await rows.commit(Commit(rows=[response(row_id(groups[20], 0), ids)]))
+    rows.close()
+
+
+async def test_what_a_fenced_writer_put_is_freed(unit_rows: UnitRows, broker: Broker, units: list[StorageUnit]) -> None:
+    await unit_rows.commit(admit(GROUP))
+    old = Fence(role="writer", epoch=await broker.acquire_epoch("writer"))
+    await broker.acquire_epoch("writer")
+    with pytest.raises(FencedError):
+        await unit_rows.commit(Commit(rows=[response(row_id(GROUP, 0), [1, 2])], fence=old))
+    assert units[0].retained_bytes == 0
+
+
+def put_of(nbytes: int, key: str = "key") -> GroupParts:
+    return GroupParts(group_id=GROUP, parts=(Part(key=key, nbytes=nbytes, checksum=checksum(bytes(nbytes))),))
+
+
+def test_puts_that_are_announced_and_not_sent_take_no_memory_and_hold_no_room_for_longer_than_their_connection(
+    units: list[StorageUnit],
+) -> None:
+    address = parse_address(new_unit(units, max_bytes=256 << 20))
+    announced = Put(groups=(GroupParts(group_id=GROUP, parts=(Part(key="k", nbytes=60 << 20, checksum=""),)),))
+    before = psutil.Process().memory_info().rss
+    client = UnitClient(str(address))
+    small = put_of(20 << 20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            channel = connect(address.place, address.port, str(address), b"", Deadline(30))
+            stack.callback(channel.close)
+            channel.send(announced)
+        full = until(lambda: client.put([small], [bytes(20 << 20)]))
+        assert full.free_bytes == 16 << 20, "room is kept for what is on its way"
+        client.drop(group_ids=[GROUP])
+        assert psutil.Process().memory_info().rss - before < 100 << 20
+    until(lambda: client.put([small], [bytes(20 << 20)]) is None)
+    assert units[0].retained_bytes == 20 << 20
+    client.close()
+
+
+def until(look: Callable[[], T | None]) -> T:
+    """What ``look`` gives once it gives something."""
+    deadline = Deadline(60)
+    while not (found := look()):
+        assert deadline.remaining_s(), "in vain"
+    return found
+
+
+def test_a_full_unit_says_what_it_has_room_for_and_goes_on(units: list[StorageUnit]) -> None:
+    client = UnitClient(new_unit(units, max_bytes=1000))
+    for nbytes in (1001, 1 << 24):
+        assert client.put([put_of(nbytes)], [bytes(nbytes)]) == Full(retained_bytes=0, free_bytes=1000)
+    assert client.put([put_of(900)], [bytes(900)]) is None
+    assert client.allocate([GROUP], 200) == Full(retained_bytes=900, free_bytes=100)
+    assert client.get(put_of(900).parts) == [bytes(900)]
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda at: at.read([Range(segment=NO_SEGMENT, offset=0, nbytes=size) for size in (-(3 << 30), 3 << 30)]),
+        lambda at: at.read([Range(segment=NO_SEGMENT, offset=-1, nbytes=1)]),
+        lambda at: at.put([GroupParts(group_id=GROUP, parts=(Part(key="k", nbytes=-1, checksum=""),))], []),
+        lambda at: at.allocate([GROUP], -(3 << 30)),
+        lambda at: at.allocate([], 1 << 20),
+    ],
+    ids=["negative range", "negative offset", "negative value", "negative segment", "segment of nobody"],
+)
+def test_a_request_that_cannot_be_ends_its_connection(units: list[StorageUnit], request_of) -> None:
+    client = UnitClient(new_unit(units, max_bytes=8 << 30))
+    with pytest.raises(PeerUnavailableError, match="closed"):
+        request_of(client)
+    assert units[0].retained_bytes == 0
+    client.close()
+
+
+def test_a_locator_of_fewer_values_than_rows_is_refused() -> None:
+    sent = SentLocator(unit="u", name="n", sizes=(1, 2), checksums=("", ""))
+    shared = SegmentLocator("u", NO_SEGMENT, 0, (1, 2))
+    for locator in (sent, shared):
+        assert decode_locator(encode(locator)).of(1).nbytes == 2
+        with pytest.raises(ChecksumError, match="none of sample 2"):
+            decode_locator(encode(locator)).of(2)
+    for wrong in (replace(sent, sizes=(-1,)), replace(shared, nbytes=-8), replace(shared, offset=-8)):
+        with pytest.raises(MessageError):
+            decode_locator(encode(wrong))
 
 
 def test_a_value_of_another_size_or_content_than_located_is_refused(units: list[StorageUnit]) -> None:

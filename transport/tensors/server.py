@@ -123,10 +123,14 @@ class ChannelServer:
     endpoint: where to listen, and the secret of its clients; none: that of this user.
     serve: called for one request after another on each connection, on that connection's thread.
     request_s: limit of one request and its answer, seconds.
+    ended: called once for each connection that was served, after its last request.
     """
 
-    def __init__(self, serve: Serve, endpoint: Endpoint, *, request_s: float) -> None:
+    def __init__(
+        self, serve: Serve, endpoint: Endpoint, *, request_s: float, ended: Callable[[Channel], None] = lambda _: None
+    ) -> None:
         self._serve = serve
+        self._ended = ended
         self._endpoint = endpoint
         self._request_s = request_s
         self._server: _ThreadingServer | None = None
@@ -161,9 +165,12 @@ class ChannelServer:
         channel = Channel(connection.socket, f"{connection.host}:{connection.port}", Deadline(HANDSHAKE_S))
         with contextlib.suppress(StreamError):  # the peer left, lied or stayed silent: its connection ends, no more
             greet_client(channel, self._endpoint.secret, admit)
-            while True:
-                channel.deadline = Deadline(IDLE_S)
-                self._serve(channel)
+            try:
+                while True:
+                    channel.deadline = Deadline(IDLE_S)
+                    self._serve(channel)
+            finally:
+                self._ended(channel)
 
     def close(self) -> None:
         """Stop listening and end every connection, also in the middle of a transfer."""

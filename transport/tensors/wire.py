@@ -41,6 +41,7 @@ PARTS_AT_ONCE = 64
 """Buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer."""
 ANOTHER_USER = ": it is another user's, or has another home; set STREAMRL_SECRET for both"
 """Where no shared secret is set."""
+_SKIPPED_AT_ONCE = 256 * 1024
 _LENGTH = struct.Struct(">I")
 
 T = TypeVar("T")
@@ -144,6 +145,13 @@ class Channel:
             if not count:
                 raise PeerUnavailableError(self.address, f"closed after {received} of {view.nbytes} bytes")
             received += count
+
+    def skip(self, nbytes: int) -> None:
+        """Receive bytes that nobody wants, so that what follows them can be read."""
+        scratch = memoryview(bytearray(min(nbytes, _SKIPPED_AT_ONCE)))
+        while nbytes:
+            self.receive_into(scratch[:nbytes])
+            nbytes -= min(nbytes, len(scratch))
 
     @property
     def own_port(self) -> int:
