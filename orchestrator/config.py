@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from orchestrator.config_checks import Violation, unit_of, value_of, violations
+from orchestrator.core.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.toml_source import Setting, nearest, parse_override, read_document, to_toml
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
@@ -274,5 +275,7 @@ def render(resolved: Resolved) -> str:
             origin = resolved.origins[key]
             if key in FROM_ENVIRONMENT and value:
                 value, origin = "", f"{origin}; set, not shown"
+            if value == "auto" and key == "pipeline.dispatch":
+                origin = f"{origin}; {chosen_dispatch(resolved.settings)} here"
             lines.append(f"{key.partition('.')[2]} = {to_toml(value)}  # {origin}")
     return "\n".join(lines) + "\n"

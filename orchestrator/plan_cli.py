@@ -82,7 +82,8 @@ def plan(
     measured = None if profile is None else read_profile(profile)
     pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
     llm = chosen_model(model, measured)
-    groups = read_lengths(lengths, group_size)
+    skipped: list[str] = []
+    groups = read_lengths(lengths, group_size, skipped.append)
     job = Job(
         llm=llm,
         groups=tuple(groups),
@@ -105,7 +106,7 @@ def plan(
     finally:
         progress.end()
     seconds = time.monotonic() - started_s
-    warnings = [] if measured is None else list(extrapolated(measured, context_tokens=longest_tokens(job)))
+    warnings = skipped if measured is None else [*skipped, *extrapolated(measured, context_tokens=longest_tokens(job))]
     if as_json:
         typer.echo(msgspec.json.encode(as_record(advice, job, pools, goal, seconds, warnings)).decode())
         return

@@ -31,6 +31,7 @@ def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, war
         "",
         f"generate on {stage(best.split, generation=True)}",
         f"train on    {stage(best.split, generation=False)}",
+        f"dispatch    {job.dispatch(best.split)}, the default of such a run",
         *([f"released    {freed}"] if freed else []),
         "",
         f"{'':14}{'generate + train':>18}{'s/iteration':>13}{'samples/s':>11}{'cost/1000':>11}"
@@ -179,7 +180,8 @@ def as_record(
 
 def record(prediction: Prediction, job: Job) -> dict[str, object]:
     split = prediction.split
-    degrees = {
+    degrees: dict[str, object] = {
+        "dispatch": job.dispatch(split),
         "generation_gpus": split.generation_gpus,
         "generation_on": split.generation.place,
         "instances": split.instances,

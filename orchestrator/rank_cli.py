@@ -135,7 +135,7 @@ def _write(content: bytes, path: Path | None) -> None:
 def _samples(log: Path, prompts: Path | None, model: str | None) -> list[PromptLengths]:
     from ranker.logs import check_rankable, read_log
 
-    samples = read_log(log, prompts, model)
+    samples = read_log(log, prompts, model, say=lambda sentence: typer.echo(f"note: {sentence}", err=True))
     check_rankable(samples, str(log))
     return samples
 

@@ -20,6 +20,7 @@ from orchestrator.core.analytic import Algorithm, DoesNotFitError, decode_cost, 
 from orchestrator.core.dispatch.policies import Planned
 from orchestrator.core.hardware import GPUS, Gpu
 from orchestrator.core.llms import LLMS
+from orchestrator.core.settings import LEAST_LOADED, default_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.plan_cli import GBPS, ProfileFile, chosen_model, one_of, parse_pools
 from orchestrator.profiles import NAME, Profile, extrapolated, hardware, read_profile
@@ -32,9 +33,9 @@ from orchestrator.sim.length_files import read_lengths, representative
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.paper_output import PaperOptions, print_paper, write_timeline
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
-from transport.types import UpdateMode
+from transport.lengths import Say
 
-POLICIES = (*get_args(Planned), "least_loaded")
+POLICIES = (*get_args(Planned), LEAST_LOADED)
 FEWEST_ITERATIONS = 3
 """One that fills the pipeline, one that counts, one beside which nothing more is generated."""
 
@@ -73,9 +74,7 @@ def simulate(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 500,
     pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
-    dispatch: Annotated[
-        str, typer.Option(help=f"{', '.join(POLICIES)} (docs/dispatch.md). [paced in flight, else scored]")
-    ] = "",
+    dispatch: Annotated[str, typer.Option(help=f"{', '.join(POLICIES)} (docs/dispatch.md). [as in a run of it]")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
     algorithm: Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")] = "ppo",
@@ -106,9 +105,9 @@ def simulate(
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
-    usual = "paced" if settings.max_staleness and settings.update is UpdateMode.IN_FLIGHT else "scored"
-    chosen = one_of("--dispatch", dispatch or usual, POLICIES)
-    groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed)
+    asked = one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
+    skipped: list[str] = []
+    groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed, skipped.append)
     workload = Workload(
         llm=llm,
         lengths=groups,
@@ -124,13 +123,17 @@ def simulate(
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
         )
+        usual = default_dispatch(
+            max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
+        )
+        chosen = asked if dispatch else usual
         outcome = own.run(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
     except (DoesNotFitError, SampleTooLongError) as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
-    data["notes"] = [] if measured is None else _notes(measured, workload, layout)
+    data["notes"] = [*skipped, *([] if measured is None else _notes(measured, workload, layout))]
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
         for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
@@ -141,12 +144,19 @@ def simulate(
 
 
 def _lengths(
-    path: Path | None, batch: int, batches: int, group_size: int, prompt_tokens: int, recall: float, seed: int
+    path: Path | None,
+    batch: int,
+    batches: int,
+    group_size: int,
+    prompt_tokens: int,
+    recall: float,
+    seed: int,
+    say: Say,
 ) -> RecordedLengths:
     known = None if recall >= 1.0 else recall
     if path is None:
         return long_tailed(batch * batches, seed=seed, recall=known, question_tokens=prompt_tokens)
-    groups = read_lengths(path, group_size)
+    groups = read_lengths(path, group_size, say)
     return representative(groups, batch=batch, batches=batches, prompt_tokens=prompt_tokens, recall=known, seed=seed)
 
 

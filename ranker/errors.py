@@ -21,6 +21,7 @@ class LengthLogError(RankerError):
 
     def __init__(self, problem: str, *, where: str = "") -> None:
         super().__init__(f"{where}: {problem}" if where else problem)
+        self.problem = problem
         self.where = where
 
 

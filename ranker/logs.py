@@ -6,8 +6,9 @@ One line is one response or one prompt with all its lengths:
     {"prompt": "Add 2 and 3.", "output_tokens": [41, 38, 52], "base_tokens": [20, 25]}
     {"id": "a7", "output_tokens": 41}       with a second file for the prompts: {"id": "a7", "prompt": "Add 2 and 3."}
 
-Lines with the same text are joined, so that a prompt is never on two sides of a split. Nothing is repaired: a length
-that is zero, negative, not whole or missing names its file and line.
+Lines with the same text are joined, so that a prompt is never on two sides of a split. Nothing is repaired: what is no
+length (zero, negative, not whole, missing) or no such line is skipped and counted, and a log with too much of it is
+refused by its first (``transport/lengths.py``).
 """
 
 from __future__ import annotations
@@ -22,31 +23,44 @@ import msgspec
 
 from ranker.errors import LengthLogError
 from ranker.lengths import PromptLengths
+from transport.lengths import Say, Skipping, warn
 
 PROMPT_COLUMNS = ("prompt", "text", "question")
 LENGTH_COLUMNS = ("output_tokens", "response_tokens", "tokens", "length")
 BASE_COLUMN, ID_COLUMN, MODEL_COLUMN = "base_tokens", "id", "model"
 MAX_LINE_BYTES = 16 * 1024 * 1024
-MAX_TOKENS = 100_000_000
 MIN_PROMPTS = 30
 """Fewer leave three for the test."""
 
 
-def read_log(path: Path, prompts: Path | None = None, model: str | None = None) -> list[PromptLengths]:
+def read_log(
+    path: Path, prompts: Path | None = None, model: str | None = None, *, say: Say = warn
+) -> list[PromptLengths]:
     """Prompts in the order of their first line. prompts: file with the texts, joined by id.  model: only its lines.
 
-    Raises: LengthLogError: unreadable, a line that is not as above, or no line (of this model) at all.
+    say: told what was skipped.
+    Raises: LengthLogError: unreadable, too many lines that are not as above, or no line (of this model) at all.
     """
     texts = dict(read_prompts(prompts)) if prompts is not None else None
+    skipping = Skipping(path)
     found: dict[str, tuple[str, list[int], list[int]]] = {}  # text: id, lengths, lengths of the base policy
-    for where, row in _rows(path):
-        if model is not None and row.get(MODEL_COLUMN) != model:
+    for where, line in _lines(path):
+        try:
+            row = _row(line, where)
+            if model is not None and row.get(MODEL_COLUMN) != model:
+                continue
+            prompt_id, text = _prompt(row, texts, where)
+            tokens = _lengths(row, LENGTH_COLUMNS, where, skipping)
+        except LengthLogError as error:
+            skipping.skip(error.problem, where)
             continue
-        prompt_id, text = _prompt(row, texts, where)
-        _, tokens, base = found.setdefault(text, (prompt_id, [], []))
-        tokens += _lengths(row, LENGTH_COLUMNS, where)
-        if BASE_COLUMN in row:
-            base += _lengths(row, (BASE_COLUMN,), where)
+        base = _lengths(row, (BASE_COLUMN,), where, skipping) if BASE_COLUMN in row else []
+        if tokens:
+            known = found.setdefault(text, (prompt_id, [], []))
+            known[1].extend(tokens)
+            known[2].extend(base)
+    if refusal := skipping.end(say):
+        raise LengthLogError(refusal)
     if not found:
         of_model = f" of model {model!r}" if model is not None else ""
         raise LengthLogError(f"there is no prompt with a length{of_model} in it", where=str(path))
@@ -58,7 +72,8 @@ def read_log(path: Path, prompts: Path | None = None, model: str | None = None) 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
     """(id, text) of every line; the id is the text where there is none. Raises LengthLogError."""
-    for where, row in _rows(path):
+    for where, line in _lines(path):
+        row = _row(line, where)
         text = _first(row, PROMPT_COLUMNS, where)
         if not isinstance(text, str):
             raise LengthLogError("the prompt is not a text", where=where)
@@ -75,14 +90,15 @@ def check_rankable(samples: Sequence[PromptLengths], where: str) -> None:
         )
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    decoder = msgspec.json.Decoder(dict[str, Any])
-    for where, line in _lines(path):
-        try:
-            yield where, decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            hint = " (NaN is not a length)" if b"NaN" in line else ""
-            raise LengthLogError(f"not a JSON object: {error}{hint}", where=where) from error
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        hint = " (NaN is not a length)" if b"NaN" in line else ""
+        raise LengthLogError(f"not a JSON object: {error}{hint}", where=where) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -123,16 +139,11 @@ def _first(row: dict[str, Any], columns: Sequence[str], where: str) -> Any:
     raise LengthLogError(f"no column {' or '.join(map(repr, columns))}, only {', '.join(row) or 'none'}", where=where)
 
 
-def _lengths(row: dict[str, Any], columns: Sequence[str], where: str) -> list[int]:
+def _lengths(row: dict[str, Any], columns: Sequence[str], where: str, skipping: Skipping) -> list[int]:
+    """Those of a line that are lengths; the others are counted as skipped."""
     value = _first(row, columns, where)
     values = value if isinstance(value, list) else [value]
     if not values:
-        raise LengthLogError("a prompt without a length", where=where)
-    return [_length(each, where) for each in values]
-
-
-def _length(value: Any, where: str) -> int:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value != value or not 1 <= value <= MAX_TOKENS or value != int(value):
-        raise LengthLogError(f"a length is a whole number of tokens, 1 or more, not {value!r}", where=where)
-    return int(value)
+        skipping.skip("a prompt without a length", where)
+    lengths = (skipping.take(each, where) for each in values)
+    return [length for length in lengths if length is not None]

@@ -14,10 +14,12 @@ import msgspec
 from orchestrator.core.batching import Release
 from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.scaling import ScalingSettings
-from transport.settings import DecodeCostSettings, GenerationSettings, PipelineSettings, Settings
+from transport.settings import DecodeCostSettings, GenerationSettings, Settings
 from transport.types import UpdateMode
 
 LEAST_LOADED = "least_loaded"
+MANY_WORKERS = 5
+"""Generation workers from which on a plan pays also where batches overlap."""
 """The dispatch policy that plans nothing: each group to the worker with the least to do."""
 UNBOUNDED = 2**31
 """Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
@@ -129,7 +131,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         eval_budget=settings.eval.budget,
         eval_hold_s=settings.eval.hold_s,
         eval_timeout_s=settings.eval.timeout_s,
-        dispatch=_dispatch(pipeline),
+        dispatch=chosen_dispatch(settings),
         plan_wait_s=pipeline.plan_wait_s,
         move_running=pipeline.move_running,
         decode_cost=decode_cost_of(settings.decode_cost),
@@ -139,14 +141,30 @@ def core_settings(settings: Settings) -> CoreSettings:
     )
 
 
-def _dispatch(pipeline: PipelineSettings) -> str:
-    """The policy that "auto" stands for: plans pay where a batch is waited for, with versions in flight they may lose.
-
-    Source: ours, simulated and live (docs/dispatch.md, "The default").
-    """
+def chosen_dispatch(settings: Settings) -> str:
+    """The policy of a run: what ``pipeline.dispatch`` says, or what "auto" stands for there."""
+    pipeline, generation = settings.pipeline, settings.generation
     if pipeline.dispatch != "auto":
         return pipeline.dispatch
-    return "scored" if pipeline.max_staleness == 0 else LEAST_LOADED
+    return default_dispatch(
+        max_staleness=pipeline.max_staleness,
+        update=UpdateMode(pipeline.update),
+        num_workers=max(generation.workers, generation.max_workers),
+        ranked=settings.ranker.kind != "none",
+    )
+
+
+def default_dispatch(*, max_staleness: int, update: UpdateMode, num_workers: int, ranked: bool = True) -> str:
+    """The policy that "auto" stands for, in `run`, `plan` and `simulate` alike. ranked: somebody predicts lengths.
+
+    Plans pay where a batch is waited for. Where batches overlap, whoever has room takes the next group, and with few
+    workers a plan that holds groups back loses some; with many that take versions in flight, a plan keeps the longest
+    in time. Source: ours, simulated and live (docs/dispatch.md, "The default").
+    """
+    if max_staleness == 0:
+        return "scored"
+    paced = ranked and update is not UpdateMode.BARRIER and num_workers >= MANY_WORKERS
+    return "paced" if paced else LEAST_LOADED
 
 
 def _scaling(generation: GenerationSettings) -> ScalingSettings | None:

@@ -26,6 +26,7 @@ from typing import Any
 import structlog
 
 from orchestrator.config import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
+from orchestrator.core.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, open_view
@@ -122,6 +123,8 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             stack.callback(self._teller.write_report)  # last of all, however the run ends
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
+            if self._settings.trainer.engine != "none":
+                self._view.note(f"dispatch {chosen_dispatch(self._settings)}")
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)

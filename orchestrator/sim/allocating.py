@@ -17,14 +17,13 @@ from orchestrator.core.allocation import Pool, Split
 from orchestrator.core.analytic import GPUS_PER_NODE, Algorithm, transfer_cost
 from orchestrator.core.hardware import ASSUMED, Assumptions, Gpu
 from orchestrator.core.llms import Llm
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.settings import CoreSettings, default_dispatch
 from orchestrator.sim.bounds import Bound, bound
 from orchestrator.sim.length_files import Group, representative
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from orchestrator.sim.simulate import simulate
 from transport.messages import TrainerCommand
-from transport.types import UpdateMode
 
 T = TypeVar("T")
 
@@ -86,11 +85,12 @@ class Job:
     def settings(self) -> CoreSettings:
         return PIPELINES[self.pipeline]
 
-    @property
-    def dispatch(self) -> str:
-        """Paced where batches overlap on every instance, else the plan that ends soonest."""
-        overlapping = self.settings.max_staleness > 0 and self.settings.update is not UpdateMode.BARRIER
-        return "paced" if overlapping else "scored"
+    def dispatch(self, split: Split) -> str:
+        """As a run of the split would choose."""
+        settings = self.settings
+        return default_dispatch(
+            max_staleness=settings.max_staleness, update=settings.update, num_workers=split.instances
+        )
 
     @property
     def samples(self) -> int:
@@ -202,7 +202,7 @@ def _simulated(job: Job, window: Window, split: Split, *, trace: bool) -> Simula
         job.settings,
         iterations=window.iterations,
         assumed=job.assumed,
-        dispatch=job.dispatch,
+        dispatch=job.dispatch(split),
         trace=trace,
     )
     return simulate(run)

@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from orchestrator.errors import DataError
 from orchestrator.sim.lengths import RecordedLengths, error_of_recall
 from transport.errors import LengthFileError
-from transport.lengths import read_lengths as numbers_of
+from transport.lengths import Say, read_groups, warn
 
 Group = tuple[int, ...]
 """Response lengths of one prompt's samples, tokens."""
@@ -24,20 +24,19 @@ UNIT_SIGMA = 0.8
 """Spread for which the error of a recall is looked up; it is proportional to the spread."""
 
 
-def read_lengths(path: Path, group_size: int = 1) -> list[Group]:
+def read_lengths(path: Path, group_size: int = 1, say: Say = warn) -> list[Group]:
     """Groups of lengths: a number a line, ``group_size`` lines a prompt; or JSON lines with ``output_tokens``.
 
     JSON lines are those of ``streamrl-orchestrator rank``: a prompt with one length or all of its samples'. Empty lines
-    and what follows a ``#`` do not count.
-    Raises: DataError: unreadable, empty, or a length that is not a whole number of tokens above 0; names file and line.
+    and what follows a ``#`` do not count; what is no length is skipped, and ``say`` hears of it.
+    Raises: DataError: unreadable, empty, or too much in it is no length; names file and line.
     """
     if _is_log(path):
-        return _logged(path)
+        return _logged(path, say)
     try:
-        lengths = numbers_of(path)
+        return read_groups(path, group_size, say)
     except LengthFileError as error:
         raise DataError(str(error)) from error
-    return [tuple(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
 
 
 def _is_log(path: Path) -> bool:
@@ -49,12 +48,12 @@ def _is_log(path: Path) -> bool:
         return False  # who reads it says why
 
 
-def _logged(path: Path) -> list[Group]:
+def _logged(path: Path, say: Say) -> list[Group]:
     from ranker.errors import RankerError
     from ranker.logs import read_log
 
     try:
-        return [sample.tokens for sample in read_log(path)]
+        return [sample.tokens for sample in read_log(path, say=say)]
     except RankerError as error:
         raise DataError(str(error)) from error
 

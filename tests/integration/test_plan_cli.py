@@ -48,6 +48,7 @@ def test_the_answer_names_the_plan_the_runner_up_and_why(lengths: Path):
     assert "Qwen2.5-7B on 8xH800; in_flight, 32 prompts x 1, grpo; 400 lengths" in printed
     assert "generate on" in printed
     assert "train on" in printed
+    assert "dispatch    least_loaded, the default of such a run" in printed
     for title in ("plan ", "runner-up ", "the runner-up, ", "no schedule of this split beats", "simulated, the others"):
         assert title in printed
     assert "best so far" in progress

@@ -12,19 +12,24 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.core.hardware import ASSUMED, Assumptions
+from orchestrator.core.allocation import Pool, Split
+from orchestrator.core.hardware import ASSUMED, GPUS, Assumptions
 from orchestrator.core.llms import QWEN_7B, QWEN_72B
+from orchestrator.core.settings import chosen_dispatch, core_settings, default_dispatch
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.report.curves import Series
 from orchestrator.report.drawing import to_svg
 from orchestrator.report.simulation_drawing import Bar, Effect, draw_bars, draw_scaling, draw_tornado
+from orchestrator.sim.allocating import Job
 from orchestrator.sim.experiment import Generation, Growing, Pipelined, Transfer
 from orchestrator.sim.paper import compare, with_swings
 from orchestrator.sim.paper_rows import Cell, Row, rows
 from orchestrator.sim.paper_settings import split
 from orchestrator.sim.paper_table import as_data, table
-from orchestrator.sim.scenarios import Layout
+from orchestrator.sim.scenarios import PIPELINES, Layout
 from orchestrator.sim.trials import SHARES, Trial, moves, run_trials
+from transport.settings import GenerationSettings, PipelineSettings, RankerSettings, Settings
+from transport.types import UpdateMode
 
 SMALL = ["simulate", "--model", "Qwen2.5-7B", "--generate", "4xH800", "--train", "4xH800", "--batch", "32"]
 SMALL += ["--iterations", "6", "--ranks", "1", "--recall", "1"]
@@ -248,3 +253,42 @@ def test_pictures_hold_every_result():
     curve = draw_scaling("scaling", [Series(name="ours", points=[(32, 0.8), (10_000, 200.0)])])
     assert ">10000<" in to_svg(curve)
     assert all(0 <= x <= curve.width and 0 <= y <= curve.height for line in curve.lines for x, y in line.points)
+
+
+POOL = Pool(gpu=GPUS["H800"], num_gpus=8, price=1.0)
+ONE_EACH = Split(
+    generation=POOL,
+    generation_gpus=1,
+    tensor_parallel=1,
+    training=POOL,
+    training_gpus=1,
+    ranks=1,
+    training_tensor_parallel=1,
+    pipeline_parallel=1,
+)
+
+
+@pytest.mark.parametrize("pipeline", ["stream", "fully_async", "in_flight", "rolling_staggered"])
+@pytest.mark.parametrize("instances", [1, 4, 5])
+def test_run_plan_and_simulate_choose_the_same_dispatch(pipeline: str, instances: int, lengths: Path):
+    core = PIPELINES[pipeline]
+    settings = Settings(
+        pipeline=PipelineSettings(max_staleness=core.max_staleness, update=core.update),
+        generation=GenerationSettings(workers=instances),
+        ranker=RankerSettings(kind="text"),
+    )
+    of_run = chosen_dispatch(settings)
+    assert core_settings(settings).dispatch == of_run
+    of_split = replace(ONE_EACH, generation_gpus=instances)
+    assert Job(llm=QWEN_7B, groups=((1,),), pipeline=pipeline).dispatch(of_split) == of_run
+    shape = ["--generate", f"{instances}xH800", "--tensor-parallel", "1", "--pipeline", pipeline]
+    assert json.loads(ask("--lengths", str(lengths), *shape, "--json"))["dispatch"] == of_run
+    assert ask("--lengths", str(lengths), *shape).startswith(f"Qwen2.5-7B, {pipeline}, {of_run}; ")
+
+
+@pytest.mark.parametrize(("instances", "usual"), [(4, "least_loaded"), (5, "paced")])
+def test_plans_are_the_default_where_many_workers_take_versions_in_flight(instances: int, usual: str):
+    asked = {"max_staleness": 1, "update": UpdateMode.IN_FLIGHT, "num_workers": instances}
+    assert default_dispatch(**asked) == usual
+    assert default_dispatch(**asked, ranked=False) == "least_loaded"
+    assert default_dispatch(**asked | {"max_staleness": 0}) == "scored"

@@ -70,6 +70,12 @@ def test_later_layers_win_and_are_named(tmp_path: Path):
     assert resolved.origins["trainer.epochs"] == "default"
 
 
+def test_what_dispatch_auto_stands_for_is_beside_it():
+    text = render(resolve(None, [], ["pipeline.max_staleness=0"], {}))
+    assert 'dispatch = "auto"  # default; scored here' in text
+    assert 'dispatch = "even"  # --set\n' in render(resolve(None, [], ["pipeline.dispatch=even"], {}))
+
+
 @pytest.mark.parametrize(
     ("argument", "section", "field", "expected"),
     [

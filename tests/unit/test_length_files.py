@@ -12,6 +12,7 @@ from orchestrator.errors import DataError
 from orchestrator.runtime.inputs import check_workers_inputs
 from orchestrator.sim.length_files import read_lengths, representative, within
 from orchestrator.sim.lengths import tail_recall
+from transport.lengths import read_lengths as lengths_of_workers
 from transport.settings import GenerationSettings, Settings
 
 
@@ -39,6 +40,45 @@ def test_what_is_no_length_is_named_with_its_line(tmp_path, bad):
         DataError, match=rf"lengths.txt:2: a length is a whole number of tokens, 1 or more, not '{bad}'"
     ):
         read_lengths(path)
+
+
+ODD = ["0", "-3", "many", "2.5", "nan"]
+
+
+def test_a_few_values_that_are_no_lengths_are_skipped_and_counted(tmp_path):
+    said: list[str] = []
+    path = write(tmp_path / "lengths.txt", "\n".join([*ODD, *["8"] * 45]))
+    assert read_lengths(path, say=said.append) == [(8,)] * 45
+    (sentence,) = said
+    assert "5 of 50 values are no lengths and were skipped; the first: " in sentence
+    assert "lengths.txt:1: a length is a whole number of tokens, 1 or more, not '0'" in sentence
+
+
+def test_what_is_skipped_moves_no_other_line_to_another_prompt(tmp_path):
+    path = write(tmp_path / "lengths.txt", "\n".join(["1", "2", "0", "4", "0", "0", *["9"] * 44]))
+    assert read_lengths(path, 2, say=lambda _: None)[:3] == [(1, 2), (4,), (9, 9)]
+
+
+def test_a_tenth_of_a_file_may_be_no_length_and_not_more(tmp_path):
+    assert read_lengths(write(tmp_path / "a.txt", "0\n" + "8\n" * 9), say=lambda _: None) == [(8,)] * 9
+    with pytest.raises(DataError, match=r"b\.txt:1: .* not '0' \(1 of 9 values are no lengths, more than 10%\)"):
+        read_lengths(write(tmp_path / "b.txt", "0\n" + "8\n" * 8))
+
+
+def test_a_log_of_a_ranker_may_hold_zeros_nulls_and_a_line_that_was_cut(tmp_path):
+    said: list[str] = []
+    odd = ['{"prompt": "z", "length": 0}', '{"prompt": "n", "length": null}', '{"prompt": "cut", "len']
+    good = [json.dumps({"prompt": f"p{number}", "length": 7}) for number in range(27)]
+    path = write(tmp_path / "log.jsonl", "\n".join([*good, *odd]))
+    assert read_lengths(path, say=said.append) == [(7,)] * 27
+    assert "3 of 30 values are no lengths" in said[0]
+    assert "log.jsonl:28: " in said[0]
+
+
+def test_a_run_is_forced_to_the_lengths_that_are_some(tmp_path):
+    path = write(tmp_path / "lengths.txt", "0\n" + "12\n" * 20)
+    check_workers_inputs(Settings(generation=GenerationSettings(lengths=str(path))))
+    assert lengths_of_workers(path, lambda _: None) == [12] * 20
 
 
 @pytest.mark.parametrize("bad", ["0", "-5", "NaN", "2.5", "[]", '"7"'])

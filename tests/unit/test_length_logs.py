@@ -55,6 +55,17 @@ def test_a_length_that_is_none_names_its_line(tmp_path: Path, length: object):
         read_log(log)
 
 
+def test_values_that_are_no_lengths_are_skipped_and_said(tmp_path: Path):
+    said: list[str] = []
+    rows = [{"prompt": f"p{number}", "output_tokens": [5, 6], "base_tokens": 4} for number in range(10)]
+    odd = [{"prompt": "p0", "output_tokens": [0, 7]}, {"prompt": "none", "output_tokens": None}, "{"]
+    samples = read_log(written(tmp_path / "log.jsonl", *rows, *odd), say=said.append)
+    assert len(samples) == 10, "a prompt without any length is none"
+    assert (samples[0].tokens, samples[0].base_tokens) == ((5, 6, 7), (4,))
+    assert "3 of 34 values are no lengths and were skipped; the first: " in said[0]
+    assert "log.jsonl:11: a length is a whole number of tokens, 1 or more, not 0" in said[0]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
