@@ -1,7 +1,7 @@
 """Who is alive: leases in the broker become WorkerJoined and WorkerLost events.
 
 Owns: how long each worker has been silent. Never: what follows from it. Invariant: silence counts only while the broker
-was reachable, so an outage of the broker never costs a worker its place.
+was reachable and took writes, so that neither its outage nor its being full ever costs a worker its place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import structlog
 
 from orchestrator.runtime.intake import Arrival, Inbox
+from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.errors import MessageError
@@ -88,6 +89,7 @@ class Membership:
     async def watch(self, inbox: Inbox, expected: ExpectedWorkers) -> None:
         """Put WorkerJoined and WorkerLost into the inbox as leases come and go, forever."""
         while True:
+            await self._broker.put_meta(keys.TAKES_WRITES, b"")
             self.statuses = self._decode(await self._broker.leases())
             counted = set(expected())
             for status in self._newcomers.poll(counted, self.statuses):

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import structlog
 
+from orchestrator.core.deaths import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
+from transport.clock import Clock, MonotonicClock
 from transport.parent import ending_with_this_process
 from transport.programs import python_module
 
@@ -31,8 +33,30 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
 PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
-STABLE_S = 60.0
-"""A child that lived for so long starts counting its restarts in a row anew."""
+
+
+class Restarts:
+    """How often one process may be started again: ``max_in_a_row`` times, see ``core/deaths.py``."""
+
+    def __init__(self, max_in_a_row: int, clock: Clock) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._clock = clock
+        self._started_s = clock.now_s()
+        self.in_a_row = 0
+
+    @property
+    def pause_s(self) -> float:
+        """Before the next start."""
+        return BACKOFF_S[min(max(0, self.in_a_row - 1), len(BACKOFF_S) - 1)]
+
+    def started(self) -> None:
+        """It lives from now on."""
+        self._started_s = self._clock.now_s()
+
+    def died(self) -> bool:
+        """Enter its death. Returns whether it may be started again."""
+        self.in_a_row = deaths_in_a_row(self.in_a_row, self._clock.now_s() - self._started_s)
+        return self.in_a_row <= self._max_in_a_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +71,9 @@ class ChildSpec:
 class Children:
     """The supervised processes of one run."""
 
-    def __init__(self, log_dir: Path, *, max_restarts: int) -> None:
+    def __init__(self, log_dir: Path, *, max_restarts: int, clock: Clock | None = None) -> None:
         self._log_dir = log_dir
+        self._clock = clock or MonotonicClock()
         self._max_restarts = max_restarts
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._log_starts: dict[str, int] = {}
@@ -75,21 +100,21 @@ class Children:
 
         Raises: ChildFailedError when it exits with one of NO_USE, or has died too often in a row.
         """
-        in_a_row = 0
-        loop = asyncio.get_running_loop()
+        restarts = Restarts(self._max_restarts, self._clock)
         while True:
-            await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S) - 1)])
-            started_s = loop.time()
+            await asyncio.sleep(restarts.pause_s)
+            restarts.started()
             pid, code = await self._run_once(spec)
             if code == 0:
                 return
             if code in NO_USE:
                 raise ChildFailedError(spec.name, code, self.last_words(spec.name))
-            in_a_row = 1 if loop.time() - started_s > STABLE_S else in_a_row + 1
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
-            if in_a_row > self._max_restarts:
+            if not restarts.died():
                 raise ChildFailedError(spec.name, code, self.last_words(spec.name))
-            log.warning("child ended, starting it again", child=spec.name, exit=_describe(code), restart=in_a_row)
+            log.warning(
+                "child ended, starting it again", child=spec.name, exit=_describe(code), in_a_row=restarts.in_a_row
+            )
             if on_death is not None:
                 await on_death(pid)
 

@@ -6,7 +6,7 @@ orchestrator, a status that is not stale.
 
 Owns: two deadlines of every child, ``liveness.startup_s`` to come and SILENCES leases once it came. Never: what follows
 for the work it held (leases see to that).
-Invariant: silence counts only while the broker answers, and anew for every process.
+Invariant: silence counts only while the broker answers and takes writes, and anew for every process.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class SignsOfLife:
 
     async def _alive(self) -> set[int]:
         """Process ids of this host's children that gave a sign of life."""
+        await self._broker.put_meta(keys.TAKES_WRITES, b"")
         leases = await self._broker.leases()
         alive = {pid for pid in map(_pid_at_work, leases.values()) if pid is not None}
         orchestrator = self._processes.pids().get(ORCHESTRATOR)

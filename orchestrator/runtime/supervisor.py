@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.local_fleet import LocalFleet
 from orchestrator.runtime.loggers import check_installed, logging_metrics
-from orchestrator.runtime.provision import Children, ChildSpec, prepare_model
+from orchestrator.runtime.provision import Children, ChildSpec, Restarts, prepare_model
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.signs_of_life import SILENCES, SignsOfLife
 from orchestrator.runtime.teller import Teller
@@ -44,6 +44,7 @@ from transport.broker.redis_link import without_password
 from transport.clock import MonotonicClock
 from transport.errors import (
     BrokerUnavailableError,
+    DirectoryError,
     FatalError,
     MessageError,
     TransientError,
@@ -111,6 +112,8 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._teller = Teller(settings, rundir, view)
         self._server: EmbeddedServer | None = None
+        self._broker_restarts = Restarts(settings.liveness.max_restarts, MonotonicClock())
+        self._disk_full: DirectoryError | None = None
         self.started = False
         """Whether any process of the run was started."""
 
@@ -135,7 +138,7 @@ class Supervisor:
             secrets = {PASSWORD_VARIABLE: password, SECRET_VARIABLE: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
             if self._resume and self._rundir.has_history():
-                await self._reopen(broker)
+                await self._until_stopped(self._reopen(broker))
             self.started = True
             fleet = LocalFleet(
                 settings=self._settings, run_dir=self._rundir.path, model_dir=model_dir, url=url, env=env
@@ -146,9 +149,9 @@ class Supervisor:
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
-        await append_event(broker, RunResumed())
-        await broker.put_meta(keys.SETTINGS, encode(public(self._settings)))
-        await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+        await self._until_written(broker, lambda: append_event(broker, RunResumed()))
+        await self._until_written(broker, lambda: broker.put_meta(keys.SETTINGS, encode(public(self._settings))))
+        await self._until_written(broker, lambda: broker.put_meta(keys.STATE, keys.STATE_RUNNING))
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of ``work``. Raises Interrupted when a signal comes first; ``work`` is then cancelled."""
@@ -173,8 +176,8 @@ class Supervisor:
             url, password = without_password(self._settings.broker.url)
             return url, password or self._settings.broker.password
         server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
-        await server.start()
         stack.push_async_callback(server.stop)
+        await self._until_stopped(self._start_broker(server))
         self._view.note(
             f"broker {server.address}  look with: REDISCLI_AUTH=$(cat {self._rundir.broker}/broker.password) "
             f"redis-cli -p {server.address.rpartition(':')[2]}"
@@ -184,15 +187,44 @@ class Supervisor:
     async def _keep_broker(self, server: EmbeddedServer) -> None:
         """Start the embedded broker again on its own data whenever it dies.
 
-        Raises: BrokerUnavailableError: it died too often; or what ``EmbeddedServer.start`` raises.
+        Raises: BrokerUnavailableError: it died too often in a row; or what ``_start_broker`` raises.
         """
-        for _ in range(self._settings.liveness.max_restarts):
+        while True:
             await server.wait()
-            log.warning("broker ended, starting it again")
+            if not self._broker_restarts.died():
+                reason = (
+                    f"it died {self._broker_restarts.in_a_row} times in a row; see {self._rundir.broker}/broker.log"
+                )
+                raise BrokerUnavailableError(server.address, reason)
+            log.warning("broker ended, starting it again", in_a_row=self._broker_restarts.in_a_row)
             self._view.note("the broker died; starting it again on its append-only file")
-            await server.start()
-        await server.wait()
-        raise BrokerUnavailableError(server.address, f"it died again and again; see {self._rundir.broker}/broker.log")
+            await self._start_broker(server)
+
+    async def _start_broker(self, server: EmbeddedServer) -> None:
+        """Start it, also when somebody ends it meanwhile; wait for room on its disk up to ``outage_s``.
+
+        Raises: DirectoryError: there was none; or what else ``EmbeddedServer.start`` raises.
+        """
+        deadline_s = self._now_s() + self._settings.broker.outage_s
+        while True:
+            await asyncio.sleep(self._broker_restarts.pause_s)
+            self._broker_restarts.started()
+            try:
+                await server.start()
+            except DirectoryError as error:
+                self._disk_full = error
+                if self._now_s() > deadline_s:
+                    raise
+                self._teller.broker_is_away(error, self._settings.broker.outage_s)
+                await asyncio.sleep(POLL_S)
+            except BrokerUnavailableError:
+                raise
+            except TransientError:
+                if not self._broker_restarts.died():
+                    raise
+            else:
+                self._disk_full = None
+                return
 
     async def _supervise(self, broker: Broker, fleet: LocalFleet) -> None:
         """All children until the trainer's clean exit. The first fatal failure ends the run."""
@@ -248,7 +280,12 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
 
     def _explained(self, error: BaseException) -> BaseException:
-        """A stall as one paragraph: what blocked, where to look, how to go on."""
+        """A stall as one paragraph: what blocked, where to look, how to go on; how to go on once there is room."""
+        if isinstance(error, ChildFailedError) and error.code == ExitCode.UNWRITABLE:
+            words = f"{self._children.last_words(error.name)}. Everything is kept; go on with: "
+            return ChildFailedError(
+                error.name, error.code, f"{words}streamrl-orchestrator run --resume {self._resume_args()}"
+            )
         if not isinstance(error, ChildFailedError) or error.code != ExitCode.STALLED:
             return error
         reason = self._children.last_words(error.name, max_lines=1).removeprefix("streamrl-orchestrator: ")
@@ -279,22 +316,43 @@ class Supervisor:
     async def _watch(self, broker: Broker) -> None:
         """Feed the view from the broker and the metrics file until the broker took no write for ``outage_s``.
 
-        A write, because a server whose disk is full still answers. Raises BrokerUnavailableError.
+        A write, because a server that is full still answers. Raises what ``_until_written`` raises.
         """
-        now_s = asyncio.get_running_loop().time
-        outage_s = self._settings.broker.outage_s
-        written_s = now_s()
+        alive, outage_s = str(os.getpid()).encode(), self._settings.broker.outage_s
         while True:
-            try:
-                await broker.put_meta(keys.SUPERVISOR, str(os.getpid()).encode(), ttl_s=outage_s)
-                written_s = now_s()
-            except BrokerUnavailableError as error:
-                if now_s() - written_s > outage_s:
-                    reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; go on with: "
-                    reason += f"streamrl-orchestrator run --resume {self._resume_args()}"
-                    raise BrokerUnavailableError(error.address, reason) from error
+            await self._until_written(broker, lambda: broker.put_meta(keys.SUPERVISOR, alive, ttl_s=outage_s))
             await self._teller.show(broker)
             await asyncio.sleep(POLL_S)
+
+    async def _until_written(self, broker: Broker, write: Callable[[], Awaitable[object]]) -> None:
+        """Write as soon as the broker takes it, and say so while it does not.
+
+        Raises: BrokerUnavailableError (BrokerFullError), or DirectoryError where its disk is why, after ``outage_s``.
+        """
+        outage_s = self._settings.broker.outage_s
+        deadline_s = self._now_s() + outage_s
+        while True:
+            try:
+                await write()
+            except BrokerUnavailableError as error:
+                if self._now_s() > deadline_s:
+                    raise self._disk_full or self._given_up(error) from error
+                self._teller.broker_is_away(error, outage_s)
+            else:
+                self._teller.broker_is_back()
+                return
+            await self._teller.show(broker)
+            await asyncio.sleep(POLL_S)
+
+    def _given_up(self, error: BrokerUnavailableError) -> BrokerUnavailableError:
+        reason = f"{error.reason}; it took no write for {self._settings.broker.outage_s:.0f} s. Everything is kept; "
+        return type(error)(
+            error.address, f"{reason}go on with: streamrl-orchestrator run --resume {self._resume_args()}"
+        )
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
 
 async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:

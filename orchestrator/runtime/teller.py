@@ -34,6 +34,7 @@ class Teller:
         self._shown = len(read_lines(rundir.metrics))  # of before --resume: told already
         self._address = ""
         self._damaged: set[str] = set()
+        self._waits_for_broker = False
 
     async def show(self, broker: Broker) -> None:
         """Show what is new; a broker that is away has nothing new."""
@@ -60,6 +61,18 @@ class Teller:
             if text not in self._damaged:
                 self._damaged.add(text)
                 self._view.note(f"damaged checkpoint, going on from the one before it: {text}")
+
+    def broker_is_away(self, error: StreamError, outage_s: float) -> None:
+        """It takes no writes: nothing goes on until it does. Said once, however long that lasts."""
+        if not self._waits_for_broker:
+            self._waits_for_broker = True
+            self._view.note(f"{error}; everything waits for it, {outage_s:.0f} s at most")
+
+    def broker_is_back(self) -> None:
+        """It takes writes again."""
+        if self._waits_for_broker:
+            self._waits_for_broker = False
+            self._view.note("the broker takes writes again; the run goes on")
 
     def _show_address(self) -> None:
         """Where the live page is, also when the orchestrator had to take another port."""

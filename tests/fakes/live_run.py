@@ -104,6 +104,11 @@ class LiveRun:
             self._notice()
             time.sleep(POLL_S)
 
+    def pass_time(self, seconds: float) -> None:
+        """Let the run go on for so long, where a length of time is a test's input. Fails when it ends."""
+        end_s = time.monotonic() + seconds
+        self.wait_until(lambda: time.monotonic() >= end_s, f"{seconds:.0f} s passed", timeout_s=seconds + 60.0)
+
     def _ended(self) -> int | None:
         """The supervisor's exit code once it has ended."""
         assert self._process is not None

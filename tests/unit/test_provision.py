@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.core.deaths import STABLE_S
 from orchestrator.errors import ChildFailedError, ExitCode, exit_code
-from orchestrator.runtime.provision import Children, ChildSpec
+from orchestrator.runtime.provision import Children, ChildSpec, Restarts
+from transport.clock import ManualClock
 from transport.errors import DirectoryError
 
 SAYS = "import sys; print({text!r}, file=sys.stderr); sys.exit({code})"
@@ -61,3 +63,17 @@ def test_a_worker_that_ends_by_error_does_not_wait_for_a_thread_that_hangs():
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (1, "error: it hangs\n")
+
+
+def test_deaths_that_are_far_apart_use_up_no_restarts():
+    clock = ManualClock()
+    restarts = Restarts(2, clock)
+    for _ in range(20):
+        restarts.started()
+        clock.advance(STABLE_S + 1.0)
+        assert restarts.died()
+    assert restarts.pause_s == 0.0, "the first restart is free"
+    for allowed in (True, False):
+        restarts.started()
+        clock.advance(STABLE_S - 1.0)
+        assert restarts.died() is allowed

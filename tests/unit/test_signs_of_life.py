@@ -10,7 +10,7 @@ from orchestrator.runtime.signs_of_life import SignsOfLife
 from transport.broker import keys
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
-from transport.errors import BrokerUnavailableError
+from transport.errors import BrokerFullError, BrokerUnavailableError
 from transport.messages import STARTING, WorkerStatus, encode
 from transport.types import RunName, WorkerId, WorkerKind
 
@@ -32,11 +32,22 @@ class FakeProcesses:
         self._pids[name] += 100
 
 
+class FillingBroker(MemoryBroker):
+    """One that answers while it is full, and takes no writes."""
+
+    full = False
+
+    async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
+        if self.full:
+            raise BrokerFullError("here", "its memory")
+        await super().put_meta(name, value, ttl_s=ttl_s)
+
+
 class World:
     def __init__(self, **pids: int) -> None:
         self.clock = ManualClock()
         self.server = MemoryServer(self.clock)
-        self.broker = MemoryBroker(self.server, RunName("r"))
+        self.broker = FillingBroker(self.server, RunName("r"))
         self.processes = FakeProcesses(**pids)
         self.life = SignsOfLife(self.broker, self.processes, self.clock, startup_s=STARTUP_S, silence_s=SILENCE_S)
 
@@ -103,5 +114,18 @@ async def test_an_outage_of_the_broker_is_nobodys_silence():
         await world.life.look()
     world.clock.advance(60.0)
     world.server.down = False
+    assert await world.look_for(6) == []
+    assert await world.look_for(3) == ["score"]
+
+
+async def test_a_full_broker_takes_no_leases_and_that_is_nobodys_silence():
+    world = World(score=7)
+    await world.look_for(5)
+    world.broker.full = True
+    for _ in range(60):
+        with pytest.raises(BrokerFullError):
+            await world.life.look()
+        world.clock.advance(1.0)
+    world.broker.full = False
     assert await world.look_for(6) == []
     assert await world.look_for(3) == ["score"]

@@ -18,6 +18,7 @@ import fcntl
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -28,7 +29,14 @@ from pathlib import Path
 from typing import Literal
 
 from transport.broker.redis_link import RedisLink
-from transport.errors import BrokerRejectedError, BrokerUnavailableError, RunExistsError
+from transport.errors import (
+    BrokerRejectedError,
+    BrokerUnavailableError,
+    DirectoryError,
+    RunExistsError,
+    StreamError,
+    TransientError,
+)
 from transport.parent import ending_with_this_process
 
 HOST = "127.0.0.1"
@@ -39,6 +47,8 @@ READY_S = 60.0
 """Loading 1 GB of append-only file takes some 10 s."""
 STOP_S = 10.0
 LOCK_S = 20.0
+ROOM_BYTES = 64 * 1024
+"""A server that did not start with less room on its disk did not because of that: its log has no room either."""
 
 AppendFsync = Literal["always", "everysec", "no"]
 
@@ -77,7 +87,8 @@ class EmbeddedServer:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
 
         Raises: RunExistsError when a live server owns the directory; BrokerRejectedError, with the last lines of its
-                log, when it ends instead; BrokerUnavailableError when it is not ready after ``ready_s``.
+                log, when it ends instead; TransientError when somebody ended it; DirectoryError for a full disk;
+                BrokerUnavailableError when it is not ready after ``ready_s``.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         self._directory.chmod(0o700)
@@ -215,7 +226,7 @@ class EmbeddedServer:
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                raise BrokerRejectedError(f"the embedded broker ended with {ended.result()}: {self._last_words()}")
+                raise self._why_ended(ended.result())
             ready.result()
         except BrokerUnavailableError as error:
             raise BrokerUnavailableError(
@@ -226,6 +237,16 @@ class EmbeddedServer:
                 task.cancel()
             await asyncio.gather(ready, ended, return_exceptions=True)
             await link.close()
+
+    def _why_ended(self, status: int) -> StreamError:
+        """What became of a server that was to be started. status: 0 or below where somebody else ended it."""
+        if shutil.disk_usage(self._directory).free < ROOM_BYTES:
+            return DirectoryError(
+                f"the embedded broker cannot start: the disk of {self._directory} is full; free some space there, or "
+                "enlarge the volume"
+            )
+        reason = f"the embedded broker ended with {status}: {self._last_words()}"
+        return BrokerRejectedError(reason) if status > 0 else TransientError(reason)
 
     def _last_words(self) -> str:
         path = self._directory / "broker.log"

@@ -1,0 +1,15 @@
+"""Deaths in a row: one rule for a process that is started again, and for a prompt whose workers die under it.
+
+Deaths that are far apart have nothing to do with one another; deaths in a row have a cause that the next start will
+meet again. Source: ours; as systemd's StartLimitIntervalSec and Erlang's max restart intensity, per time.
+"""
+
+from __future__ import annotations
+
+STABLE_S = 60.0
+"""What lived, or ran, for so long starts counting anew: far longer than a start takes that fails again."""
+
+
+def deaths_in_a_row(before: int, lived_s: float) -> int:
+    """Deaths in a row, counting one now after ``lived_s``."""
+    return 1 if lived_s > STABLE_S else before + 1
