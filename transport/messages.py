@@ -64,10 +64,14 @@ class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
-    """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership."""
+    """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership.
+
+    left: it was asked to go, so nothing that it held can be why.
+    """
 
     worker_id: ToldWorkerId
     reason: str
+    left: bool = False
 
 
 class PromptRef(Struct, frozen=True, kw_only=True):

@@ -150,7 +150,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     oversampled_groups: int = 0  # groups beyond what a batch needs; the slowest are dropped: shorter answers
     drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
     max_refills: int = 8  # replacements a batch may ask for before it closes short
-    max_attempts: int = 4  # dispatches of one group before its slot is dead
+    max_attempts: int = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
     rollout_timeout_s: float = 300.0  # a dispatched group that has not finished by then is taken back
     dispatch: Literal[
         "auto", "least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"
@@ -230,7 +230,7 @@ class LivenessSettings(Section, frozen=True, kw_only=True):
     startup_s: float = 300.0  # a local process that has not joined by then is ended and started again
     warn_s: float = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
     stall_s: float = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
-    max_restarts: int = 5  # of one local process
+    max_restarts: int = 5  # of one local process in a row; one that lived for 60 s starts counting anew
 
 
 class ApiSettings(Section, frozen=True, kw_only=True):

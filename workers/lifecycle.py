@@ -144,7 +144,7 @@ async def free_index(broker: Broker, kind: WorkerKind) -> int:
 
 async def _say_goodbye(broker: Broker, worker_id: WorkerId) -> None:
     """What it held goes to others at once, instead of when its lease would have run out."""
-    lost = WorkerLost(worker_id=worker_id, reason="it was told to leave")
+    lost = WorkerLost(worker_id=worker_id, reason="it was told to leave", left=True)
     await broker.append(keys.EVENTS, Entry(fields={"event": "WorkerLost", "worker": worker_id}, payload=encode(lost)))
 
 

@@ -159,6 +159,7 @@ class Assignments:
             self._forget_abort(worker, group.group_id)
         worker.take(group)
         group.stage, group.worker_id = Stage.RUNNING, worker.worker_id
+        group.started_s = p.now_s
         group.note_start(worker.loaded.version if worker.loaded else 0)
         self._rolling.started(group)
         group.dispatched = self._emit_plan(group)

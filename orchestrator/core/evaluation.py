@@ -37,7 +37,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
     """One that is under way. weights: the pin, under which every token of every answer is sampled.
 
     opened_s: when the first problem was dispatched, None before.  newer_s: since when newer weights wait for it.
-    waiting: problems without a try.  tries: the open ones.  failures: of each problem.  num_slots: tries so far.
+    waiting: problems without a try.  tries: the open ones.  num_slots: tries so far.
+    failures: of each problem.  deaths: of workers while it ran there, for each problem.
     The rest are sums over the answers; tokens and engine_s also count those that could not be used.
     """
 
@@ -49,6 +50,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     newer_s: float | None = None
     tries: dict[GroupId, Try] = msgspec.field(default_factory=dict[GroupId, Try])
     failures: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    deaths: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     num_slots: int = 0
     answered: int = 0
     reward: float = 0.0

@@ -39,6 +39,7 @@ from transport.messages import (
     RolloutFinished,
     RowsMissing,
     ScoringFailed,
+    WorkerLost,
     WorkerReported,
 )
 from transport.types import FinishReason, GroupId, RowId, evaluation_id, parse_row_id, row_id
@@ -175,9 +176,17 @@ class EvaluationTries:
             if tried is not None and tried.tokens != MISSING:
                 self._again(tried)
 
-    def worker_lost(self, worker: Worker) -> None:
-        """What it had not answered goes to others that serve the pin."""
-        self._again_all(worker.evaluating)
+    def worker_lost(self, worker: Worker, lost: WorkerLost) -> None:
+        """What it had not answered goes to others that serve the pin; a problem that kills them is given up, too."""
+        current = self._p.evaluations.current
+        for group_id in list(worker.evaluating):
+            tried = self._try(group_id)
+            if current is None or tried is None:
+                continue
+            self._end(tried)
+            deaths = current.deaths[tried.problem] = current.deaths.get(tried.problem, 0) + (not lost.left)
+            if deaths < self._p.settings.max_deaths:
+                self._wait(current, tried.problem)
 
     def reconcile(self, worker: Worker, event: WorkerReported) -> None:
         """A try whose plan the worker claimed, which it does not hold and did not finish, was lost on the way."""
@@ -221,8 +230,11 @@ class EvaluationTries:
         self._end(tried)
         failures = current.failures[tried.problem] = current.failures.get(tried.problem, 0) + 1
         if failures < self._p.settings.max_attempts:
-            current.waiting.append(tried.problem)
-            self._keep_waiting_workers(current)
+            self._wait(current, tried.problem)
+
+    def _wait(self, current: Evaluation, problem: int) -> None:
+        current.waiting.append(problem)
+        self._keep_waiting_workers(current)
 
     def end_all(self) -> None:
         """Nothing of the evaluation is wanted any more."""

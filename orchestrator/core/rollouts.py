@@ -23,6 +23,7 @@ from transport.messages import (
     RolloutFinished,
     RowsMissing,
     ScoringFailed,
+    WorkerLost,
     WorkerReported,
 )
 from transport.types import FinishReason, parse_row_id
@@ -63,6 +64,7 @@ class Rollouts:
             self._p.fleet.workers[group.worker_id].finish_sample(group)
         group.tokens[sample] = event.response_tokens
         group.num_missing -= 1
+        group.deaths = 0
         group.newest_version = max(group.newest_version, event.newest.version)
         if group.num_missing == 0:
             if group.stage is Stage.RUNNING:
@@ -119,10 +121,13 @@ class Rollouts:
         else:
             self._slots.end(group, "dead", event.reason)
 
-    def worker_lost(self, worker: Worker, reason: str) -> None:
+    def worker_lost(self, worker: Worker, lost: WorkerLost) -> None:
         """What the worker had not finished goes to others."""
-        for group_id in list(worker.groups):
-            self._slots.retry(self._p.groups[group_id], f"{worker.worker_id} lost: {reason}")
+        for group in [self._p.groups[group_id] for group_id in worker.groups]:
+            if lost.left:
+                self._assignments.requeue(group)
+            else:
+                self._slots.retry_elsewhere(group, f"{worker.worker_id} lost: {lost.reason}")
         self._assignments.remove_worker(worker)
 
     def reconcile(self, worker: Worker, event: WorkerReported) -> None:

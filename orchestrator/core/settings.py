@@ -24,6 +24,10 @@ MANY_WORKERS = 5
 UNBOUNDED = 2**31
 """Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
 
+MAX_DEATHS = 5
+"""Workers in a row that may die under one prompt; fewer where fewer restarts of a worker end the run (the default of
+``liveness.max_restarts`` is the same): a prompt that kills must go first. With more restarts it is still given up."""
+
 Membership: TypeAlias = Literal["fixed", "rolling"]
 """Whether a group is trained in the batch that it was admitted to, or in the first one that waits when it is ready."""
 
@@ -31,6 +35,7 @@ Membership: TypeAlias = Literal["fixed", "rolling"]
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a run, and nothing else.
 
+    max_deaths: workers in a row that may die under a group before its slot is dead.
     mini_batch_groups: groups handed over together where ``release`` is "mini_batch".
     rollout_batches: batches that are generated before newer weights are waited for, at most max_staleness + 1.
     membership: "rolling" lets a finished group take the place of one that still runs, see ``rolling.py``.
@@ -63,6 +68,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     drop_no_signal: bool = False
     max_refills: int = 8
     max_attempts: int = 4
+    max_deaths: int = 5
     rollout_timeout_s: float = 300.0
     micro_batch_tokens: int = 4096
     mini_batches: int = 1
@@ -115,6 +121,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         drop_no_signal=pipeline.drop_no_signal,
         max_refills=pipeline.max_refills,
         max_attempts=pipeline.max_attempts,
+        max_deaths=min(MAX_DEATHS, max(1, settings.liveness.max_restarts)),
         rollout_timeout_s=pipeline.rollout_timeout_s,
         micro_batch_tokens=trainer.micro_batch_tokens,
         mini_batches=trainer.mini_batches,

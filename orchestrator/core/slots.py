@@ -10,6 +10,7 @@ from __future__ import annotations
 from orchestrator.core.assignments import Assignments
 from orchestrator.core.batches import MISSING, Batch, Group, Outcome, Stage
 from orchestrator.core.batching import Phase, part_of_slot
+from orchestrator.core.deaths import deaths_in_a_row
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.prompts import WaitingPrompt
 from orchestrator.core.staleness import may_admit
@@ -240,6 +241,20 @@ class Slots:
             self.end(group, "dead", f"{reason}, attempt {group.failures}")
         else:
             self._assignments.requeue(group, abort)
+
+    def retry_elsewhere(self, group: Group, reason: str) -> None:
+        """Its worker died under it: generate again what is missing; its slot is dead after max_deaths in a row.
+
+        A worker may die of anything, so this is no attempt of the group's. But one that kills every worker it meets
+        must be given up before they have used up their restarts: deaths count in a row, as a process's do, and anew
+        once a sample of it came or it ran for long.
+        """
+        p = self._p
+        group.deaths = deaths_in_a_row(group.deaths, p.now_s - group.started_s)
+        if group.deaths >= p.settings.max_deaths and not group.sent:
+            self.end(group, "dead", f"{reason}, as did {group.deaths} workers in a row that ran it")
+        else:
+            self._assignments.requeue(group)
 
     def _replace(self, batch: Batch, group: Group, free: bool) -> None:
         """Fill the mini-batch's place again, with the same prompt if only its rows were at fault."""

@@ -73,7 +73,7 @@ class WorkerReports:
         fleet.others.pop(report.worker_id, None)
         worker = fleet.workers.get(report.worker_id)
         if worker is not None:
-            self._tries.worker_lost(worker)
-            self._rollouts.worker_lost(worker, report.reason)
+            self._tries.worker_lost(worker, report)
+            self._rollouts.worker_lost(worker, report)
             self._weights.forget(worker)
             self._elastic.forget(worker.worker_id)

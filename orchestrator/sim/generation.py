@@ -76,7 +76,7 @@ class SimulatedWorker:
         if self._alive:
             assert not self._left, "told to leave while it holds groups"
             self.kill()
-            self._simulation.tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}"))
+            self._simulation.tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
 
     def _report(self) -> None:
         if not self._alive:

@@ -49,6 +49,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         drop_no_signal=st.booleans(),
         max_refills=st.integers(0, 3),
         max_attempts=st.just(3),
+        max_deaths=st.integers(1, 4),
         rollout_timeout_s=st.just(10.0),
         micro_batch_tokens=st.sampled_from([10, 40]),
         mini_batches=st.integers(1, 2),
@@ -164,11 +165,11 @@ class PipelineMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.world.workers)
-    @rule(data=st.data())
-    def lose_worker(self, data):
+    @rule(data=st.data(), left=st.booleans())
+    def lose_worker(self, data, left):
         worker_id = data.draw(st.sampled_from(list(self.world.workers)))
         del self.world.workers[worker_id]
-        self.world.tell(WorkerLost(worker_id=worker_id, reason="killed"))
+        self.world.tell(WorkerLost(worker_id=worker_id, reason="killed", left=left))
 
     @precondition(holds_plans)
     @rule(data=st.data())

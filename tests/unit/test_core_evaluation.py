@@ -295,6 +295,22 @@ def test_a_problem_that_keeps_failing_is_left_out_by_name():
     assert "used up" in outcome.reason
 
 
+def test_deaths_of_workers_are_no_failures_of_a_problem_until_it_killed_too_many():
+    world = world_evaluating(eval_budget=1.0, max_attempts=1, max_deaths=3)
+    for left in (False, True, False, True):
+        (worker_id,) = world.workers
+        del world.workers[worker_id]
+        world.tell(WorkerLost(worker_id=worker_id, reason="killed", left=left))
+        world.load(world.join(64))
+    (worker_id,) = world.workers
+    assert len(world.workers[worker_id].plans) >= HELD_OUT
+    del world.workers[worker_id]
+    world.tell(WorkerLost(worker_id=worker_id, reason="killed"))
+    world.load(world.join(64))
+    (outcome,) = world.evaluations
+    assert (outcome.answered, "used up" in outcome.reason) == (0, True)
+
+
 def test_an_answer_that_cannot_be_scored_is_asked_again():
     world = world_evaluating()
     failing = tries(world)[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.deaths import STABLE_S
+from orchestrator.core.settings import CoreSettings, core_settings
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.messages import (
@@ -20,6 +21,7 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
+from transport.settings import Settings
 from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId
 
 
@@ -87,6 +89,41 @@ def test_a_lost_workers_group_goes_elsewhere_with_its_missing_samples_only():
     del world.workers[holder]
     ((worker_id, plan),) = plans(world.tell(WorkerLost(worker_id=holder, reason="killed")))
     assert (worker_id, plan.samples, plan.attempt) == (next(iter(world.workers)), (0,), 1)
+
+
+def lose_the_only_worker(world: PipelineWorld, after_s: float, *, left: bool = False) -> None:
+    """The worker is lost so long after it got its groups, and another one joins and loads."""
+    world.now_s += after_s
+    (worker_id,) = world.workers
+    del world.workers[worker_id]
+    world.tell(WorkerLost(worker_id=worker_id, reason="killed", left=left))
+    world.load(world.join(64))
+
+
+def test_deaths_of_workers_are_no_attempts_of_the_prompts_that_they_ran():
+    world = ready_world(core(max_attempts=1, max_deaths=4, rollout_timeout_s=10_000.0))
+    for _ in range(10):
+        lose_the_only_worker(world, STABLE_S + 1.0)  # far apart
+        lose_the_only_worker(world, 1.0)
+        lose_the_only_worker(world, 1.0, left=True)  # asked to go
+    lose_the_only_worker(world, 1.0)
+    assert world.outcomes == {}
+    (worker_id,) = world.workers
+    world.finish_sample(worker_id, G0)  # it is none that kills
+    lose_the_only_worker(world, 1.0)
+    assert set(world.outcomes) == {G1}
+
+
+def test_a_prompt_that_kills_every_worker_is_given_up_before_their_restarts_are():
+    settings = Settings()
+    assert core_settings(settings).max_deaths <= settings.liveness.max_restarts
+    world = ready_world(core(max_deaths=3, groups_per_batch=1))
+    for _ in range(2):
+        lose_the_only_worker(world, 5.0)
+    assert world.outcomes == {}
+    lose_the_only_worker(world, 5.0)
+    assert world.outcomes[G0].outcome == "dead"
+    assert "3 workers in a row" in world.outcomes[G0].reason
 
 
 def test_a_row_counts_once_whoever_repeats_it():

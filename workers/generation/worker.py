@@ -269,7 +269,7 @@ class GenerationWorker:
 
     async def _leave(self, reason: str) -> None:
         """What was held is published; ``run`` ends, and with it this worker's lease."""
-        await self._tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}"))
+        await self._tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
         self._drained.set()
 
     async def _abort(self, command: AbortRollouts) -> None:
