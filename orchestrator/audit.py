@@ -2,8 +2,13 @@
 
 No row of an evaluation is ever trained: none is sent, and the trainer's ledger has no place for one.
 
-Recomputed from three independent records: the rounds that the core commanded (its journal, replayed), the rounds log as
-the broker holds it, and the ledger inside the newest checkpoint. Pure: the caller reads, this compares.
+Recomputed from independent records: the rounds that the core commanded (its journal, replayed), the rounds log as the
+broker holds it, the ledger inside the newest checkpoint with the weights beside it, the steps that the trainer told,
+and the lines of metrics.jsonl. Pure: the caller reads, this compares.
+
+A run that goes on is compared up to a cut. What comes later in a run is read first (the ledger, then the end of the
+rounds log), so that the journal, which is read last, contains everything that led there; what the journal has beyond
+the cut is left out.
 Source: DESIGN, delivery ("exactly once" means in the surviving lineage of weights); ours.
 """
 
@@ -12,10 +17,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transport.broker.base import parse_entry_id
-from transport.messages import CloseMiniBatch, TrainerCommand, TrainRound
-from transport.types import RowId, is_evaluation, row_id
+from transport.messages import CloseMiniBatch, StepDone, TrainerCommand, TrainRound
+from transport.types import RowId, WeightIdentity, is_evaluation, row_id
 
 RoundsLog = Sequence[tuple[str, TrainerCommand]]
 """(entry id, command), ascending."""
@@ -27,20 +33,43 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """What the newest checkpoint says. rows: per batch and pass, every row its optimizer steps contain."""
+    """What the newest checkpoint says. rows: per batch and pass, every row its optimizer steps contain.
+
+    name: of its directory.  weights: those that its ledger was written beside, None where it does not say.
+    changed: files beside it that are missing, or not those that it was written beside.
+    """
 
     version: int
     cursor: str
     rows: Mapping[BatchPass, Sequence[RowId]]
+    name: str = ""
+    weights: WeightIdentity | None = None
+    changed: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at."""
+    """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at.
+
+    live: the run goes on, and what it did since is not in here.
+    """
 
     problems: tuple[str, ...]
     batches: int
     rows: int
+    live: bool = False
+
+
+def up_to(log: RoundsLog, cut: str) -> RoundsLog:
+    """Its entries up to and including ``cut``."""
+    last = parse_entry_id(cut)
+    return [entry for entry in log if parse_entry_id(entry[0]) <= last]
+
+
+def closed_batches(log: RoundsLog) -> int:
+    """Batches whose last pass is closed on ``log``."""
+    closes = [command.batch for _, command in log if isinstance(command, CloseMiniBatch) and command.finishes_batch]
+    return max(closes, default=-1) + 1
 
 
 def audit(
@@ -51,12 +80,13 @@ def audit(
     trained_version: int,
     passes: int,
     missing: Collection[RowId] = (),
+    live: bool = False,
 ) -> AuditReport:
     """Compare the three records.
 
     commanded: all rounds of the run, from its journal.  held: the rounds log as the broker holds it; its beginning may
     have been trimmed.  trained_version: batches trained, by the last StepDone.  passes: over each batch.
-    missing: rows beyond the checkpoint that the broker no longer has.
+    missing: rows beyond the checkpoint that the broker no longer has.  live: the run goes on.
     """
     log = _merge(commanded, held)
     sent = _rows_by_pass(log)
@@ -69,7 +99,49 @@ def audit(
         problems += _check_ledger(sent, checkpoint, passes)
     problems += _named("not in the broker, and in no checkpoint", sorted(missing))
     trained = [rows for (batch, _), rows in sent.items() if batch < trained_version]
-    return AuditReport(problems=tuple(problems), batches=trained_version, rows=sum(len(set(rows)) for rows in trained))
+    num_rows = sum(len(set(rows)) for rows in trained)
+    return AuditReport(problems=tuple(problems), batches=trained_version, rows=num_rows, live=live)
+
+
+def check_steps(steps: Sequence[StepDone], checkpoint: CheckpointRecord | None, *, finished: bool) -> list[str]:
+    """The newest checkpoint against the steps that the trainer told.
+
+    finished: the run ended well, so that every step was told; before, its report may be on the way, or told again.
+    """
+    if checkpoint is None:
+        return ["the run is finished, and there is no checkpoint of what it trained"] if finished and steps else []
+    name = checkpoint.name
+    problems = [f"{name}: {file} is not the one that its ledger was written beside" for file in checkpoint.changed]
+    weights = checkpoint.weights
+    told = {(step.weights.epoch, step.weights.version): step.weights for step in steps}
+    if weights is not None:
+        if weights.version != checkpoint.version:
+            problems.append(f"{name}: weights of version {weights.version} under a ledger of {checkpoint.version}")
+        published = told.get((weights.epoch, weights.version), weights)
+        if published != weights:
+            problems.append(f"{name}: its weights are {weights}, the trainer published {published}")
+    if finished:
+        versions = {version for _, version in told}
+        untold = [batch for batch in range(checkpoint.version) if batch + 1 not in versions]
+        problems += [f"batch {batch} is in {name}, and the journal has no step that trained it" for batch in untold]
+        newest = max(told, default=(0, 0))[1]  # of the last trainer: one before it may have gone further, and been lost
+        if newest > checkpoint.version:
+            problems.append(f"the run is finished with {newest} batches, and {name} contains {checkpoint.version}")
+    return problems
+
+
+def check_metrics(steps: Sequence[StepDone], lines: Sequence[Mapping[str, Any]], damaged: Sequence[int]) -> list[str]:
+    """metrics.jsonl against the steps that the journal holds: each is written there before it is in the journal."""
+    problems = [f"metrics.jsonl: line {number} is damaged" for number in damaged]
+    written = {(line.get("incarnation", 0), line["batch"]): line for line in lines if "batch" in line}
+    for step in steps:
+        line = written.get((step.weights.epoch, step.batch))
+        name = f"batch {step.batch} of the trainer's incarnation {step.weights.epoch}"
+        if line is None:
+            problems.append(f"metrics.jsonl: no line of {name}")
+        elif (line["version"], line.get("rows_in_steps", step.num_rows)) != (step.weights.version, step.num_rows):
+            problems.append(f"metrics.jsonl: the line of {name} is not what was told of it")
+    return list(dict.fromkeys(problems))
 
 
 def _merge(commanded: RoundsLog, held: RoundsLog) -> RoundsLog:

@@ -11,15 +11,26 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
-from orchestrator.audit import AuditReport, CheckpointRecord, RoundsLog, audit
+from orchestrator.audit import (
+    AuditReport,
+    CheckpointRecord,
+    RoundsLog,
+    audit,
+    check_metrics,
+    check_steps,
+    closed_batches,
+    up_to,
+)
 from orchestrator.config import resolve
 from orchestrator.core.outbox import entry_id
 from orchestrator.errors import ConfigError
+from orchestrator.runtime.journal import is_written
 from orchestrator.runtime.live import batch_line
 from orchestrator.runtime.metrics import read_file
 from orchestrator.runtime.reconcile import rows_without
@@ -27,11 +38,11 @@ from orchestrator.runtime.rundir import RunDir
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.survey import Survey, survey_line, survey_view, take_survey
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker
+from transport.broker.base import ZERO_ID, Broker, parse_entry_id
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.errors import BrokerUnavailableError, RunExistsError
-from transport.ledger import read_ledger
+from transport.ledger import newest_checkpoint
 from transport.messages import (
     CloseMiniBatch,
     FinishTraining,
@@ -40,6 +51,7 @@ from transport.messages import (
     trainer_command_decoder,
 )
 from transport.settings import Settings
+from transport.tensors.manifest import file_checksum
 from transport.types import Column, RowId, RunName, row_id
 
 READ_COUNT = 1000
@@ -154,24 +166,60 @@ async def open_run_broker(rundir: RunDir, settings: Settings) -> AsyncIterator[B
 
 
 async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> AuditReport:
-    """Read the three records of ``rundir`` and compare them (orchestrator/audit.py)."""
+    """Read the records of ``rundir`` and compare them (orchestrator/audit.py, which says why in this order)."""
+    finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+    live = not finished and is_written(rundir.journal)
+    checkpoint = _newest_checkpoint(rundir)
+    cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
+    held = up_to(await _rounds_held(broker), cut)
     commanded, steps = _from_journal(rundir)
-    held = await _rounds_held(broker)
-    ledger = read_ledger(rundir.checkpoints)
-    checkpoint = None
-    if ledger is not None:
-        checkpoint = CheckpointRecord(version=ledger.version, cursor=ledger.cursor, rows=ledger.rows())
+    metrics = read_file(rundir.metrics)
     trained_version = max((step.weights.version for step in steps), default=0)
-    beyond = [row for row, batch in _sent_rows(commanded) if (ledger.version if ledger else 0) <= batch]
-    missing = await rows_without(broker, beyond, Column.ADVANTAGE)
-    return audit(
+    missing: list[RowId] = []
+    if live:  # rows that a broker lost are being made again, and others are freed behind a newer checkpoint
+        commanded = up_to(commanded, cut)
+        trained_version = min(trained_version, closed_batches(commanded))
+    else:
+        beyond = [row for row, batch in _sent_rows(commanded) if (checkpoint.version if checkpoint else 0) <= batch]
+        missing = await rows_without(broker, beyond, Column.ADVANTAGE)
+    report = audit(
         commanded,
         held,
         checkpoint,
         trained_version=trained_version,
         passes=settings.trainer.epochs,
         missing=missing,
+        live=live,
     )
+    more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
+    return replace(report, problems=(*report.problems, *more))
+
+
+def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
+    """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
+    while (found := newest_checkpoint(rundir.checkpoints)) is not None:
+        path, ledger = found
+        files, weights = (ledger.seal.files, ledger.seal.weights) if ledger.seal is not None else ({}, None)
+        changed = [name for name, was in files.items() if _checksum(path / name) != was]
+        newest = newest_checkpoint(rundir.checkpoints)
+        if not changed or (newest is not None and newest[0] == path):
+            return CheckpointRecord(
+                version=ledger.version,
+                cursor=ledger.cursor,
+                rows=ledger.rows(),
+                name=path.name,
+                weights=weights,
+                changed=changed,
+            )
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """Of a file; "" for one that cannot be read."""
+    try:
+        return file_checksum(path)
+    except OSError:
+        return ""
 
 
 def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
@@ -212,6 +260,9 @@ def _sent_rows(commanded: RoundsLog) -> list[tuple[RowId, int]]:
 def _print_audit(console: Console, report: AuditReport) -> int:
     for problem in report.problems:
         console.print(f"audit: {problem}", markup=False)
-    verdict = "FAILED" if report.problems else "clean: every row of every trained batch was trained exactly once"
+    clean = "clean: every row of every trained batch was trained exactly once"
+    if report.live:
+        clean = f"{clean}; the run goes on, checked up to batch {report.batches}"
+    verdict = "FAILED" if report.problems else clean
     console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)", markup=False)
     return 1 if report.problems else 0

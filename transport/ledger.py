@@ -16,7 +16,7 @@ import msgspec
 
 from transport.errors import MessageError
 from transport.messages import MessageDecoder, encode
-from transport.types import GroupId, RowId, Struct, group_id, parse_row_id, row_id
+from transport.types import GroupId, RowId, Struct, WeightIdentity, group_id, parse_row_id, row_id
 
 FILE_NAME = "ledger.msgpack"
 """Inside a checkpoint's directory."""
@@ -26,10 +26,18 @@ _Passes = dict[int, dict[int, dict[int, int]]]
 """batch -> pass -> slot -> bit set of samples."""
 
 
+class Seal(Struct, frozen=True, kw_only=True):
+    """Which weights a ledger was written beside. files: name in its directory -> checksum (tensors/manifest.py)."""
+
+    weights: WeightIdentity
+    files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
 class _LedgerFile(Struct, frozen=True, kw_only=True):
     version: int
     cursor: str
     passes: _Passes = msgspec.field(default_factory=dict[int, dict[int, dict[int, int]]])
+    seal: Seal | None = None
 
 
 _decoder = MessageDecoder(_LedgerFile)
@@ -39,11 +47,13 @@ class Ledger:
     """What was trained.
 
     version: batches in the lineage of these weights.  cursor: last entry of the rounds log that they contain.
+    seal: of the checkpoint that it was read from; None for one that an earlier version wrote.
     """
 
     def __init__(self, version: int = 0, cursor: str = "0-0") -> None:
         self.version = version
         self.cursor = cursor
+        self.seal: Seal | None = None
         self._passes: _Passes = {}
 
     def add(self, pass_index: int, rows: Iterable[RowId]) -> tuple[RowId, ...]:
@@ -73,16 +83,16 @@ class Ledger:
             for pass_index, slots in passes.items()
         }
 
-    def to_bytes(self) -> bytes:
-        """The content of its file."""
-        return encode(_LedgerFile(version=self.version, cursor=self.cursor, passes=self._passes))
+    def to_bytes(self, seal: Seal | None = None) -> bytes:
+        """The content of its file, beside the weights of ``seal``."""
+        return encode(_LedgerFile(version=self.version, cursor=self.cursor, passes=self._passes, seal=seal))
 
     @staticmethod
     def from_bytes(raw: bytes) -> Ledger:
         """Raises MessageError for anything that ``to_bytes`` did not write."""
         file = _decoder.decode(raw)
         ledger = Ledger(file.version, file.cursor)
-        ledger._passes = file.passes
+        ledger._passes, ledger.seal = file.passes, file.seal
         return ledger
 
 
@@ -110,9 +120,15 @@ def checkpoint_dirs(checkpoints: Path) -> list[Path]:
 
 def read_ledger(checkpoints: Path) -> Ledger | None:
     """The ledger of the newest checkpoint whose ledger can be read; None where there is none."""
+    found = newest_checkpoint(checkpoints)
+    return found[1] if found is not None else None
+
+
+def newest_checkpoint(checkpoints: Path) -> tuple[Path, Ledger] | None:
+    """(directory, ledger) of the newest checkpoint whose ledger can be read; None where there is none."""
     for path in checkpoint_dirs(checkpoints):
         try:
-            return Ledger.from_bytes((path / FILE_NAME).read_bytes())
+            return path, Ledger.from_bytes((path / FILE_NAME).read_bytes())
         except (OSError, MessageError):
             continue  # a damaged checkpoint: the trainer falls back to the one before it, and says so
     return None

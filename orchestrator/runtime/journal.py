@@ -23,6 +23,7 @@ commands, nothing of it ever happened. Files without an epoch are of earlier ver
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import struct
@@ -150,6 +151,18 @@ def _lock(directory: Path) -> IO[bytes]:
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         return locked(directory / "lock")
+
+
+def is_written(directory: Path) -> bool:
+    """Whether somebody is writing there: a run that goes on."""
+    try:
+        with (directory / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who starts just now tries again
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_new(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import JournalError, all_snapshots, first_snapshot, read_records
+from orchestrator.runtime.journal import JournalError, all_snapshots, first_snapshot, read_whole_records
 from orchestrator.runtime.rundir import journal_of
 from transport.messages import Command, JournalRecord, encode
 
@@ -19,14 +19,15 @@ from transport.messages import Command, JournalRecord, encode
 def recorded_commands(directory: Path) -> Iterator[tuple[JournalRecord, list[Command]]]:
     """Every journaled event with the commands that it caused, from the oldest snapshot on.
 
-    Raises JournalError: history is damaged, or does not begin with a snapshot.
+    A torn end is the end: a kill leaves it, or somebody is writing. Raises JournalError: history is damaged, or does
+    not begin with a snapshot.
     """
     seq, snapshot = first_snapshot(directory)
     if snapshot is None:
         raise JournalError(directory, 0, "there is no snapshot to replay from")
     kept = dict(all_snapshots(directory))
     state = PipelineState.restore(snapshot)
-    for record in read_records(directory, from_seq=seq + 1):
+    for record in read_whole_records(directory, from_seq=seq + 1):
         commands = state.handle(record.event, record.now_s)
         state = _with_settings_of(kept.get(record.seq), state)
         yield record, commands
@@ -63,7 +64,7 @@ def diverging_snapshots(directory: Path, kept: Mapping[int, bytes]) -> tuple[lis
     state = PipelineState.restore(snapshot)
     differing: list[int] = []
     num_commands = 0
-    for record in read_records(directory, from_seq=start + 1):
+    for record in read_whole_records(directory, from_seq=start + 1):
         num_commands += len(state.handle(record.event, record.now_s))
         state = _with_settings_of(kept.get(record.seq), state)
         if record.seq in kept and state.snapshot() != _written_anew(kept[record.seq]):

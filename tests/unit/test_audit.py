@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from orchestrator.audit import CheckpointRecord, RoundsLog, audit
-from transport.messages import CloseMiniBatch, GroupRows, TrainerCommand, TrainRound
-from transport.types import GroupId, RowId, evaluation_id
+from dataclasses import replace
+
+from orchestrator.audit import (
+    CheckpointRecord,
+    RoundsLog,
+    audit,
+    check_metrics,
+    check_steps,
+    closed_batches,
+    up_to,
+)
+from transport.messages import CloseMiniBatch, GroupRows, StepDone, TrainerCommand, TrainRound
+from transport.types import GroupId, RowId, WeightIdentity, evaluation_id
 
 GROUP_SIZE = 2
 
@@ -104,3 +114,59 @@ def test_a_row_of_an_evaluation_in_a_round_is_found():
     rows = GroupRows(group_id=evaluation_id(3, 7), samples=(0,), num_tokens=10)
     log[0] = ("1-0", TrainRound(round_id="0-0", batch=0, ranks=((rows,),)))
     assert "of an evaluation, and sent to the trainer: eval3/7/0" in problems(log, log, None)
+
+
+def step(batch: int, *, epoch: int = 1, digest: str = "") -> StepDone:
+    weights = WeightIdentity(epoch=epoch, version=batch + 1, digest=digest or f"of {batch + 1}")
+    return StepDone(batch=batch, weights=weights, num_rows=4, num_tokens=9)
+
+
+def sealed(version: int, *, digest: str = "", changed: tuple[str, ...] = ()) -> CheckpointRecord:
+    weights = WeightIdentity(epoch=1, version=version, digest=digest or f"of {version}")
+    return CheckpointRecord(
+        version=version, cursor="9-0", rows={}, name=f"step-{version}", weights=weights, changed=changed
+    )
+
+
+def line(batch: int, **changes: int) -> dict[str, int]:
+    return {"batch": batch, "version": batch + 1, "incarnation": 1, "rows_in_steps": 4, **changes}
+
+
+STEPS = [step(batch) for batch in range(3)]
+
+
+def test_a_checkpoint_that_the_steps_led_to_is_right():
+    assert check_steps(STEPS, sealed(3), finished=True) == []
+
+
+def test_weights_that_were_never_published_are_found():
+    (problem,) = check_steps(STEPS, sealed(3, digest="another"), finished=False)
+    assert problem == "step-3: its weights are e1v3:another, the trainer published e1v3:of 3"
+
+
+def test_a_step_that_nobody_told_is_found_once_the_run_is_finished():
+    assert check_steps(STEPS[:-1], sealed(3), finished=False) == [], "its report may be on the way"
+    (problem,) = check_steps(STEPS[:-1], sealed(3), finished=True)
+    assert problem == "batch 2 is in step-3, and the journal has no step that trained it"
+
+
+def test_a_trainer_that_went_further_and_was_lost_leaves_nothing_to_find():
+    steps = [*STEPS, step(3), step(3, epoch=2), step(4, epoch=2)]
+    record = replace(sealed(5), weights=WeightIdentity(epoch=2, version=5, digest="of 5"))
+    assert check_steps(steps, record, finished=True) == []
+
+
+def test_every_step_has_its_line():
+    assert check_metrics(STEPS, [line(0), line(1), line(2)], damaged=()) == []
+    assert check_metrics(STEPS, [line(0), line(2, rows_in_steps=5)], damaged=[2]) == [
+        "metrics.jsonl: line 2 is damaged",
+        "metrics.jsonl: no line of batch 1 of the trainer's incarnation 1",
+        "metrics.jsonl: the line of batch 2 of the trainer's incarnation 1 is not what was told of it",
+    ]
+
+
+def test_a_run_that_goes_on_is_compared_up_to_the_cut():
+    log = up_to(history(), "7-0")
+    assert closed_batches(log) == 2
+    report = audit(log, log, ledger(2), trained_version=2, passes=1, live=True)
+    assert (report.problems, report.batches, report.live) == ((), 2, True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from transport.errors import MessageError
-from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, read_ledger
-from transport.types import RowId, evaluation_id, row_id
+from transport.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, read_ledger
+from transport.types import RowId, WeightIdentity, evaluation_id, row_id
 
 ROWS = [RowId(row) for row in ("3/0/0", "3/0/7", "3/12/1", "4/0/0")]
 
@@ -63,3 +63,9 @@ def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
     ledger = read_ledger(tmp_path)
     assert ledger is not None
     assert ledger.version == 9
+
+
+def test_a_ledger_knows_the_weights_that_it_was_written_beside() -> None:
+    seal = Seal(weights=WeightIdentity(epoch=2, version=5, digest="abc"), files={"model.safetensors": "crc32:1"})
+    assert Ledger.from_bytes(Ledger(version=5).to_bytes(seal)).seal == seal
+    assert Ledger.from_bytes(Ledger(version=5).to_bytes()).seal is None

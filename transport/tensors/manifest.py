@@ -13,6 +13,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -21,6 +22,8 @@ from transport.messages import TensorSpec, WeightManifest
 from transport.types import MAX_DIMENSIONS
 
 ALIGNMENT_BYTES = 64
+PIECE_BYTES = 1024 * 1024
+"""Of a file, read at once for its checksum."""
 """Offsets are multiples of it: one cache line, and enough for any vector load on a view."""
 
 ITEM_BYTES = {
@@ -94,6 +97,15 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
     """The checksum of ``data`` as it stands in a TensorSpec."""
     crc = Crc()
     crc.update(data)
+    return crc.text()
+
+
+def file_checksum(path: Path) -> str:
+    """The checksum of what a file holds. Raises OSError."""
+    crc = Crc()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            crc.update(piece)
     return crc.text()
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +29,11 @@ from safetensors import SafetensorError
 
 from transport import faults
 from transport.errors import MessageError
-from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
+from transport.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
 from transport.messages import StepDone
 from transport.settings import Settings
-from transport.tensors.manifest import checksum
+from transport.tensors.manifest import file_checksum
+from transport.types import WeightIdentity
 from workers.errors import CheckpointError, ResumeMismatchError
 
 log = structlog.get_logger(__name__)
@@ -146,9 +146,12 @@ class CheckpointStore:
                     os.link(self._saved[2] / name, aside / name)  # with a later cursor
                 else:
                     file.write(aside / name)
-            (aside / FILE_NAME).write_bytes(ledger.to_bytes())
+            marks = {name: _mark(aside / name) for name in files}
+            weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
+            seal = Seal(weights=weights, files={name: mark.checksum for name, mark in marks.items()})
+            (aside / FILE_NAME).write_bytes(ledger.to_bytes(seal))
             (aside / STEPS_FILE).write_bytes(msgspec.msgpack.encode(steps))
-            marks = {path.name: _mark(path) for path in sorted(aside.iterdir())}
+            marks |= {name: _mark(aside / name) for name in (FILE_NAME, STEPS_FILE)}
             meta = msgspec.structs.replace(meta, files=marks)
             (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
             for path in aside.iterdir():
@@ -218,12 +221,7 @@ def _verified(path: Path) -> Checkpoint:
 
 
 def _mark(path: Path) -> FileMark:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        view = memoryview(content)
-        try:
-            return FileMark(nbytes=view.nbytes, checksum=checksum(view))
-        finally:
-            view.release()
+    return FileMark(nbytes=path.stat().st_size, checksum=file_checksum(path))
 
 
 def _sync(path: Path) -> None:
