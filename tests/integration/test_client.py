@@ -318,6 +318,29 @@ def test_weights_are_published_and_awaited(connect: Connect) -> None:
         trainer.weight_sync_notify(tensors, version=6)
 
 
+def test_weights_are_announced_again_to_a_broker_that_lost_them(tmp_path: Path, run: str) -> None:
+    binary = find_binary("valkey")
+    assert binary is not None
+    server = ServerProcess(binary, tmp_path / "before")
+    server.wait_listening()
+    tensors = {"layer": torch.arange(6.0)}
+    with Client.connect(server.url, run, name="trainer") as trainer:
+        published = trainer.weight_sync_notify(tensors, version=4)
+        server.kill()
+        server = ServerProcess(binary, tmp_path / "after", port=server.port)
+        try:
+            server.wait_listening()
+            with Client.connect(server.url, run, name="sampler") as sampler:
+                assert sampler.wait_weights(timeout_s=WAIT_S) == published
+                assert sampler.wait_weights(newer_than=4, timeout_s=0.0) is None
+                with WeightPuller().pull(published) as pulled:
+                    assert torch.equal(pulled["layer"], tensors["layer"])
+            trainer.weight_sync_notify(tensors, version=5)
+        finally:
+            trainer.close()
+            server.kill()
+
+
 # -- the example
 
 

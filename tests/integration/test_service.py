@@ -144,7 +144,7 @@ async def test_weight_sync_notify_of_a_client_reaches_the_workers(tmp_path: Path
             while (lines := (await run.ask("/generate", {"prompts": [[1]]}))[1])[0]["versions"][0]["version"] != 5:
                 assert lines[0]["versions"][0]["version"] == 0
         finally:
-            await asyncio.to_thread(channel.close)
+            await channel.close()
     assert lines[0]["versions"][0]["digest"] == manifest.weights.digest
 
 

@@ -288,7 +288,7 @@ class Client:
         for consumption in self._consumptions.values():
             self._loop.call(consumption.close(), what="close")
         if self._weights is not None:
-            self._weights.close()
+            self._loop.call(self._weights.close(), what="close")
         if isinstance(self._rows, UnitRows):
             self._rows.close()
         self._loop.call(self._broker.close(), what="close")

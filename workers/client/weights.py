@@ -1,7 +1,7 @@
 """Weights between programs that are not ours: published by one, awaited by the others.
 
 Owns: the publisher of this client and its right to publish. Invariant: a version is announced after its bytes can be
-read, and only by the newest publisher.
+read, and only by the newest publisher; and once more to a broker that was restarted and may have lost it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 import torch
 
 from transport.broker import keys
-from transport.broker.base import Append, Broker, Commit, Entry, Fence
+from transport.broker.base import Broker
 from transport.clock import Clock
-from transport.messages import WeightManifest, WeightsPublished, encode, manifest_decoder
+from transport.messages import WeightManifest
 from transport.tensors.endpoint import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
-from workers.generation.publish import event_entry
+from workers.generation.announce import ROLE, Announcer
+from workers.generation.updates import newest_manifest
 from workers.trainer.publish import WeightPublisher
 
-ROLE = "trainer"
-"""As the run's own trainer: one publisher at a time."""
 POLL_S = 0.5
 
 
@@ -36,6 +35,8 @@ class WeightChannel:
         self._endpoint = endpoint
         self._clock = clock
         self._publisher: WeightPublisher | None = None
+        self._announcer = Announcer(broker)
+        self._keeper: asyncio.Task[None] | None = None
         self._spill = tempfile.TemporaryDirectory(prefix="streamrl-client-")  # when /dev/shm is too small
         self._epoch = 0
 
@@ -48,11 +49,9 @@ class WeightChannel:
             self._epoch = await self._broker.acquire_epoch(ROLE)
         publisher, dtype = self._publisher, _dtype_of(tensors)
         manifest = await asyncio.to_thread(publisher.publish, self._epoch, version, tensors, dtype)
-        fields = {"weights": str(manifest.weights), "bytes": str(manifest.total_bytes), "host": manifest.host}
-        entry = Entry(fields=fields, payload=encode(manifest))
-        told = event_entry(WeightsPublished(weights=manifest.weights), weights=str(manifest.weights))
-        appends = [Append(stream=keys.WEIGHTS, entry=entry), Append(stream=keys.EVENTS, entry=told)]
-        await self._broker.commit(Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends))
+        await self._announcer.announce(manifest)
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._announcer.keep(), name="weights announced")
         return manifest
 
     async def wait(self, newer_than: int, timeout_s: float) -> WeightManifest | None:
@@ -69,12 +68,15 @@ class WeightChannel:
             await self._broker.read(keys.WEIGHTS, last, count=1, wait_s=min(POLL_S, left_s))
 
     async def _newest(self) -> WeightManifest | None:
-        entries = await self._broker.tail(keys.WEIGHTS, count=1)
-        return manifest_decoder.decode(entries[0].entry.payload) if entries else None
+        newest = await newest_manifest(self._broker)
+        return newest[1] if newest else None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         if self._publisher is not None:
-            self._publisher.close()
+            await asyncio.to_thread(self._publisher.close)
         self._spill.cleanup()
 
 

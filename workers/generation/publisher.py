@@ -13,27 +13,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from transport.broker import keys
-from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, Fence
+from transport.broker.base import Ack, Append, Broker, Commit, Delivery
 from transport.errors import FencedError, MessageError, SegmentSpaceError
 from transport.messages import (
     UpdateFailed,
     UpdateRequest,
     WeightManifest,
-    WeightsPublished,
-    encode,
     update_decoder,
 )
 from transport.tensors.manifest import check_manifest
 from transport.types import Struct, WeightIdentity, WorkerId
 from workers.errors import CheckpointRefusedError, ModelError
+from workers.generation.announce import ROLE, Announcer
 from workers.generation.publish import event_entry
 from workers.generation.updates import newest_manifest
 from workers.lifecycle import Activity
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-ROLE = "trainer"
-"""As a trainer's: whoever publishes last has it, and a trainer's weights never mix with a publisher's unnoticed."""
 WAIT_S = 1.0
 RECLAIM_S = 60.0
 """An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
@@ -86,8 +82,7 @@ class PublishingWorker:
         self._weights_dir = weights_dir.resolve() if weights_dir is not None else None
         self._epoch = 0
         self._serving: WeightIdentity | None = None
-        self._announced: Commit | None = None
-        self._boot_id = ""
+        self._announcer = Announcer(broker)
         self._doing = "waiting"
 
     def activity(self) -> Activity:
@@ -96,10 +91,9 @@ class PublishingWorker:
     async def run(self) -> None:
         """Publish what there is, then what is asked for, forever."""
         try:
-            self._boot_id = (await self._broker.info()).boot_id
             await self._begin()
             while True:
-                await self._announce_again()
+                await self._announcer.catch_up()
                 for delivery in await self._claim():
                     await self._answer(delivery)
         finally:
@@ -198,34 +192,10 @@ class PublishingWorker:
         Raises CheckpointRefusedError: somebody else took the role since.
         """
         weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
-        ours = WeightManifest(
-            weights=weights,
-            tensors=manifest.tensors,
-            total_bytes=manifest.total_bytes,
-            sources=manifest.sources,
-            host=manifest.host,
-        )
-        fields = {"weights": str(weights), "bytes": str(ours.total_bytes), "host": ours.host, "path": path}
-        published = WeightsPublished(weights=weights, update=update)
-        appends = [
-            Append(stream=keys.WEIGHTS, entry=Entry(fields=fields, payload=encode(ours))),
-            Append(stream=keys.EVENTS, entry=event_entry(published, weights=str(weights), update=update)),
-        ]
-        announced = Commit(fence=Fence(role=ROLE, epoch=self._epoch), appends=appends)
+        ours = msgspec.structs.replace(manifest, weights=weights)
         try:
-            await self._broker.commit(replace(announced, acks=acks))
+            await self._announcer.announce(ours, path=path, update=update, acks=acks)
         except FencedError as error:
             raise CheckpointRefusedError(f"somebody else published meanwhile ({error}): ask again") from error
-        self._serving, self._announced = weights, announced
+        self._serving = weights
         log.info("published", weights=str(weights), path=path)
-
-    async def _announce_again(self) -> None:
-        """After a restart of the broker, which may have lost its tail. Whoever knows of the version passes over it."""
-        boot_id = (await self._broker.info()).boot_id
-        if boot_id == self._boot_id:
-            return
-        self._boot_id = boot_id
-        if self._announced is not None:
-            log.warning("the broker was restarted; announcing again", weights=str(self._serving))
-            with suppress(FencedError):  # somebody else has published since
-                await self._broker.commit(self._announced)
