@@ -281,6 +281,9 @@ async def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     said = capsys.readouterr().out
     assert "step-2" in said
     assert "model.safetensors is not what was written" in said
+    damaged = [event.damaged for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
+    assert damaged[0] == ()
+    assert [text.endswith("step-2: model.safetensors is not what was written") for text in damaged[1]] == [True]
 
 
 async def test_a_full_disk_leaves_the_former_checkpoint_and_is_tried_again(
@@ -348,6 +351,20 @@ async def test_silence_on_the_log_ends_it_by_name(run: TrainerRun) -> None:
     run.settings = msgspec.structs.replace(run.settings, liveness=liveness)
     with pytest.raises(RoundsError, match="no command after 0-0"):
         await run.trainer(DigestPublisher()).run()
+
+
+async def test_a_paused_run_is_waited_for_as_long_as_its_orchestrator_lives(run: TrainerRun) -> None:
+    liveness = msgspec.structs.replace(run.settings.liveness, stall_s=0.1)
+    run.settings = msgspec.structs.replace(run.settings, liveness=liveness)
+    await run.broker.put_meta(keys.STATUS, b"{}")
+    task = asyncio.create_task(run.trainer(DigestPublisher()).run())
+    await run.until_told(TrainerReady)
+    done, _ = await asyncio.wait({task}, timeout=3.0)  # several looks at a log on which nothing comes
+    assert not done
+    await run.send_batch(0)
+    await run.finish()
+    await task
+    assert [event.batch for event in await run.told(StepDone) if isinstance(event, StepDone)] == [0]
 
 
 async def test_weights_that_are_not_finite_are_never_stepped_to(run: TrainerRun) -> None:
