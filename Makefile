@@ -12,7 +12,7 @@ SEED ?= 0
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test test-chaos chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
+.PHONY: help run test fuzz test-chaos chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLA
 
 test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
 	@$(BIN)/python -m pytest tests/integration/test_server_engines.py -k vllm $(ARGS)
+
+fuzz: .venv/.ready-dev ## hostile input of every kind for MINUTES, drawn from SEED
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
 	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/compose $(ARGS)

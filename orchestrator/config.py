@@ -22,7 +22,7 @@ import msgspec
 from orchestrator.config_checks import Violation, unit_of, value_of, violations
 from orchestrator.core.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
-from orchestrator.toml_source import Setting, nearest, parse_override, read_document, to_toml
+from orchestrator.toml_source import MAX_DOCUMENT_BYTES, Setting, nearest, parse_override, read_document, to_toml
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import Section, Settings
 
@@ -120,7 +120,8 @@ def read_preset(name: str) -> list[Setting]:
 def read_file(path: Path) -> list[Setting]:
     """The settings of a file. Raises ConfigError when it cannot be read or is not TOML."""
     try:
-        document = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            document = file.read(MAX_DOCUMENT_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:

@@ -27,6 +27,8 @@ from orchestrator.sim.advice import advise
 from orchestrator.sim.allocating import Job
 from orchestrator.sim.length_files import read_lengths
 from orchestrator.sim.scenarios import PIPELINES
+from transport.errors import InputFileError
+from transport.json_files import read_json
 
 POOL = re.compile(r"(?P<count>[0-9]+)x(?P<gpu>[A-Za-z0-9.-]+)(@(?P<site>[\w.-]+))?")
 MAX_GPUS = 100_000
@@ -171,8 +173,10 @@ def parse_model(text: str) -> Llm:
         known = ", ".join(LLMS)
         raise ConfigError(f"{text!r} is neither a known model ({known}) nor a config.json", where="--model")
     try:
-        return from_config(path.parent.name or text, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, msgspec.MsgspecError, UnknownModelError) as error:
+        return from_config(path.parent.name or text, read_json(path, dict[str, Any]))
+    except InputFileError as error:
+        raise ConfigError(error.problem, where=error.where) from error
+    except UnknownModelError as error:
         raise ConfigError(str(error), where=str(path)) from error
 
 

@@ -15,6 +15,8 @@ from orchestrator.core.hardware import GPUS, Gpu, Measured, profiled
 from orchestrator.core.llms import Llm
 from orchestrator.core.settings import decode_cost_of
 from orchestrator.errors import ConfigError
+from transport.errors import InputFileError
+from transport.json_files import read_json
 from transport.settings import DecodeCostSettings
 
 NAME = "measured"
@@ -74,11 +76,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 def read_profile(path: Path) -> Profile:
     """A profile that was written. Raises ConfigError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no profile: {error}; make one with `streamrl-orchestrator profile`") from error
+        return read_json(path, Profile)
+    except InputFileError as error:
+        raise ConfigError(f"{error}; make a profile with `streamrl-orchestrator profile`") from error
 
 
 def hardware(profile: Profile | None) -> Mapping[str, Gpu]:

@@ -37,60 +37,131 @@ class Setting:
         return ".".join(self.path)
 
 
+MAX_DOCUMENT_BYTES = 1024 * 1024
+"""Of a configuration: all settings with their comments are a hundredth of it."""
+MAX_NESTING, MAX_KEY_PARTS = 32, 16
+"""Of lists and inline tables, and of a dotted key: tomllib recurses into the former and takes the third power of the
+latter, 41 s for a file of 20 kB. No setting has more than two of either."""
+INTEGERS = range(-(2**63), 2**63)
+"""As TOML says; tomllib reads any number of digits, and Python then refuses to print some."""
+TOO_LARGE = "not valid TOML: a whole number of more than 64 bits"
+
+_TOKEN = re.compile(
+    r"""
+      "{3} (?:\\.|[^\\])*? (?:"{3,5}|\\?\Z)    # of several lines; it may end in quotes of its own
+    | '{3} .*? (?:'{3,5}|\Z)
+    | "(?:\\[^\n]|[^"\\\n])*"? | '[^'\n]*'?
+    | \#[^\n]*
+    | [^"'#\[\]{}\n.,=]+
+    | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""A string, also one that does not end (or each quote in it would be searched for its end), a comment, the rest."""
+
+
 def read_document(document: str, name: str) -> list[Setting]:
     """The settings of a TOML document of ``[section]`` tables, in order. name: of the file, for ``where``.
 
-    A table inside a section (``[data.params]``) is one value. Raises ConfigError for text that is not TOML.
+    A table inside a section (``[data.params]``) is one value. Raises ConfigError for text that is not TOML, or is more
+    than a configuration.
     """
-    try:
-        tables = tomllib.loads(document)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        number = line[1] if line else document.count("\n") + 1  # "at end of document"
-        raise ConfigError(f"not valid TOML: {error}", where=f"{name}:{number}") from error
+    tables = _parsed(document, name)
     lines = key_lines(document)
     settings: list[Setting] = []
     for section, content in tables.items():
         leaves: dict[str, Any] = content if isinstance(content, dict) else {}
         for path, value in [((section, name), leaf) for name, leaf in leaves.items()] or [((section,), content)]:
             settings.append(Setting(path=path, value=value, where=f"{name}:{lines[path]}"))
+            _check_integers(value, settings[-1].where)
     return settings
+
+
+def _parsed(document: str, name: str) -> dict[str, Any]:
+    """Bounded first, so that tomllib takes time in proportion to the document."""
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise ConfigError(f"is no configuration: it has more than {MAX_DOCUMENT_BYTES >> 20} MiB", where=name)
+    for statement in _statements(document):
+        if statement.depth > MAX_NESTING or statement.key_parts > MAX_KEY_PARTS:
+            raise ConfigError(
+                f"lists and tables of more than {MAX_NESTING} levels, or a key of more than {MAX_KEY_PARTS} parts: no "
+                "setting has them",
+                where=f"{name}:{statement.line}",
+            )
+    try:
+        return tomllib.loads(document)
+    except ValueError as error:
+        if not isinstance(error, tomllib.TOMLDecodeError):  # a number of more digits than Python reads
+            raise ConfigError(TOO_LARGE, where=name) from error
+        line = re.search(r"at line (\d+)", str(error))
+        number = line[1] if line else document.count("\n") + 1  # "at end of document"
+        raise ConfigError(f"not valid TOML: {error}", where=f"{name}:{number}") from error
+
+
+def _check_integers(value: object, where: str) -> None:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        _check_integers(item, where)
+    if isinstance(value, int) and value not in INTEGERS:
+        raise ConfigError(TOO_LARGE, where=where)
 
 
 def key_lines(document: str) -> dict[tuple[str, ...], int]:
     """The line (from 1) on which each key, and each table above it, is first set. ``document`` must be valid TOML.
 
-    Source: ours, because tomllib gives no positions. Each statement of a TOML document is itself a document, so lines
-    are gathered until they parse: the first that do are the statement, wherever its strings and lists break lines.
+    Source: ours, because tomllib gives no positions. Each statement of a TOML document is itself a document.
     """
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    for number, text, content in _statements(document):
+    for statement in _statements(document):
+        if (text := statement.text.lstrip())[:1] in ("", "#"):
+            continue
+        content = tomllib.loads(text)
         paths = sorted(_paths(content), key=len)
-        if text.lstrip().startswith("["):
+        if text.startswith("["):
             table = paths[-1]
             paths = [table[:depth] for depth in range(1, len(table) + 1)]
         else:
             paths = [table + path for path in paths]
         for path in paths:
-            lines.setdefault(path, number)
+            lines.setdefault(path, statement.line)
     return lines
 
 
-def _statements(document: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(line it starts on, text, what it parses to) of each statement."""
-    text, start = "", 1
-    for number, line in enumerate(document.split("\n"), start=1):
-        if not text:
-            start = number
-        text += line + "\n"
-        try:
-            content = tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
-            continue
-        if content:
-            yield start, text, content
-        text = ""
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A key and its value, a table's header, or a comment. line: it starts on.  depth: of brackets in it.
+
+    key_parts: dots in a row, and one: of its longest key, but also of a number.
+    """
+
+    text: str
+    line: int
+    depth: int
+    key_parts: int
+
+
+def _statements(document: str) -> Iterator[_Statement]:
+    """Cut where a line ends outside of strings and brackets. One pass; what is no TOML is cut somehow."""
+    start, line = 0, 1
+    depth = deepest = dots = most_dots = 0
+    for token in _TOKEN.finditer(document):
+        match token[0]:
+            case "[" | "{":
+                depth, dots = depth + 1, 0
+            case "]" | "}":
+                depth, dots = depth - 1, 0
+            case "," | "=":
+                dots = 0
+            case ".":
+                dots += 1
+            case "\n" if depth <= 0:
+                text = document[start : token.end()]
+                yield _Statement(text, line, deepest, most_dots + 1)
+                start, line = token.end(), line + text.count("\n")
+                depth = deepest = dots = most_dots = 0
+        deepest, most_dots = max(deepest, depth), max(most_dots, dots)
+    yield _Statement(document[start:], line, deepest, most_dots + 1)
 
 
 def _paths(content: object) -> Iterator[tuple[str, ...]]:
@@ -110,8 +181,9 @@ def parse_override(argument: str) -> Setting:
     if key != key.rstrip():  # "key = value"; in "data.suffix= End so" the blank is part of the string
         text = text.strip()
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = _parsed(f"value = {text}", "--set")["value"]
+        _check_integers(value, "--set")
+    except ConfigError:
         value = text
     return Setting(path=path, value=value, where="--set", text=text)
 

@@ -13,22 +13,19 @@ refused by its first (``transport/lengths.py``).
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ranker.errors import LengthLogError
 from ranker.lengths import PromptLengths
+from transport.errors import InputFileError
+from transport.json_files import decode_row, read_lines
 from transport.lengths import Say, Skipping, warn
 
 PROMPT_COLUMNS = ("prompt", "text", "question")
 LENGTH_COLUMNS = ("output_tokens", "response_tokens", "tokens", "length")
 BASE_COLUMN, ID_COLUMN, MODEL_COLUMN = "base_tokens", "id", "model"
-MAX_LINE_BYTES = 16 * 1024 * 1024
 MIN_PROMPTS = 30
 """Fewer leave three for the test."""
 
@@ -90,31 +87,19 @@ def check_rankable(samples: Sequence[PromptLengths], where: str) -> None:
         )
 
 
-_decoder = msgspec.json.Decoder(dict[str, Any])
-
-
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = " (NaN is not a length)" if b"NaN" in line else ""
-        raise LengthLogError(f"not a JSON object: {error}{hint}", where=where) from error
+        return decode_row(line, where)
+    except InputFileError as error:
+        raise LengthLogError(error.problem, where=where) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise LengthLogError(f"longer than {MAX_LINE_BYTES >> 20} MiB", where=f"{path}:{number}")
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        after = f" after line {number}" if number else ""
-        raise LengthLogError(f"cannot be read{after}: {reason}", where=str(path)) from error
+        for number, line in read_lines(path):
+            yield f"{path}:{number}", line
+    except InputFileError as error:
+        raise LengthLogError(error.problem, where=error.where) from error
 
 
 def _prompt(row: dict[str, Any], texts: dict[str, str] | None, where: str) -> tuple[str, str]:

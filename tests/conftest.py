@@ -24,7 +24,16 @@ import pytest_asyncio
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a hub
 
-TIMEOUTS_S = {"unit": 60, "property": 300, "contract": 180, "sim": 180, "integration": 300, "chaos": 600, "gpu": 600}
+TIMEOUTS_S = {
+    "unit": 60,
+    "property": 300,
+    "contract": 180,
+    "sim": 180,
+    "integration": 300,
+    "fuzz": 300,
+    "chaos": 600,
+    "gpu": 600,
+}
 """Seconds after which a test of each tier hangs; a test that needs another limit says so with its own mark.
 
 A guard against hangs, not against neighbours: a machine at load 8 keeps them. How fast code is, benchmarks say.

@@ -13,6 +13,7 @@
     │   ├── SecretError             a secret is missing, or cannot be read
     │   ├── ListenError             no port that others should reach us by is free here
     │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
+    │   ├── InputFileError          a file of rows from outside cannot be read: the message names file and line
     │   ├── LengthFileError         a file of lengths is missing, or holds what is no length: the message names its line
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
@@ -109,6 +110,15 @@ class SegmentSpaceError(FatalError):
     def __init__(self, nbytes: int, tried: str) -> None:
         super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
         self.nbytes = nbytes
+
+
+class InputFileError(FatalError):
+    """A file that a user names cannot be read. where: the file, and its line where one is to blame."""
+
+    def __init__(self, problem: str, *, where: str) -> None:
+        super().__init__(f"{where}: {problem}")
+        self.problem = problem
+        self.where = where
 
 
 class LengthFileError(FatalError):

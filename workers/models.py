@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from transport.errors import InputFileError
+from transport.json_files import read_json
 from workers import packaged_model, random_model
 from workers.errors import ModelError
 
@@ -182,12 +183,9 @@ def _read_json(path: Path, *, needed: str) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path} is missing: {needed}")
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} is broken: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is broken: a JSON object was expected")
-    return content
+        return read_json(path, dict[str, Any])
+    except InputFileError as error:
+        raise ModelError(str(error)) from error
 
 
 def _check_tokenizer(directory: Path) -> None:

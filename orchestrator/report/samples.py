@@ -56,10 +56,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").split("\n"):
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             sample = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(sample, dict):
             found.append(sample)

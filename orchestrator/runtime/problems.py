@@ -10,10 +10,7 @@ and the same settings and data give the same problems in the same order.
 
 from __future__ import annotations
 
-import gzip
-import io
 import random
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,8 @@ import msgspec
 
 from orchestrator.errors import DataError
 from orchestrator.toml_source import nearest
+from transport.errors import InputFileError
+from transport.json_files import read_rows
 from transport.settings import DataSettings, Settings
 from transport.types import PromptId
 
@@ -165,25 +164,9 @@ def _problem(name: str, question: str, answer: object, metadata: object, data: D
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, row); blank lines are skipped."""
     try:
-        with io.TextIOWrapper(_open_binary(path), encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _json_object(line, f"{path}, line {number}")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-
-
-def _open_binary(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{where}: not a JSON object: {error}") from error
+        yield from read_rows(path)
+    except InputFileError as error:
+        raise DataError(str(error)) from error
 
 
 def _hf_rows(data: DataSettings) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -59,7 +59,7 @@ def test_a_file_alone_lies_over_the_defaults_and_nothing_over_the_main_preset(tm
         ),
         (
             ["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"],
-            "absent.jsonl cannot be read: No such file",
+            "absent.jsonl: cannot be read: No such file",
         ),
         (["--set", "data.task=chain_sun"], "data.task 'chain_sun' is no reasoning_gym task (did you mean chain_sum?)"),
         (["--set", "data.task=composite"], "data.task: reasoning_gym's task composite is refused: it hands the answer"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from orchestrator import toml_source
 from orchestrator.config import (
     FIELDS,
     PASSWORD_VARIABLE,
@@ -20,7 +24,7 @@ from orchestrator.config import (
 )
 from orchestrator.config_checks import COMBINATIONS, FORMS, RANGES
 from orchestrator.errors import ConfigError
-from orchestrator.toml_source import FIELD_WORDS, key_lines, to_toml
+from orchestrator.toml_source import FIELD_WORDS, key_lines, read_document, to_toml
 from transport.settings import Settings
 
 
@@ -398,6 +402,47 @@ def test_lines_of_awkward_toml():
         ("eval",): 17,
     }
     assert set(tomllib.loads(AWKWARD)) == {path[0] for path in key_lines(AWKWARD)}
+
+
+@pytest.mark.parametrize("line", ["[", "seed = [", 'name = """', "seed = {a = 1,"])
+def test_reading_takes_time_in_proportion_to_the_document(line: str, monkeypatch: pytest.MonkeyPatch):
+    """Each line was parsed again with all before it, until they were a statement: 41 s for 5,000 lines of a list."""
+    parsed = 0
+
+    def counted(text: str) -> dict[str, Any]:
+        nonlocal parsed
+        parsed += len(text)
+        return tomllib.loads(text)
+
+    monkeypatch.setattr(toml_source, "tomllib", SimpleNamespace(loads=counted, TOMLDecodeError=tomllib.TOMLDecodeError))
+    document = f"[run]\n{line}\n" + "1,\n" * 2000 + "]\n"
+    with contextlib.suppress(ConfigError):
+        read_document(document, "big.toml")
+    assert 0 < parsed <= 2 * len(document)
+
+
+@pytest.mark.parametrize(
+    ("document", "where", "problem"),
+    [
+        ("[run]\nseed = " + "[" * 40 + "]" * 40, "x.toml:2", "lists and tables of more than 32 levels"),
+        ("[run]\n\n" + "a." * 20_000 + "a = 1", "x.toml:3", "a key of more than 16 parts"),
+        ("[" + "a." * 20_000 + "a]", "x.toml:1", "a key of more than 16 parts"),
+        ("seed = " + "{a = " * 400, "x.toml:1", "lists and tables of more than 32 levels"),
+        ("[run]\nseed = " + "9" * 5000, "x.toml", "a whole number of more than 64 bits"),
+        ("[run]\nseed = 0x" + "f" * 20, "x.toml:2", "a whole number of more than 64 bits"),
+        ("[run]\nname = [[9999999999999999999]]", "x.toml:2", "a whole number of more than 64 bits"),
+        ("#" * 2_000_000, "x.toml", "it has more than 1 MiB"),
+    ],
+)
+def test_a_document_that_is_no_configuration_is_refused(tmp_path: Path, document: str, where: str, problem: str):
+    (tmp_path / "x.toml").write_text(document)
+    with pytest.raises(ConfigError, match=rf"{where}: .*{problem}"):
+        resolve(None, [tmp_path / "x.toml"], [], {})
+
+
+def test_a_number_of_many_digits_is_no_number_for_set_either():
+    with pytest.raises(ConfigError, match=r"run\.seed must be a whole number"):
+        with_set("run.seed=" + "9" * 5000)
 
 
 def test_the_schema_is_what_the_fields_say():

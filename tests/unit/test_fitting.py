@@ -175,7 +175,7 @@ def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "torn.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no profile"):
+    with pytest.raises(ConfigError, match="make a profile with"):
         read_profile(tmp_path / "torn.json")
 
 

@@ -69,10 +69,10 @@ def test_values_that_are_no_lengths_are_skipped_and_said(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"prompt": "a", "length": NaN}', "NaN is not a length"),
-        ("[1, 2]", "not a JSON object"),
-        ("{", "not a JSON object"),
-        ("[" * 100_000, "not a JSON object"),
+        ('{"prompt": "a", "length": NaN}', "JSON has no NaN"),
+        ("[1, 2]", "not the JSON that belongs here"),
+        ("{", "not the JSON that belongs here"),
+        ("[" * 100_000, "not the JSON that belongs here"),
         ({"prompt": "a", "size": 3}, "no column 'output_tokens' or .* only prompt, size"),
         ({"length": 3}, "no column 'prompt'"),
         ({"prompt": 3, "length": 3}, "not a text"),

@@ -58,7 +58,7 @@ def test_what_is_not_there_is_not_compared(tmp_path: Path):
 def test_a_damaged_file_is_named(tmp_path: Path):
     path = directory(tmp_path / "a") / "tokenizer.json"
     path.write_text("{")
-    with pytest.raises(FatalError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(FatalError, match=r"tokenizer\.json: not the JSON that belongs here"):
         identify_model(tmp_path / "a")
 
 

@@ -231,11 +231,11 @@ def test_size_limits_a_file(tmp_path: Path):
         (b"\n\n", r"is empty"),
         (b'{"prompt": "x", "answer": 1}\n{"prompt": "y"}\n', r"row 2: no column 'answer'; it has 'prompt'"),
         (b'{"question": "x", "answer": 1}\n', r"row 1: no column 'prompt'; it has 'question', 'answer'"),
-        (b'{"prompt": "x", "answer": 1}\n\n{"prompt": \n', r"rows\.jsonl, line 3: not a JSON object"),
-        (b'["x"]\n', r"line 1: not a JSON object"),
+        (b'{"prompt": "x", "answer": 1}\n\n{"prompt": \n', r"rows\.jsonl:3: not the JSON that belongs here"),
+        (b'["x"]\n', r"rows\.jsonl:1: not the JSON that belongs here"),
         (b'{"prompt": "  ", "answer": 1}\n', r"row 1: column 'prompt' must be text"),
         (b'{"prompt": 5, "answer": 1}\n', r"row 1: column 'prompt' must be text"),
-        (b"\xff\xfe\x00", r"is damaged"),
+        (b"\xff\xfe\x00", r"rows\.jsonl:1: not the JSON that belongs here"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: bytes, message: str):
@@ -246,7 +246,7 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str):
 
 
 def test_a_missing_file():
-    with pytest.raises(DataError, match=r"nowhere\.jsonl cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot be read: No such file"):
         load_problems(settings("data.source=jsonl", "data.path=nowhere.jsonl"))
 
 

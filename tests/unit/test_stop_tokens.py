@@ -25,5 +25,5 @@ def test_a_model_without_an_end_runs_to_the_limit(tmp_path: Path):
 
 def test_a_broken_file_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is not readable JSON"):
+    with pytest.raises(ModelError, match=r"config\.json: not the JSON that belongs here"):
         stop_token_ids(tmp_path)

@@ -6,13 +6,14 @@ shapes of its tensors, the loader looks at.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from transport.errors import InputFileError
+from transport.json_files import read_json
 from workers.errors import ModelError
 from workers.generation.sglang_http import ServerInfo, SglangClient
 
@@ -32,9 +33,9 @@ def model_facts(directory: Path) -> ModelFacts:
     """Raises ModelError when config.json is missing or names no vocabulary."""
     path = directory / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        config = read_json(path, dict[str, Any])
+    except InputFileError as error:
+        raise ModelError(str(error)) from error
     text: dict[str, Any] = config.get("text_config") or config
     if not isinstance(text.get("vocab_size"), int):
         raise ModelError(f"{path} has no vocab_size")

@@ -173,7 +173,7 @@ class CheckpointStore:
         for path in checkpoint_dirs(self._directory):
             try:
                 return _verified(path)
-            except (OSError, MessageError, msgspec.MsgspecError, ValueError) as error:
+            except (OSError, MessageError, msgspec.MsgspecError, ValueError, RecursionError) as error:
                 self.damaged[path] = str(error)
                 log.warning("damaged checkpoint, trying the one before it", path=str(path), error=str(error))
         return None

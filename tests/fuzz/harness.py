@@ -1,0 +1,169 @@
+"""One harness for every fuzz target: inputs from a seed, what fell by its place in the code, and the input kept.
+
+A target makes an input out of a random source and says whether the product took it well. An input is bytes, so that it
+can be kept and tried again: those that once fell lie in ``corpus/<target>/`` and come first.
+
+Owns: seeds, bounds, counting. Invariant: input ``index`` of a seed is the same on every machine and in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TypeAlias
+
+import structlog
+
+from orchestrator.core.invariants import BrokenInvariantError
+
+Check: TypeAlias = Callable[[bytes], None]
+"""Tries one input; raises whatever shows that the product did not take it well."""
+
+CORPUS = Path(__file__).parent / "corpus"
+MAX_CPU_S = 5.0
+"""Of one input: a hundred times what any takes on a slow machine, and far below what a quadratic reader does."""
+
+
+class FellError(AssertionError):
+    """The product took an input badly without raising."""
+
+
+SAYING = (FellError, BrokenInvariantError)
+"""Errors whose place says less than their words."""
+
+
+class HungError(BaseException):
+    """An input took more than MAX_CPU_S; no guard of the product may catch it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One thing that reads what comes from outside.
+
+    make: an input.  opened: what must run while inputs are tried (a server), and the check.
+    num_inputs: of a short slice, a few seconds.
+    """
+
+    name: str
+    make: Callable[[Random], bytes]
+    opened: Callable[[], AbstractContextManager[Check]]
+    num_inputs: int
+
+
+def unopened(check: Check) -> Callable[[], AbstractContextManager[Check]]:
+    """For a target that needs nothing to run."""
+    return lambda: nullcontext(check)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallen:
+    """An input that the product did not take. place: where in the code, one of which is kept for each."""
+
+    content: bytes
+    place: str
+    report: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """What became of a target. fallen: by place."""
+
+    target: str
+    num_inputs: int = 0
+    seconds: float = 0.0
+    fallen: dict[str, Fallen] = field(default_factory=dict)
+
+
+def fuzz(
+    target: Target,
+    seed: int,
+    *,
+    max_inputs: int | None = None,
+    max_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tried:
+    """Try what once fell, then inputs of ``seed``, until one of the bounds."""
+    tried, start = Tried(target=target.name), clock()
+    with quiet(), target.opened() as check:
+        for content in _inputs(target, seed, max_inputs):
+            if max_s is not None and clock() - start >= max_s:
+                break
+            tried.num_inputs += 1
+            fallen = fall_of(check, content)
+            if fallen is not None:
+                tried.fallen.setdefault(fallen.place, fallen)
+    tried.seconds = clock() - start
+    return tried
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Warnings of the product about what it refuses would be most of the output."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+
+
+def _inputs(target: Target, seed: int, max_inputs: int | None) -> Iterator[bytes]:
+    yield from (path.read_bytes() for path in kept(target.name))
+    index = 0
+    while max_inputs is None or index < max_inputs:
+        yield target.make(Random(f"{seed}/{target.name}/{index}"))
+        index += 1
+
+
+def kept(target: str) -> list[Path]:
+    """Inputs that once fell."""
+    return sorted((CORPUS / target).glob("*"))
+
+
+def fall_of(check: Check, content: bytes) -> Fallen | None:
+    """Try one input; None where it was taken well."""
+    try:
+        with _limited():
+            check(content)
+    except (Exception, HungError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, HungError):
+            frames = frames[:-1]  # where it was stopped, not what stopped it
+        at = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
+        detail = re.sub(r"\W*\w*\d[\w/.]*", "", f" {error}") if isinstance(error, SAYING) else ""
+        report = "".join(traceback.format_exception(error, limit=-12))
+        return Fallen(content=content, place=f"{type(error).__name__} {at}{detail}"[:200], report=report)
+    return None
+
+
+@contextmanager
+def _limited() -> Generator[None]:
+    """HungError where the product is, once this process has computed for MAX_CPU_S."""
+
+    def stop(number: int, frame: object) -> None:
+        raise HungError(f"more than {MAX_CPU_S} s of CPU")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def save(fallen: Fallen, directory: Path) -> Path:
+    """Keep an input that fell; named by its content, so that the same one is kept once."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / hashlib.blake2b(fallen.content, digest_size=6).hexdigest()
+    path.write_bytes(fallen.content)
+    path.with_suffix(".txt").write_text(fallen.report, encoding="utf-8", errors="backslashreplace")
+    return path
