@@ -173,7 +173,7 @@ def test_a_config_of_something_else(copy: Path):
     with pytest.raises(ModelError, match="has no model_type"):
         check_model_dir(copy)
     (copy / "config.json").write_text("[1]")
-    with pytest.raises(ModelError, match="a JSON object was expected"):
+    with pytest.raises(ModelError, match="not the JSON that belongs here"):
         check_model_dir(copy)
 
 
