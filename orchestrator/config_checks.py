@@ -271,6 +271,16 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
         'is not read by data.source "reasoning_gym"; set data.source to "jsonl" or "hf"',
     ),
     (
+        ("scoring.executes_answers", "scoring.reward"),
+        lambda s: not s.scoring.executes_answers or bool(s.scoring.reward),
+        "is about a reward of yours: name it (scoring.reward); the own verifiers execute nothing",
+    ),
+    (
+        ("scoring.jail", "scoring.executes_answers"),
+        lambda s: s.scoring.jail == "auto" or not s.scoring.executes_answers,
+        'must be "auto" with scoring.executes_answers',
+    ),
+    (
         ("eval.path", "data.source"),
         lambda s: s.data.source != "reasoning_gym" or not s.eval.path,
         'is not read by data.source "reasoning_gym", which makes its own held-out problems',

@@ -93,11 +93,14 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     """Scoring workers."""
 
     workers: int = 1
-    timeout_s: float = 10.0  # for one reward; a reward that takes longer is retried, then dead-lettered
+    timeout_s: float = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: int = 3  # attempts at one unit before it is dead-lettered
     lease_s: float = 15.0  # a unit nobody renewed for so long goes to another worker
     reward: str = ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
+    executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
+    jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
+    environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
     well_formed_reward: float = 0.1  # for an answer in the asked form that is wrong
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 

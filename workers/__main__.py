@@ -24,12 +24,15 @@ from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import BrokerSettings
 from transport.tensors.endpoint import parse_ports
 from transport.types import RunName, WorkerKind
+from workers.errors import RewardSetupError
 from workers.gpus import take_gpu
 
 if TYPE_CHECKING:
     from workers.lifecycle import WorkerFactory
 
 EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+"""The run's reward cannot be had: what the settings or the command line say must change."""
 EXIT_FATAL = 4
 """Starting this process again is no use; the last line of its log says why."""
 EXIT_FULL = 5
@@ -146,7 +149,9 @@ def score(
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     from workers.build import scoring_worker, with_model
+    from workers.scoring.jail import hide_from_children
 
+    hide_from_children()
     build = with_model(model_dir, False, lambda model: scoring_worker(model, reward, reward_path))
     _serve(WorkerKind.SCORE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
 
@@ -306,6 +311,8 @@ def main() -> None:
 def exit_code(error: StreamError) -> int:
     """The exit code of a worker that ends by ``error``."""
     match error:
+        case RewardSetupError():
+            return EXIT_BAD_CONFIG
         case BrokerFullError():
             return EXIT_FULL
         case FatalError():

@@ -26,6 +26,7 @@ StreamError (transport.errors)
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
+    └── RewardTimeoutError  it took longer than its limit: it would again, so it is not tried again
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class WeightsMismatchError(StreamError):
 
 class RewardError(StreamError):
     """One reward could not be computed. It is never taken for a reward of zero."""
+
+
+class RewardTimeoutError(RewardError):
+    """One reward took longer than its limit."""
 
 
 class RewardSetupError(FatalError):

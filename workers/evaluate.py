@@ -21,9 +21,9 @@ from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
 from workers.generation.stop_tokens import stop_token_ids
 from workers.models import prepare_model
+from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import Reward, RewardSpec, reward_spec
 from workers.scoring.sample import load_detokenizer
-from workers.scoring.sandbox import RewardSandbox
 
 
 class HeldOut(Struct, frozen=True, kw_only=True):
@@ -119,12 +119,12 @@ async def _score(
     directory: Path,
 ) -> list[Reward]:
     detokenize = load_detokenizer(directory)
-    sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=1)
+    pool = RewardPool.of(settings, spec, processes=1)
     try:
-        await sandbox.start()
+        await pool.start()
         return [
-            await sandbox.score(problem.text, detokenize(completion.response_ids.tolist()), problem.entry.encode())
+            await pool.score(problem.text, detokenize(completion.response_ids.tolist()), problem.entry.encode())
             for problem, completion in zip(problems, completions, strict=True)
         ]
     finally:
-        await sandbox.close()
+        await pool.close()

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.chaos
 
 
 def test_a_reward_that_raises_leaves_letters_that_are_followed_refused_and_dropped(tmp_path: Path):
-    reward = "scoring.reward=tests.fakes.rewards:raises_for_some"
-    with LiveRun(tmp_path, *QUICK, reward, "run.batches=4000") as run:
+    reward = ("scoring.reward=tests.fakes.rewards:raises_for_some", f"scoring.reward_path={Path(__file__).parents[2]}")
+    with LiveRun(tmp_path, *QUICK, *reward, "run.batches=4000") as run:
         run.wait_for_batch(4)
         shown = run.command("inspect", str(run.run_dir)).stdout
         letters = re.findall(r"dead (\d+-\d+) from tasks:reward: reward of \S+: .*cannot judge", shown)

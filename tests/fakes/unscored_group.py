@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 from orchestrator.core.dataflow import grpo_tasks
 from transport.broker import keys
@@ -33,10 +34,17 @@ GROUP = group_id(0, 0)
 PROMPT = [5, 6, 7]
 
 
-def settings_for(reward: str = "", *, kl_coef: float = 0.0, timeout_s: float = 5.0, attempts: int = 3) -> Settings:
+def settings_for(
+    reward: str = "",
+    *,
+    kl_coef: float = 0.0,
+    timeout_s: float = 5.0,
+    attempts: int = 3,
+    jail: Literal["auto", "off"] = "auto",
+) -> Settings:
     return Settings(
         data=DataSettings(source="jsonl"),
-        scoring=ScoringSettings(reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0),
+        scoring=ScoringSettings(reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0, jail=jail),
         algorithm=AlgorithmSettings(kl_coef=kl_coef),
         sampling=SamplingSettings(temperature=0.7),
         trainer=TrainerSettings(dtype="float32"),

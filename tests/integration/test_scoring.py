@@ -36,6 +36,9 @@ from workers.errors import RewardSetupError
 from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
 
+ROOT = str(Path(__file__).parents[2])
+"""Where ``tests.fakes.rewards`` is imported from: in the jail there is nothing that was not named."""
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -104,6 +107,7 @@ def worker_for(
         model_dir=model_dir,
         clock=clock,
         allowed_reward=settings.scoring.reward,
+        reward_path=ROOT,
     )
 
 
@@ -229,6 +233,7 @@ async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
         model_dir=model_dir,
         clock=clock,
         allowed_reward="tests.fakes.rewards:as_told",
+        reward_path=ROOT,
         rows=Forgetful(broker),
     )
     async with running(worker):
@@ -256,7 +261,7 @@ async def test_a_bad_reward_is_retried_then_dead_lettered_and_never_zero(
     assert isinstance(event, ScoringFailed)
     assert event.group_id == GROUP
     assert reason in event.reason
-    assert counters["reward_failures"] == 2
+    assert counters["reward_failures"] == (1 if do == "hang" else 2), "what took too long would again"
     (dead,) = await broker.dead_letters()
     assert dead.queue == "tasks:reward"
     assert reason in dead.reason
@@ -268,7 +273,8 @@ async def test_a_bad_reward_is_retried_then_dead_lettered_and_never_zero(
 async def test_a_reward_that_fails_once_is_scored(
     broker: Broker, model_dir: Path, clock: ManualClock, tokenize, tmp_path: Path
 ) -> None:
-    worker = worker_for(broker, settings_for("tests.fakes.rewards:as_told"), model_dir, clock)
+    settings = settings_for("tests.fakes.rewards:as_told", jail="off")  # it leaves a file behind
+    worker = worker_for(broker, settings, model_dir, clock)
     await admit(broker, {"do": "raise once", "marker": str(tmp_path / "tried")}, size=1)
     await generate(broker, tokenize("x"))
     async with running(worker):

@@ -20,8 +20,8 @@ from transport.programs import python_module
 from transport.settings import ScoringSettings, Settings
 from transport.types import WorkerKind
 from workers.errors import RewardSetupError
+from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import RewardSpec, reward_spec
-from workers.scoring.sandbox import RewardSandbox
 
 ROOT = Path(__file__).parents[2]
 PLANTED = ("typer", "msgspec", "structlog", "json", "numpy", "torch", "orchestrator", "workers", "transport", "ranker")
@@ -79,7 +79,7 @@ async def test_a_reward_is_imported_from_the_directory_that_is_named_and_from_no
 ):
     (planted / "mine.py").write_text("import json\ndef reward(prompt, response, entry): return len(json.dumps(1))\n")
     unnamed, named = (
-        RewardSandbox(spec_of("mine:reward", path), timeout_s=20.0, processes=1) for path in ("", str(planted))
+        RewardPool(spec_of("mine:reward", path), timeout_s=20.0, processes=1) for path in ("", str(planted))
     )
     with pytest.raises(RewardSetupError, match=r"No module named 'mine'.*name its directory with scoring\.reward_path"):
         await unnamed.start()

@@ -29,7 +29,7 @@ from transport.errors import MessageError
 from transport.messages import ScoringFailed, encode
 from transport.rows import RowStore
 from transport.types import GroupId, WorkerId
-from workers.errors import RewardError
+from workers.errors import RewardError, RewardTimeoutError
 
 log = structlog.get_logger(__name__)
 
@@ -197,7 +197,7 @@ class TaskConsumer:
         self.done += 1
 
     async def _attempt(self, unit: Unit, deliveries: int) -> Outcome:
-        """Try until the attempts are used up. Raises the last error."""
+        """Try until the attempts are used up, or one took too long: it would again. Raises the last error."""
         if not unit.unit_id or not unit.group_id:
             raise MessageError("the notice names no unit or no group")
         failure = RewardError(f"given up after {deliveries - 1} deliveries: the workers that held it died")
@@ -207,6 +207,8 @@ class TaskConsumer:
             except RewardError as error:
                 log.warning("unit failed", task=self._task, unit=unit.unit_id, attempt=attempt, reason=str(error))
                 failure = error
+                if isinstance(error, RewardTimeoutError):
+                    break
         raise failure
 
     async def _give_up(self, delivery: Delivery, unit: Unit, reason: str) -> None:

@@ -1,10 +1,11 @@
 """The child process that runs rewards: reads requests from its stdin, writes answers to its stdout, both framed.
 
     frame = length (4 bytes, big-endian) | MessagePack
-    parent: RewardSpec once, then a ScoreRequest at a time;  child: Ready once, then an answer to each
+    parent: Setup once, then a ScoreRequest at a time;  child: Ready once, then Scores to each
 
-Started by sandbox.py as ``python -m workers.scoring.reward_process``. What a reward prints goes to stderr. One that
-does not come back is ended by faulthandler's own thread, which needs no GIL and prints where it hangs.
+Started by reward_pool.py as ``python -m workers.scoring.reward_process``, in a jail where that works (jail.py). What a
+reward prints goes to stderr. One that does not come back is ended by faulthandler's own thread, which needs no GIL and
+prints where it hangs.
 
 Owns: nothing that outlives a request. Invariant: every request is answered, or the process ends.
 """
@@ -13,32 +14,39 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import sys
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
 from transport.types import Struct
 from workers.errors import RewardError, RewardSetupError
-from workers.scoring.rewards import Reward, RewardSpec, Scorer, build_reward, read_entry
+from workers.scoring.jail import confine
+from workers.scoring.rewards import Reward, RewardSpec, Scorer, UserReward, build_reward, read_entry
 from workers.scoring.text_guard import forbid_code_from_text
 
 
 class Setup(Struct, frozen=True, kw_only=True):
-    """timeout_s: of one reward.  memory_bytes: address space of the child."""
+    """timeout_s: of one request.  memory_bytes: address space of the child.  jailed: whether it is in a jail."""
 
     spec: RewardSpec
     timeout_s: float
     memory_bytes: int
+    jailed: bool = False
 
 
-class ScoreRequest(Struct, frozen=True, kw_only=True):
+class Sample(Struct, frozen=True, kw_only=True):
     """entry: the column TASK_ENTRY as it is."""
 
     prompt: str
     response: str
     entry: bytes
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """Several samples only where the child is ``Ready`` for batches."""
+
+    samples: list[Sample]
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag=True):
@@ -48,11 +56,22 @@ class Failed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag=True):
-    """The reward is imported."""
+    """The reward is imported. takes_batches: one call may score several samples."""
+
+    takes_batches: bool = False
 
 
 class Scored(Struct, frozen=True, kw_only=True, tag=True):
     reward: Reward
+
+
+Result: TypeAlias = Scored | Failed
+
+
+class Scores(Struct, frozen=True, kw_only=True, tag=True):
+    """One for each sample of the request, in their order."""
+
+    results: list[Result]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,8 +87,7 @@ def main() -> None:
     """Serve until stdin ends."""
     requests, answers = _take_over_streams()
     setup = msgspec.msgpack.decode(_read(requests), type=Setup)
-    resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
     if setup.spec.path:
         sys.path.append(setup.spec.path)  # last: a file of the user's never takes the place of a library
     try:
@@ -79,21 +97,32 @@ def main() -> None:
         return
     if not setup.spec.function:
         forbid_code_from_text()
-    answers.write(frame(Ready()))
+    answers.write(frame(Ready(takes_batches=isinstance(scorer, UserReward) and scorer.takes_batches)))
     while raw := _read(requests):
         answers.write(frame(_answer(scorer, _request_decoder.decode(raw), setup.timeout_s)))
 
 
-def _answer(scorer: Scorer, request: ScoreRequest, timeout_s: float) -> Scored | Failed:
+def _answer(scorer: Scorer, request: ScoreRequest, timeout_s: float) -> Scores:
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
     try:
-        return Scored(reward=scorer(request.prompt, request.response, read_entry(request.entry)))
+        return Scores(results=_results(scorer, request.samples))
     except RewardError as error:
-        return Failed(reason=str(error))
+        return _all_failed(request, str(error))
     except (Exception, SystemExit) as error:  # the guard of one unit: foreign code may raise anything
-        return Failed(reason=f"the reward raised {type(error).__name__}: {error}"[:500])
+        return _all_failed(request, f"the reward raised {type(error).__name__}: {error}"[:500])
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _results(scorer: Scorer, samples: list[Sample]) -> list[Result]:
+    if isinstance(scorer, UserReward) and scorer.takes_batches:
+        scored = scorer.score_batch([(one.prompt, one.response, read_entry(one.entry)) for one in samples])
+        return [Failed(reason=str(one)) if isinstance(one, RewardError) else Scored(reward=one) for one in scored]
+    return [Scored(reward=scorer(one.prompt, one.response, read_entry(one.entry))) for one in samples]
+
+
+def _all_failed(request: ScoreRequest, reason: str) -> Scores:
+    return Scores(results=[Failed(reason=reason) for _ in request.samples])
 
 
 def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:

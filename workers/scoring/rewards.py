@@ -1,25 +1,27 @@
 """Rewards: what one response is worth, with named components.
 
     own verifier     a grader of the task, reasoning_gym's or ours, or a comparison with the entry's answer (jsonl, hf)
-    user's function  ``module:function``, called ``function(prompt, response, entry)``
+    user's function  ``module:function``, called with one response or with a batch of them (UserReward)
 
 The own verifiers pay 1 for a right answer, ``well_formed_reward`` for a wrong one in the asked form, else 0, so that a
 model that cannot do the task yet has a first step to climb.
 
 Owns: extraction, verification, the meaning of what a user's function returns. Never: processes, time limits
-(sandbox.py). Invariant: a reward is a finite number or a RewardError, never a silent zero.
+(reward_pool.py). Invariant: a reward is a finite number or a RewardError, never a silent zero.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -34,7 +36,7 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
     """Which reward to build.
 
     function: "module:function", checked against the worker's own command line.  path: directory of its module, from
-    there too; "": only what is installed is found.
+    there too; "": only what is installed is found.  executes_answers: it runs what a model wrote.
     """
 
     source: Literal["reasoning_gym", "jsonl", "hf"]
@@ -44,6 +46,7 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
     well_formed_reward: float
     function: str = ""
     path: str = ""
+    executes_answers: bool = False
 
 
 class Reward(Struct, frozen=True, kw_only=True):
@@ -80,6 +83,7 @@ def reward_spec(settings: Settings, allowed: str, path: str = "") -> RewardSpec:
         well_formed_reward=settings.scoring.well_formed_reward,
         function=wanted,
         path=path,
+        executes_answers=settings.scoring.executes_answers,
     )
 
 
@@ -209,7 +213,71 @@ def _answer_grade() -> Grade:
 # --- user's functions -------------------------------------------------------------------------------------------------
 
 
-def _user_reward(name: str, path: str) -> Scorer:
+class UserReward:
+    """A function of the user's: ``function(prompt, response, entry)``, or ``function(prompts, responses, entries)``.
+
+    Which of the two is told by the names of its parameters. The second returns a list, one reward for each response.
+    An ``async`` function is awaited, in an event loop that lasts as long as this process.
+    Raises (constructor): RewardSetupError: it can be called in neither way.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name = name
+        self._function = function
+        self._runner = asyncio.Runner()
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # one written in C
+            signature = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)])
+        self.takes_batches = set(signature.parameters) >= BATCH
+        try:
+            signature.bind(**dict.fromkeys(BATCH)) if self.takes_batches else signature.bind("", "", {})
+        except TypeError as error:
+            raise RewardSetupError(
+                f"reward {name!r} has the parameters {signature}: {error}. It is called (prompt, response, entry), or "
+                "for a batch (prompts, responses, entries)"
+            ) from error
+
+    def __call__(self, prompt: str, response: str, entry: Entry) -> Reward:
+        if not self.takes_batches:
+            return read_reward(self._call(prompt, response, dict(entry)))
+        (one,) = self.score_batch([(prompt, response, entry)])
+        if isinstance(one, RewardError):
+            raise one
+        return one
+
+    def score_batch(self, samples: Sequence[tuple[str, str, Entry]]) -> list[Reward | RewardError]:
+        """One call for all. Raises RewardError where it returns something else than a list of as many."""
+        result = self._call(
+            prompts=[prompt for prompt, _, _ in samples],
+            responses=[response for _, response, _ in samples],
+            entries=[dict(entry) for _, _, entry in samples],
+        )
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(samples):
+            raise RewardError(f"the reward function returned {result!r:.60} for {len(samples)} responses, not a list")
+        return [_read_one(one) for one in cast("Sequence[object]", result)]
+
+    def _call(self, *arguments: Any, **named: Any) -> object:
+        result = self._function(*arguments, **named)
+        return self._runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+BATCH = {"prompts", "responses", "entries"}
+"""Parameters of a function that takes a batch."""
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def _read_one(result: object) -> Reward | RewardError:
+    try:
+        return read_reward(result)
+    except RewardError as error:
+        return error
+
+
+def _user_reward(name: str, path: str) -> UserReward:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -220,7 +288,7 @@ def _user_reward(name: str, path: str) -> Scorer:
         ) from error
     if not callable(function):
         raise RewardSetupError(f"reward {name!r} is not a function")
-    return lambda prompt, response, entry: read_reward(function(prompt, response, dict(entry)))
+    return UserReward(name, function)
 
 
 def read_reward(result: object) -> Reward:

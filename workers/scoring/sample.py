@@ -1,6 +1,6 @@
 """The task "reward": one sample's tokens become text, its text a reward.
 
-Owns: detokenisation and the two columns a reward has. Never: the reward itself (rewards.py in a child of sandbox.py).
+Owns: detokenisation and the two columns a reward has. Never: the reward itself (reward_pool.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 
 class Scores(Protocol):
-    """What computes rewards (sandbox.RewardSandbox)."""
+    """What computes rewards (reward_pool.RewardPool)."""
 
     async def score(self, prompt: str, response: str, entry: bytes) -> Reward: ...
 

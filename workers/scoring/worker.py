@@ -21,9 +21,9 @@ from transport.types import WorkerId
 from workers.lifecycle import Activity
 from workers.scoring.advantages import AdvantageTask
 from workers.scoring.consumer import BusyMeter, Handle, TaskConsumer
+from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import reward_spec
 from workers.scoring.sample import Detokenize, RewardTask, load_detokenizer
-from workers.scoring.sandbox import RewardSandbox
 
 REWARD_PROCESSES = 2
 """A reward that hangs blocks one of them; rewards are cheap beside generation, so more would idle."""
@@ -59,14 +59,14 @@ class ScoringWorker:
         self._clock = clock
         self._meter = BusyMeter(clock)
         spec = reward_spec(settings, allowed_reward, reward_path)
-        self._sandbox = RewardSandbox(spec, timeout_s=settings.scoring.timeout_s, processes=REWARD_PROCESSES)
+        self._pool = RewardPool.of(settings, spec, processes=REWARD_PROCESSES)
         self._consumers: dict[str, TaskConsumer] = {}
 
     async def run(self) -> None:
         """Score until cancelled. Raises RewardSetupError, ModelError; the broker's errors when it stays away."""
         try:
             _, detokenize = await asyncio.gather(
-                self._sandbox.start(), asyncio.to_thread(load_detokenizer, self._model_dir)
+                self._pool.start(), asyncio.to_thread(load_detokenizer, self._model_dir)
             )
             self._consumers = {
                 task: self._consumer(task, handle) for task, handle in (await self._tasks(detokenize)).items()
@@ -77,12 +77,12 @@ class ScoringWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            await self._sandbox.close()
+            await self._pool.close()
 
     async def _tasks(self, detokenize: Detokenize) -> dict[str, Handle]:
         settings = self._settings
         tasks: dict[str, Handle] = {
-            "reward": RewardTask(self._rows, self._worker_id, self._sandbox, detokenize),
+            "reward": RewardTask(self._rows, self._worker_id, self._pool, detokenize),
             "advantages": AdvantageTask(
                 self._rows,
                 self._worker_id,
@@ -114,6 +114,7 @@ class ScoringWorker:
     def activity(self) -> Activity:
         counters = {f"{task}_done": float(consumer.done) for task, consumer in self._consumers.items()}
         counters["given_up"] = float(sum(consumer.given_up for consumer in self._consumers.values()))
-        counters["reward_failures"] = float(self._sandbox.failures)
+        counters["reward_failures"] = float(self._pool.failures)
+        counters["jailed"] = float(self._pool.jailed)
         doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
         return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)

@@ -1,0 +1,153 @@
+"""What a reward that executes hostile code reaches: with the jail nothing, without it not the worker's environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.fakes.unscored_group import settings_for
+from workers.errors import RewardSetupError
+from workers.scoring import jail
+from workers.scoring.jail import BUBBLEWRAP, clean_environment, hide_from_children
+from workers.scoring.reward_pool import RewardPool
+from workers.scoring.rewards import Reward, RewardSpec, reward_spec
+
+needs_bubblewrap = pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")
+SECRET = "hush-hush-hush"
+
+
+@pytest.fixture
+def reward_dir(tmp_path: Path) -> Path:
+    """A user's directory: a reward, and a run beside it."""
+    shutil.copy(Path(__file__).parents[1] / "fakes" / "rewards.py", tmp_path / "mine.py")
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "broker.password").write_text(SECRET)
+    return tmp_path
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def spec_of(directory: Path, reward: str, *, executes: bool = False) -> RewardSpec:
+    spec = reward_spec(settings_for(f"mine:{reward}"), f"mine:{reward}", str(directory))
+    return msgspec.structs.replace(spec, executes_answers=executes)
+
+
+async def attempts(made: RewardPool, entry: dict[str, object]) -> dict[str, float]:
+    await made.start()
+    try:
+        return (await made.score("", "", json.dumps(entry).encode())).components
+    finally:
+        await made.close()
+
+
+def targets(directory: Path, port: int) -> dict[str, object]:
+    elsewhere = directory.with_name(directory.name + "-elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / "file").write_text(SECRET)
+    run = directory / "runs" / "x" / "broker.password"
+    program = Path("/proc/self/cmdline").read_text()
+    return {"secret": SECRET, "port": port, "program": program, "file": str(elsewhere / "file"), "run": str(run)}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("executes", [False, True])
+async def test_nothing_leads_out_of_the_jail(
+    reward_dir: Path, listener: int, monkeypatch: pytest.MonkeyPatch, executes: bool
+) -> None:
+    monkeypatch.setenv("STREAMRL_BROKER_PASSWORD", SECRET)
+    made = RewardPool(
+        spec_of(reward_dir, "escapes", executes=executes),
+        timeout_s=30.0,
+        processes=1,
+        hidden=[reward_dir / "runs"],
+        environment=["STREAMRL_BROKER_PASSWORD"],  # named by mistake
+    )
+    succeeded = await attempts(made, targets(reward_dir, listener))
+    assert len(succeeded) == 14
+    root_is_not_limited = {"processes"} if os.getuid() == 0 else set[str]()  # by Linux; they end with the time limit
+    assert {name for name, value in succeeded.items() if value} <= root_is_not_limited
+    assert made.jailed
+
+
+def _attempts_without_jail(directory: Path, port: int, found: multiprocessing.SimpleQueue[dict[str, float]]) -> None:
+    """As the worker does it, which keeps the secret in its environment."""
+    os.environ["STREAMRL_BROKER_PASSWORD"] = SECRET
+    hide_from_children()
+    made = RewardPool(spec_of(directory, "escapes"), timeout_s=30.0, processes=1, jailed=False)
+    found.put(asyncio.run(attempts(made, targets(directory, port))))
+
+
+def test_without_a_jail_the_environment_and_the_limits_still_hold(
+    reward_dir: Path, listener: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_BROKER_PASSWORD", SECRET)  # so that it is in what /proc shows of the child
+    context = multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    worker = context.Process(target=_attempts_without_jail, args=(reward_dir, listener, found))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+    succeeded = found.get()
+    held = ("environment", "environment of others", "core dumps", "memory", "namespaces")
+    assert [name for name in held if succeeded[name]] == []
+    reached = ("network", "read", "processes of others")
+    assert [succeeded[name] for name in reached] == [1.0] * 3, "or the docs say too little"
+
+
+async def test_a_reward_that_executes_answers_is_refused_without_the_jail(
+    reward_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jail, "BUBBLEWRAP", "no-such-bwrap")
+    executing = RewardPool(spec_of(reward_dir, "length", executes=True), timeout_s=5.0)
+    with pytest.raises(RewardSetupError, match=r"executes what a model wrote.*apt-get install bubblewrap"):
+        await executing.start()
+    reading = RewardPool(spec_of(reward_dir, "length"), timeout_s=5.0)
+    await reading.start()
+    await reading.close()
+    assert not reading.jailed
+
+
+@needs_bubblewrap
+async def test_a_jail_that_cannot_be_made_is_told_with_bubblewraps_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a default container: bubblewrap is there, user namespaces are not."""
+    refusing = tmp_path / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(jail, "BUBBLEWRAP", str(refusing))
+    assert (
+        "No permissions to create new namespace (it needs unprivileged user namespaces" in await jail.Jail().why_not()
+    )
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("executes", "told"), [(True, 0.0), (False, 1.0)])
+async def test_an_answer_that_is_executed_leaves_nothing_to_the_next(
+    reward_dir: Path, executes: bool, told: float
+) -> None:
+    made = RewardPool(spec_of(reward_dir, "remembers", executes=executes), timeout_s=5.0, processes=1)
+    await made.start()
+    try:
+        await made.score("", "first", b"{}")
+        assert await made.score("", "second", b"{}") == Reward(value=told)
+    finally:
+        await made.close()
+
+
+def test_no_secret_of_ours_is_handed_on_by_name() -> None:
+    environ = {"PATH": "/bin", "OPENAI_API_KEY": "k", "STREAMRL_SECRET": "s", "OTHER": "o"}
+    assert clean_environment(environ, ["OPENAI_API_KEY", "STREAMRL_SECRET"]) == {"PATH": "/bin", "OPENAI_API_KEY": "k"}

@@ -1,0 +1,240 @@
+"""The child process that runs a reward: what it does harms only itself, and it outlives nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.fakes.unscored_group import settings_for
+from workers.errors import RewardError, RewardSetupError
+from workers.scoring.jail import BUBBLEWRAP
+from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_process import Sample
+from workers.scoring.rewards import Reward, reward_spec
+
+ROOT = str(Path(__file__).parents[2])
+"""Where ``tests.fakes.rewards`` lies."""
+JAILED = pytest.mark.parametrize(
+    "jailed",
+    [
+        pytest.param(True, marks=pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")),
+        False,
+    ],
+    ids=["jailed", "unjailed"],
+)
+
+
+@asynccontextmanager
+async def pool(
+    reward: str = "as_told", *, timeout_s: float = 5.0, processes: int = 1, jailed: bool = False, **changes: object
+) -> AsyncIterator[RewardPool]:
+    name = f"tests.fakes.rewards:{reward}"
+    spec = msgspec.structs.replace(reward_spec(settings_for(name), name, ROOT), **changes)
+    made = RewardPool(spec, timeout_s=timeout_s, processes=processes, jailed=jailed)
+    await made.start()
+    assert made.jailed == jailed
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def told(do: str = "") -> bytes:
+    return json.dumps({"do": do}).encode()
+
+
+@JAILED
+@pytest.mark.parametrize(
+    ("do", "reason"),
+    [
+        ("leak", "MemoryError"),
+        ("exit", "SystemExit"),
+        ("exit hard", "ended with 3"),
+        ("die", "ended with -9"),
+        ("hang", r"longer than 0\.5 s"),
+    ],
+)
+async def test_a_reward_harms_only_itself(do: str, reason: str, jailed: bool) -> None:
+    async with pool(timeout_s=0.5, jailed=jailed) as rewards:
+        with pytest.raises(RewardError, match=reason):
+            await rewards.score("", "x", told(do))
+        assert await rewards.score("", "x", told()) == Reward(value=1.0)
+
+
+async def test_what_a_reward_prints_or_reads_is_not_the_conversation() -> None:
+    async with pool() as rewards:
+        assert await rewards.score("", "x", told("write")) == Reward(value=1.0)
+        assert await rewards.score("", "x", told("read")) == Reward(value=0.0)
+
+
+@JAILED
+async def test_a_killed_child_is_replaced(jailed: bool) -> None:
+    async with pool(jailed=jailed) as rewards:
+        (pid,) = rewards.pids()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RewardError, match="ended with -9"):
+            await rewards.score("", "x", told())
+        assert await rewards.score("", "x", told()) == Reward(value=1.0)
+        assert rewards.pids() != [pid]
+
+
+def start_a_reward_and_die(hanging: bool, jailed: bool, pids: multiprocessing.SimpleQueue[int]) -> None:
+    async def work() -> None:
+        async with pool(timeout_s=2.0, jailed=jailed) as rewards:
+            pids.put(rewards.pids()[0])
+            if hanging:
+                asyncio.create_task(rewards.score("", "x", told("hang")))  # noqa: RUF006 the process ends first
+                await asyncio.sleep(0.2)  # the child has begun to hang, or will
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(work())
+
+
+@JAILED
+@pytest.mark.parametrize("hanging", [False, True], ids=["idle", "hanging"])
+def test_the_child_of_a_killed_worker_ends_by_itself(hanging: bool, jailed: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    pids = context.SimpleQueue()
+    worker = context.Process(target=start_a_reward_and_die, args=(hanging, jailed, pids))
+    worker.start()
+    pid = pids.get()
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=60)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_cancelled_score_leaves_no_answer_for_the_next() -> None:
+    async with pool(timeout_s=30.0) as rewards:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await rewards.score("", "x", told("hang"))
+        assert await rewards.score("", "x", told()) == Reward(value=1.0)
+
+
+async def test_a_hanging_reward_does_not_stop_the_others() -> None:
+    async with pool(timeout_s=3.0, processes=2) as rewards:
+        hanging = asyncio.create_task(rewards.score("", "x", told("hang")))
+        for _ in range(50):
+            assert await rewards.score("", "x", told()) == Reward(value=1.0)
+        assert not hanging.done()
+        with pytest.raises(RewardError, match="longer than"):
+            await hanging
+
+
+async def test_an_own_verifier_scores_in_its_child() -> None:
+    rewards = RewardPool(reward_spec(settings_for(), ""), timeout_s=20.0, processes=1)
+    await rewards.start()
+    try:
+        for answer, value in (("\\frac{1}{2}", 1.0), ("\\frac{2}{4}", 1.0), ("0.5", 1.0), ("1/3", 0.1)):
+            assert (await rewards.score("", f"Answer: {answer}", b'{"answer": "\\\\frac{1}{2}"}')).value == value, (
+                answer
+            )
+    finally:
+        await rewards.close()
+
+
+# --- how a function may be written ------------------------------------------------------------------------------------
+
+
+async def test_an_async_function_is_awaited() -> None:
+    async with pool("awaited") as rewards:
+        assert await rewards.score("", "four", told()) == Reward(value=4.0)
+
+
+async def test_a_batch_goes_in_one_call_and_each_of_it_has_its_own_result() -> None:
+    async with pool("in_batches") as rewards:
+        texts = ["a", "bb", "none", "dddd"]
+        results = await asyncio.gather(
+            *(rewards.score("", text, told()) for text in ["first", *texts]), return_exceptions=True
+        )
+    assert isinstance(results[3], RewardError)
+    assert [result.value for result in results[1:] if isinstance(result, Reward)] == [1.0, 2.0, 4.0]
+    assert isinstance(results[1], Reward)
+    assert results[1].components["together"] == 4.0
+
+
+async def test_a_batch_may_be_async_and_its_parameters_in_any_order() -> None:
+    async with pool("awaited_batch") as rewards:
+        assert await rewards.score("", "x", told()) == Reward(value=1.0)
+
+
+async def test_a_batch_that_returns_another_number_of_results_fails_by_name() -> None:
+    async with pool("too_few") as rewards:
+        first, *others = await asyncio.gather(
+            *(rewards.score("", "x", told()) for _ in range(3)), return_exceptions=True
+        )
+    assert first == Reward(value=1.0)
+    assert all(isinstance(other, RewardError) and "for 2 responses" in str(other) for other in others)
+
+
+# --- tried before the run ---------------------------------------------------------------------------------------------
+
+
+def trial(*do: str) -> list[Sample]:
+    return [Sample(prompt="", response="x", entry=told(one)) for one in do]
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"), [("none", "NoneType"), ("nan", "nan"), ("text", "not a number"), ("raise", "KeyError")]
+)
+async def test_a_reward_that_computes_nothing_is_named_before_the_run(do: str, reason: str) -> None:
+    name = "tests.fakes.rewards:as_told"
+    made = RewardPool(reward_spec(settings_for(name), name, ROOT), timeout_s=5.0, jailed=False)
+    try:
+        with pytest.raises(RewardSetupError, match=f"tried on 2 rows of the data and computed nothing: .*{reason}"):
+            await made.start(trial(do, do))
+        await made.start(trial(do, ""))
+    finally:
+        await made.close()
+
+
+async def test_a_function_that_cannot_be_called_is_named_with_its_parameters() -> None:
+    with pytest.raises(RewardSetupError, match=r"parameters \(prompt: .*It is called \(prompt, response, entry\)"):
+        async with pool("two_parameters"):
+            pass
+
+
+# --- hostile mathematics ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^{9^{9}}}}",
+        "\\int_0^{10^9} \\sin(x^{x^{x}})^{999} dx",
+        "\\prod_{k=1}^{10^9} \\sum_{n=1}^{10^9} \\frac{k^n}{n^k}",
+        "(" * 3000,
+        "\\sqrt{" * 500 + "2" + "}" * 500,
+        "\\frac{1}{" * 200 + "2" + "}" * 200,
+        "{x_1}^{" * 100,
+        "7" * 20000,
+        "\\binom{10^{12}}{10^{11}}",
+    ],
+)
+async def test_hostile_mathematics_ends_at_the_limit(answer: str) -> None:
+    rewards = RewardPool(reward_spec(settings_for(), ""), timeout_s=1.0, processes=1)
+    await rewards.start()
+    entry = json.dumps({"answer": "\\frac{1}{2}"}).encode()
+    try:
+        began_s = time.monotonic()
+        with contextlib.suppress(RewardError):
+            assert (await rewards.score("", f"Answer: {answer}", entry)).value < 1
+        assert time.monotonic() - began_s < 30, "a second, a second of grace, and a busy machine"
+        assert (await rewards.score("", "Answer: \\frac{1}{2}", entry)).value == 1.0
+    finally:
+        await rewards.close()

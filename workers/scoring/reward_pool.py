@@ -1,0 +1,316 @@
+"""Keeps rewards out of the worker: child processes with limits of time and memory, started again when they die.
+
+    own verifiers, rewards that read text    in a jail where it works here, else with limits and a clean environment
+    a reward that executes what a model wrote   in a jail of its own for each answer, or it is refused
+
+A reward may raise, hang, leak, print or crash; the worker goes on and the unit fails by name. The children persist, so
+a reward costs a message there and back (well under 1 ms), not a process. What the jail holds is said in jail.py; what
+there is without it protects from mistakes and keeps the worker's environment to itself, and is no protection from code.
+
+Owns: the children, and which samples share a call. Never: delivery, retries (consumer.py). Invariant: ``score`` ends
+within its limit plus GRACE_S, once it has a child, with a Reward or a RewardError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import msgspec
+import structlog
+
+from transport.programs import python_module
+from transport.settings import Settings
+from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
+from workers.scoring.jail import Jail, clean_environment
+from workers.scoring.reward_process import Failed, Ready, Sample, Scored, ScoreRequest, Scores, Setup, frame
+from workers.scoring.rewards import Reward, RewardSpec
+
+log = structlog.get_logger(__name__)
+
+STARTUP_S = 120.0
+"""Importing reasoning_gym takes 2-3 s of CPU; on a machine with ten busy processes and a cold disk, much more."""
+GRACE_S = 1.0
+"""The child ends itself at the limit (and says where it hung); this much later it is killed."""
+MEMORY_BYTES = 4 * 1024**3
+"""Address space of a child; reasoning_gym and what it imports take .4 GiB of it."""
+MAX_ANSWER_BYTES = 1024 * 1024
+MAX_BATCH = 16
+"""Samples in one call of a reward that takes a batch: as many as a worker holds (worker.AT_ONCE)."""
+
+_Unit: TypeAlias = tuple[Sample, asyncio.Future[Reward]]
+Answer: TypeAlias = Ready | Scores | Failed
+_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(cast("type[Answer]", Answer))
+
+
+class RewardChild:
+    """One child process, alive or not; one request at a time.
+
+    jail: what it is started in, None where there is none.  allowed: names of variables that it gets.
+    """
+
+    def __init__(self, setup: Setup, jail: Jail | None = None, allowed: Sequence[str] = ()) -> None:
+        self._setup = setup
+        self._jail = jail
+        self._allowed = allowed
+        self._process: Process | None = None
+        self.takes_batches = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the child and wait until the reward is imported. Raises RewardSetupError if it cannot be."""
+        environment = clean_environment(os.environ, self._allowed)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment["OMP_NUM_THREADS"] = "1"
+        command = python_module("workers.scoring.reward_process")
+        if self._jail is not None:
+            command = self._jail.command(command)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True
+        )
+        try:
+            answer = await self._exchange(self._setup, STARTUP_S)
+        except TimeoutError:
+            await self.kill()
+            raise RewardSetupError(f"the reward was not ready after {STARTUP_S:.0f} s") from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self._ended()
+            raise RewardSetupError(f"the reward's process ended with {code} before it was ready") from None
+        match answer:
+            case Ready(takes_batches=takes_batches):
+                self.takes_batches = takes_batches
+            case Failed(reason=reason):
+                await self.kill()
+                raise RewardSetupError(reason)
+            case Scores():
+                await self.kill()
+                raise RewardSetupError("the reward's process answered with nonsense")
+
+    async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
+        """One call. Raises RewardError where it failed as a whole; the child is then alive only if it answered."""
+        if self._process is None:
+            await self.start()
+        started_s = time.monotonic()
+        try:
+            answer = await self._exchange(ScoreRequest(samples=list(samples)), self._setup.timeout_s + GRACE_S)
+        except TimeoutError:
+            await self.kill()
+            raise self._too_slow() from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self._ended()
+            if time.monotonic() - started_s >= self._setup.timeout_s:
+                raise self._too_slow() from None
+            raise RewardError(f"the reward's process ended with {code}") from None
+        except msgspec.MsgspecError as error:
+            await self.kill()
+            raise RewardError(f"the reward's process answered with nonsense: {error}") from None
+        except asyncio.CancelledError:
+            await self.kill()  # its answer would be taken for that to the next request
+            raise
+        if not isinstance(answer, Scores) or len(answer.results) != len(samples):
+            await self.kill()
+            raise RewardError("the reward's process answered with nonsense")
+        return [one.reward if isinstance(one, Scored) else RewardError(one.reason) for one in answer.results]
+
+    def _too_slow(self) -> RewardTimeoutError:
+        return RewardTimeoutError(f"the reward took longer than {self._setup.timeout_s:g} s (scoring.timeout_s)")
+
+    async def _exchange(self, message: msgspec.Struct, limit_s: float) -> Answer:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
+        async with asyncio.timeout(limit_s):
+            process.stdin.write(frame(message))
+            await process.stdin.drain()
+            length = int.from_bytes(await process.stdout.readexactly(4), "big")
+            if length > MAX_ANSWER_BYTES:
+                raise msgspec.DecodeError(f"an answer of {length} bytes")
+            return _decoder.decode(await process.stdout.readexactly(length))
+
+    async def _ended(self) -> int | None:
+        """The exit code of a child that closed its stream: its own, if it ends by itself."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+        return await self.kill()
+
+    async def kill(self) -> int | None:
+        """End the child and what it started. Returns its exit code (negative: the signal), None when there was none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # in a jail all ends with bubblewrap
+        if process.stdin is not None:
+            process.stdin.close()
+        code = await process.wait()
+        return 128 - code if self._jail is not None and code > 128 else code  # as bubblewrap tells a signal
+
+
+class RewardPool:
+    """A few children that take requests in turn.
+
+    timeout_s: of one call.  processes: children; a hanging reward blocks one of them until its limit.
+    jailed: whether a jail may be used. Without it a reward that executes answers is refused.
+    """
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        timeout_s: float,
+        processes: int = 2,
+        memory_bytes: int = MEMORY_BYTES,
+        jailed: bool = True,
+        hidden: Sequence[Path] = (),
+        environment: Sequence[str] = (),
+    ) -> None:
+        path = str(Path(spec.path).resolve()) if spec.path else ""
+        self._spec = msgspec.structs.replace(spec, path=path)
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._wants_jail = jailed
+        self._hidden = tuple(hidden)
+        self._environment = tuple(environment)
+        self._num_processes = processes
+        self._children: list[RewardChild] = []
+        self._free: asyncio.LifoQueue[RewardChild] = asyncio.LifoQueue()
+        self._waiting: list[_Unit] = []
+        self.failures = 0
+        self.jailed = False
+        """Whether the children are in a jail; known once started."""
+
+    @classmethod
+    def of(cls, settings: Settings, spec: RewardSpec, *, processes: int) -> RewardPool:
+        """As the run says. A reward that this machine's owner did not write is jailed whatever the run says."""
+        return cls(
+            spec,
+            timeout_s=settings.scoring.timeout_s,
+            processes=processes,
+            jailed=settings.scoring.jail == "auto" or not spec.function,
+            hidden=[Path(settings.run.dir).resolve()],
+            environment=settings.scoring.environment if spec.function else (),
+        )
+
+    async def start(self, trial: Sequence[Sample] = ()) -> None:
+        """Start the first child and score ``trial`` with it; others start when needed.
+
+        Raises RewardSetupError: the reward cannot be built, may not run here, or computes nothing for any of ``trial``.
+        """
+        jail = await self._find_jail()
+        setup = Setup(
+            spec=self._spec, timeout_s=self._timeout_s, memory_bytes=self._memory_bytes, jailed=jail is not None
+        )
+        self.jailed = jail is not None
+        self._children = [RewardChild(setup, jail, self._environment) for _ in range(self._num_processes)]
+        try:
+            await self._children[0].start()
+            await self._try(trial)
+        except RewardSetupError:
+            await self.close()
+            raise
+        for child in reversed(self._children):
+            self._free.put_nowait(child)
+
+    async def _find_jail(self) -> Jail | None:
+        """Where rewards run. Raises RewardSetupError for one that executes answers where there is no jail."""
+        path = self._spec.path
+        jail = Jail(
+            readable=(Path(path),) if path else (),
+            hidden=tuple(one for one in self._hidden if path and one.is_relative_to(path) and one != Path(path)),
+        )
+        reason = await jail.why_not() if self._wants_jail else 'scoring.jail is "off"'
+        if not reason:
+            return jail
+        if self._spec.executes_answers:
+            raise RewardSetupError(
+                f"reward {self._spec.function!r} executes what a model wrote (scoring.executes_answers), and there is "
+                f"no jail for it here: {reason}"
+            )
+        log.warning("rewards run without a jail: limits and a clean environment only", reason=reason)
+        return None
+
+    async def _try(self, trial: Sequence[Sample]) -> None:
+        """Some rows may be hard; a reward that computes nothing for any of them will compute nothing at all."""
+        failures: list[str] = []
+        for sample in trial:
+            try:
+                (result,) = await self._children[0].score([sample])
+            except RewardError as error:
+                result = error
+            if not isinstance(result, RewardError):
+                return
+            failures.append(str(result))
+        if failures:
+            raise RewardSetupError(
+                f"reward {self._spec.function or '(own verifier)'!r} was tried on {len(failures)} rows of the data and "
+                f"computed nothing: {failures[0]}"
+            )
+
+    async def score(self, prompt: str, response: str, entry: bytes) -> Reward:
+        """Compute one reward in a child, together with others that wait where it takes a batch. Raises RewardError."""
+        mine: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        unit = (Sample(prompt=prompt, response=response, entry=entry), mine)
+        self._waiting.append(unit)
+        try:
+            child = await self._free.get()
+            try:
+                if unit in self._waiting:  # else it goes along with another one
+                    await self._call(child, unit)
+            finally:
+                self._free.put_nowait(child)
+            return await mine
+        except RewardError:
+            self.failures += 1
+            raise
+        finally:
+            if unit in self._waiting:
+                self._waiting.remove(unit)
+            mine.cancel()
+
+    async def _call(self, child: RewardChild, first: _Unit) -> None:
+        """Score one, and what waits beside it where the reward takes a batch; each hears of it, whatever happens."""
+        others = [unit for unit in self._waiting if unit is not first]
+        one_by_one = not child.takes_batches or self._spec.executes_answers
+        taken = [first] if one_by_one else [first, *others[: MAX_BATCH - 1]]
+        self._waiting = [unit for unit in self._waiting if unit not in taken]
+        try:
+            results = await child.score([sample for sample, _ in taken])
+            for (_, future), result in zip(taken, results, strict=True):
+                _tell(future, result)
+        except RewardError as error:
+            for _, future in taken:
+                _tell(future, type(error)(str(error)))
+        finally:
+            for _, future in taken:
+                _tell(future, RewardError("the call for it was given up"))
+            if self._spec.executes_answers:
+                await child.kill()  # what an answer left behind is not there for the next one
+
+    def pids(self) -> list[int]:
+        """Processes of the children that are alive as far as we know."""
+        return [child.pid for child in self._children if child.pid is not None]
+
+    async def close(self) -> None:
+        for child in self._children:
+            await child.kill()
+
+
+def _tell(future: asyncio.Future[Reward], result: Reward | RewardError) -> None:
+    if future.done():
+        return
+    if isinstance(result, RewardError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
