@@ -33,7 +33,7 @@ def test_a_stopped_orchestrator_that_goes_on_after_resume_harms_nothing(tmp_path
         run.interrupt(signal.SIGKILL)
         assert run.wait_for_end() == -signal.SIGKILL
         run.start("--resume")
-        run.wait_until(lambda: run.child("orchestrator", "serve").pid != old, "a new orchestrator")
+        run.wait_until(lambda: bool(set(run.survivors("orchestrator", "serve")) - {old}), "a new orchestrator")
         run.resume_stopped(old)
         check_emulated(run)
 

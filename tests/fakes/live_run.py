@@ -205,9 +205,9 @@ class LiveRun:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen[pid].send_signal(signal.SIGCONT)
 
-    def survivors(self) -> list[int]:
-        """Processes of the run that are still alive."""
-        return [pid for pid, process in self._seen.items() if _matches(process, ())]
+    def survivors(self, *words: str) -> list[int]:
+        """Processes of the run that are still alive, with all of ``words`` in their command line."""
+        return [pid for pid, process in self._seen.items() if _matches(process, words)]
 
 
 def _matches(process: psutil.Process, words: Sequence[str]) -> bool:

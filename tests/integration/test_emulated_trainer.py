@@ -85,6 +85,21 @@ async def test_it_tells_what_a_trainer_tells_and_goes_on_from_its_checkpoint(run
     assert published == [(1, 0), (1, 1), (2, 1), (2, 2)]
 
 
+async def test_a_trainer_stays_until_its_last_word_is_heard_and_says_it_again_to_a_broker_that_lost_it(run: TrainerRun):
+    await run.broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+    await run.send_batch(0)
+    await run.finish()
+    before = run.server.snapshot()
+    training = asyncio.create_task(train(run))
+    await run.until_told(CheckpointSaved)
+    run.server.restore(before)
+    await run.until_told(CheckpointSaved)
+    assert [type(event) for event in await run.told(StepDone, CheckpointSaved)] == [StepDone, CheckpointSaved]
+    assert not training.done()
+    await run.broker.put_meta(keys.STATE, keys.STATE_FINISHED)
+    await training
+
+
 async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_when_it_is_published(run: TrainerRun):
     publisher = WeightPublisher("emulated-link", run.run_dir)
     run.run_dir.mkdir()

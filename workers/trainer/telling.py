@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -34,6 +35,8 @@ log = structlog.get_logger(__name__)
 STEPS = 64
 """Batches that may end before the orchestrator has read of the first: far more than one loss of a tail takes back."""
 BROKER_POLL_S = 1.0
+HEARD_S, HEARD_POLL_S = 60.0, 0.1
+"""A broker that comes back, an orchestrator that is started again: both take some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,19 @@ class Teller:
         """Tell the steps of a checkpoint; each has the epoch of the trainer that did it."""
         for step in steps:
             await self.tell(step, batch=step.batch, version=step.weights.version)
+
+    async def until_heard(self) -> None:
+        """After the last word, stay (``keep_told`` goes on) until the orchestrator has ended the run because of it.
+
+        A broker that loses its tail now would lose that word, and with it the line of the last batch. Where nobody
+        orchestrates there is nobody to wait for, and after HEARD_S it is left to a resumed run, which is told it again.
+        """
+        if await self._broker.get_meta(keys.STATE) != keys.STATE_RUNNING:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                while await self._broker.get_meta(keys.STATE) != keys.STATE_FINISHED:  # noqa: ASYNC110 nobody is woken
+                    await asyncio.sleep(HEARD_POLL_S)
 
     async def keep_told(self) -> None:
         """Notice a restart of the broker also while there is nothing to tell, forever."""

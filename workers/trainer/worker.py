@@ -316,6 +316,9 @@ class TrainerWorker:
         await self._in_thread(lambda: self._learner.save_final(self._run_dir / FINAL_MODEL))
         await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
+        self._doing = "waiting to be heard"
+        if self._teller is not None:
+            await self._teller.until_heard()
 
     async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
