@@ -3,7 +3,7 @@
 It reads the formats as they are documented and shares no code with ``orchestrator/audit.py``, nor with what writes the
 files: a mistake in one of them is no mistake in both.
 
-    checkpoints/step-<n>/ledger.msgpack   {version, cursor, passes: batch -> pass -> slot -> bit set of samples}
+    checkpoints/step-<n>[.<k>]/ledger.msgpack   {version, cursor, passes: batch -> pass -> slot -> bit set of samples}
     journal/segment-*.log                 frames: length u32 | crc32 u32 | {seq, now_s, event: {type, ...}, cursor}
     metrics.jsonl                         one JSON object a trained batch: batch, version, epoch, ...
     broker: rounds, weights, dead, tasks:<task>      streams whose entries hold a MessagePack payload
@@ -14,6 +14,7 @@ Owns: what must be so at the end of a run, whatever happened to it. Never: anyth
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections import Counter, defaultdict
@@ -83,11 +84,11 @@ def audit(run_dir: Path, broker: redis.Redis, expected: Expected) -> Findings:
 
 def _check_ledger(checkpoints: Path, expected: Expected, found: Findings) -> set[Row]:
     """Returns the rows that the newest weights contain."""
-    versions = {int(path.name[5:]): path for path in checkpoints.glob("step-*") if path.name[5:].isdigit()}
-    if not versions:
+    newest = max(filter(None, map(_named, checkpoints.glob("step-*"))), default=None)
+    if newest is None:
         found.problems.append("there is no checkpoint")
         return set()
-    ledger = msgspec.msgpack.decode((versions[max(versions)] / "ledger.msgpack").read_bytes())
+    ledger = msgspec.msgpack.decode((newest[2] / "ledger.msgpack").read_bytes())
     if ledger["version"] != expected.batches:
         found.problems.append(f"the newest checkpoint is of version {ledger['version']}, not {expected.batches}")
     whole = (1 << expected.group_size) - 1
@@ -113,6 +114,12 @@ def _check_ledger(checkpoints: Path, expected: Expected, found: Findings) -> set
     found.name("batches that there should not be", set(rows) - set(range(expected.batches)))
     found.rows = len(trained)
     return trained
+
+
+def _named(path: Path) -> tuple[int, int, Path] | None:
+    """(version, number, directory) of a checkpoint in place; None for one that is being written."""
+    match = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", path.name)
+    return (int(match[1]), int(match[2] or 0), path) if match else None
 
 
 # -- the journal

@@ -57,6 +57,7 @@ class Group(msgspec.Struct, kw_only=True):
     oldest_version: of the oldest weights that any of its samples was started under.
     sampling: how its request wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where nobody says.
+    rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
     """
 
@@ -86,6 +87,7 @@ class Group(msgspec.Struct, kw_only=True):
     rewards: tuple[float, ...] = ()
     sampling: SamplingParams | None = None
     predicted_sigma: float = 0.0
+    rank: int = 0
 
     def missing_samples(self) -> tuple[int, ...]:
         """Sample indices without a row."""

@@ -93,6 +93,26 @@ def pack_round(
     return ranks
 
 
+def pack_as_recorded(
+    group_tokens: Sequence[int], group_ranks: Sequence[int], num_ranks: int, max_tokens: int
+) -> list[list[int]]:
+    """Choose groups for one round where each must go to the rank that recorded its old-policy logprobs.
+
+    Args:    group_tokens, group_ranks: [G] of each group, in the order of waiting.  num_ranks: R >= 1.
+             max_tokens: cap of one rank; a group above it goes alone.
+    Returns: [R] lists of indices; a rank may be empty. The group that waited longest is always among them.
+    Source:  ours. The logprobs stay in the process that computed them: sent elsewhere, they are not there.
+    """
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    room = [max_tokens] * num_ranks
+    for index, (tokens, recorded) in enumerate(zip(group_tokens, group_ranks, strict=True)):
+        rank = recorded % num_ranks  # fewer ranks than before: they go back to a checkpoint, and record again
+        if not ranks[rank] or tokens <= room[rank]:
+            ranks[rank].append(index)
+            room[rank] -= tokens
+    return ranks
+
+
 def _place(window: Sequence[int], order: Iterable[int], given: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Each in turn to the rank that got the least, of those with room; without any it waits for the next round."""
     ranks: list[list[int]] = [[] for _ in given]

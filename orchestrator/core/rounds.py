@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from orchestrator.core.batches import Batch, Group
-from orchestrator.core.batching import Phase, num_released, pack_round
+from orchestrator.core.batching import Phase, num_released, pack_as_recorded, pack_round
 from orchestrator.core.outbox import CommandId, parse_entry_id
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.retention import Checkpoint
@@ -84,11 +84,12 @@ class Rounds:
     def _send_round(self, batch: Batch, phase: Phase) -> None:
         p = self._p
         queue = list(islice(batch.queue, batch.released))
-        tokens = (p.groups[group_id].num_tokens for group_id in queue)
         if len(p.training.rank_tokens) != p.training.dp_size:
             p.training.rank_tokens = [0] * p.training.dp_size
-        packed = pack_round(tokens, p.training.dp_size, p.settings.micro_batch_tokens, p.training.rank_tokens)
-        ranks = tuple(tuple(self._put(batch, queue[index]) for index in rank) for rank in packed)
+        packed = self._pack([p.groups[group_id] for group_id in queue], phase)
+        ranks = tuple(
+            tuple(self._put(batch, queue[index], number) for index in rank) for number, rank in enumerate(packed)
+        )
         for number, rank in enumerate(ranks):
             p.training.rank_tokens[number] += sum(rows.num_tokens for rows in rank)
         round_id = f"{batch.index}.{batch.num_rounds}"
@@ -107,9 +108,18 @@ class Rounds:
             )
         )
 
-    def _put(self, batch: Batch, group_id: GroupId) -> GroupRows:
+    def _pack(self, queue: list[Group], phase: Phase) -> list[list[int]]:
+        """Which of the waiting groups make a round, for each rank."""
+        p = self._p
+        dp_size, max_tokens = p.training.dp_size, p.settings.micro_batch_tokens
+        if p.settings.record_logprobs and phase.kind == "train":
+            tokens, ranks = [group.num_tokens for group in queue], [group.rank for group in queue]
+            return pack_as_recorded(tokens, ranks, dp_size, max_tokens)
+        return pack_round((group.num_tokens for group in queue), dp_size, max_tokens, p.training.rank_tokens)
+
+    def _put(self, batch: Batch, group_id: GroupId, rank: int) -> GroupRows:
         group = self._p.groups[group_id]
-        group.sent = True
+        group.sent, group.rank = True, rank
         del batch.queue[group_id]
         batch.released -= 1
         return GroupRows(group_id=group_id, samples=tuple(range(len(group.tokens))), num_tokens=group.num_tokens)

@@ -7,12 +7,16 @@ than it lasts.
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
+from orchestrator.core.deaths import STABLE_S
+from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
+from transport.messages import SlotOutcome
 
 pytestmark = pytest.mark.chaos
 
@@ -85,6 +89,49 @@ def test_a_stopped_child_does_not_outlive_a_killed_supervisor(tmp_path: Path):
         run.wait_until_gone()
         run.start("--resume")
         check_whole(run, batches=12)
+
+
+def generating(run: LiveRun) -> bool:
+    """Whether a generation worker that lives has samples in its slots, as the run's status says."""
+    client = run.redis()
+    try:
+        status = json.loads(client.get("streamrl:{tiny}:meta:status") or "{}")
+        leases = {key.decode().rpartition(":")[2] for key in client.scan_iter("streamrl:{tiny}:lease:generate-*")}
+    finally:
+        client.close()
+    rows = {row["worker"]: row["running"] for row in status.get("workers", ())}
+    return any(rows.get(worker, 0) > 0 for worker in leases)
+
+
+def test_four_deaths_of_a_worker_under_long_groups_cost_no_prompt(tmp_path: Path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("300\n")
+    long = (f"generation.lengths={lengths}", "sampling.max_new_tokens=400", "pipeline.rollout_timeout_s=80.0")
+    with LiveRun(tmp_path, *QUICK, *EMULATED, *long, "run.batches=2", "pipeline.groups_per_batch=2") as run:
+        run.wait_until((run.run_dir / "api.address").exists, "an orchestrator that serves")
+        for _ in range(4):
+            run.wait_until(lambda: generating(run), "samples in the slots")
+            run.kill("workers", "generate")
+            run.wait_until(lambda: not generating(run), "word of the death")
+        assert run.wait_for_end() == 0, run.describe()
+    commands = [command for _, issued in recorded_commands(run.run_dir / "journal") for command in issued]
+    outcomes = [command.outcome for command in commands if isinstance(command, SlotOutcome)]
+    assert outcomes == ["trained"] * 4
+
+
+def test_deaths_of_the_broker_that_are_far_apart_do_not_end_the_run(tmp_path: Path):
+    patient = ("liveness.max_restarts=1", "replay.time_scale=0.5", "run.batches=100000")
+    with LiveRun(tmp_path, *QUICK, *EMULATED, *patient) as run:
+        for _ in range(3):
+            run.wait_for_batch(len(run.metrics()) + 2)
+            run.kill("valkey-server")
+            run.pass_time(STABLE_S + 2.0)
+        run.kill("valkey-server")
+        run.wait_for_batch(len(run.metrics()) + 1)
+        run.kill("valkey-server")
+        assert run.wait_for_end() == 1
+        assert "it died 2 times in a row" in run.output
+        assert run.survivors() == []
 
 
 def test_a_generation_worker_that_hangs_is_replaced_by_its_lease(tmp_path: Path):

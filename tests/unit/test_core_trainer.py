@@ -49,6 +49,28 @@ def train_all(world: PipelineWorld) -> None:
 # -- rounds
 
 
+@pytest.mark.parametrize("max_tokens", [4096, 20])
+def test_each_group_is_trained_by_the_rank_that_recorded_its_old_logprobs(max_tokens: int):
+    """They stay in the process that computed them: sent to another rank, every such run ended, and --resume too."""
+    settings = core(mini_batches=2, epochs=2, record_logprobs=True, micro_batch_tokens=max_tokens, groups_per_batch=6)
+    world = PipelineWorld.ready(settings, dp_size=2)
+    world.run_to_end()
+    for batch in range(settings.num_batches):
+        recorded = ranks_of(world.rounds_of(batch, "logprobs"))
+        assert {rank for ranks in recorded.values() for rank in ranks} == {0, 1}
+        assert ranks_of(world.rounds_of(batch)) == {group: ranks * 2 for group, ranks in recorded.items()}
+
+
+def ranks_of(rounds: list[TrainRound]) -> dict[GroupId, list[int]]:
+    """Group -> the ranks that it was sent to, in order."""
+    found: dict[GroupId, list[int]] = {}
+    for sent in rounds:
+        for rank, groups in enumerate(sent.ranks):
+            for rows in groups:
+                found.setdefault(rows.group_id, []).append(rank)
+    return found
+
+
 def test_training_starts_with_the_first_finished_group():
     world = PipelineWorld.ready(core())
     world.make_ready("0/2")
