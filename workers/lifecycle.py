@@ -57,6 +57,32 @@ class Activity:
     kv_use: float = 0.0
 
 
+class BusyMeter:
+    """Seconds during which at least one unit was in work, over all tasks of a worker.
+
+    What is in work now counts up to now, so that a long unit does not look like idleness until its end.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._busy_s = 0.0
+        self._since_s = 0.0
+        self.in_work = 0
+
+    def begin(self) -> None:
+        if not self.in_work:
+            self._since_s = self._clock.now_s()
+        self.in_work += 1
+
+    def end(self) -> None:
+        self.in_work -= 1
+        if not self.in_work:
+            self._busy_s += self._clock.now_s() - self._since_s
+
+    def busy_s(self) -> float:
+        return self._busy_s + (self._clock.now_s() - self._since_s if self.in_work else 0.0)
+
+
 class Worker(Protocol):
     """One kind of work. ``run`` returns when the run is over; ``activity`` is cheap and never blocks."""
 

@@ -16,14 +16,21 @@ from prometheus_client.registry import Collector
 
 OF_LAST_BATCH = {
     "reward": "Mean reward of the last trained batch.",
+    "reward_std": "Standard deviation of the rewards of the last trained batch.",
+    "no_signal": "Share of its groups, and of those filtered beside it, whose rewards are all equal.",
+    "truncated": "Share of its samples that were cut at the limit.",
+    "samples_generated": "Samples generated since the batch before it.",
+    "samples_trained": "Samples that the last trained batch holds.",
+    "tokens_generated": "Response tokens generated since the batch before it.",
+    "tokens_trained": "Response tokens that the last trained batch holds.",
     "response_tokens": "Mean response length of the last trained batch, tokens.",
     "response_tokens_max": "Longest response of the last trained batch, tokens.",
     "staleness": "Mean staleness of the last trained batch, versions.",
     "staleness_max": "Largest staleness of the last trained batch, versions.",
     "ranker_recall_20": "Of the longest 20% of responses, how many were among the predicted longest.",
     "ranker_trusted": "1 while dispatch may rely on predicted lengths.",
-    "samples_per_s": "Samples a second over the last trained batch.",
-    "tokens_per_s": "Response tokens a second over the last trained batch.",
+    "samples_per_s": "Trained samples a second over the last trained batch.",
+    "tokens_per_s": "Trained response tokens a second over the last trained batch.",
 }
 GAUGES = {
     "num_batches": "Batches that the run trains.",

@@ -29,25 +29,27 @@ MAX_TROUBLES = 200
 """Lines of what failed; a run with more has a reason that shows in the first ones."""
 
 CHARTS: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
-    ("reward", (("mean", "reward"),)),
+    ("reward", (("mean", "reward"), ("with filtered", "reward_with_filtered"), ("standard deviation", "reward_std"))),
+    ("share without use", (("groups without signal", "no_signal"), ("samples cut", "truncated"))),
     (
         "response length, tokens",
         (("P50", "response_tokens_p50"), ("P90", "response_tokens_p90"), ("max", "response_tokens_max")),
     ),
     ("loss", (("loss", "loss"),)),
     ("gradient norm", (("norm", "grad_norm"),)),
-    ("entropy", (("entropy", "entropy"),)),
+    ("entropy, all tokens", (("entropy", "entropy"),)),
+    ("tokens of a batch", (("generated", "tokens_generated"), ("trained", "tokens_trained"))),
     ("KL to the reference", (("kl", "kl"),)),
     ("staleness, versions", (("mean", "staleness"), ("max", "staleness_max"))),
     (
-        "|logprob of trainer - of generation|",
+        "|logprob of trainer - of generation|, computed tokens",
         (("mean", "logprob_mismatch"), ("max", "logprob_mismatch_max"), ("total variation", "mismatch_tv")),
     ),
     (
         "tail recall of predicted lengths",
         (("20%", "ranker_recall_20"), ("10%", "ranker_recall_10"), ("5%", "ranker_recall_5")),
     ),
-    ("clipped share", (("low", "clip_fraction_low"), ("high", "clip_fraction_high"))),
+    ("clipped share of computed tokens", (("low", "clip_fraction_low"), ("high", "clip_fraction_high"))),
     ("seconds a batch", (("seconds", "seconds"),)),
     ("tokens/s", (("tokens/s", "tokens_per_s"),)),
 )
@@ -95,11 +97,15 @@ def summary(run: RunRecord) -> str:
     samples, tokens = (sum(line.get(f"{what}_trained", 0) for line in lines) for what in ("samples", "tokens"))
     facts = [
         f"{len(lines)} batches in {run.timeline.end_s:.0f} s",
-        f"reward {lines[0].get('reward', 0.0):.3f} → {lines[-1].get('reward', 0.0):.3f}",
+        f"reward {_reward(lines[0])} → {_reward(lines[-1])}",
         f"{samples} samples, {tokens} tokens trained",
         *([run.damage] if run.damage else []),
     ]
     return f"<p>{escaped(' · '.join(facts))}</p>"
+
+
+def _reward(line: Mapping[str, Any]) -> str:
+    return f"{line['reward']:.3f}" if "reward" in line else "none"
 
 
 def curves(run: RunRecord) -> str:

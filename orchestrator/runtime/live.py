@@ -49,8 +49,11 @@ def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
     parts = [f"batch {line['batch'] + 1}{total}"]
     formats = (
         ("reward", "reward {:.3f}"),
+        ("reward_with_filtered", "with filtered {:.3f}"),
         ("well_formed", "well-formed {:.0%}"),
         ("right", "right {:.0%}"),
+        ("no_signal", "no signal {:.0%}"),
+        ("truncated", "cut {:.0%}"),
         ("response_tokens", "{:.1f} tokens"),
         ("seconds", "{:.1f} s"),
         ("samples_per_s", "{:.1f} samples/s"),

@@ -103,7 +103,8 @@ class Teller:
         elif not lines:
             parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
         else:
-            rewards = " -> ".join(f"{line.get('reward', 0.0):.2f}" for line in (lines[0], lines[-1]))
+            ends = (lines[0].get("reward"), lines[-1].get("reward"))
+            rewards = " -> ".join("none" if reward is None else f"{reward:.2f}" for reward in ends)
             parts = [f"{done}: {len(lines)} batches", f"reward {rewards}"]
             results = {
                 "model": self._rundir.model,

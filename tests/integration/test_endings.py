@@ -20,7 +20,7 @@ from transport.broker import keys
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
 from transport.broker.memory import MemoryBroker, MemoryServer
-from transport.clock import MonotonicClock
+from transport.clock import ManualClock, MonotonicClock
 from transport.messages import encode
 from transport.settings import BrokerSettings, ReplaySettings
 from transport.tensors.shm import SHARED_MEMORY
@@ -102,6 +102,22 @@ async def test_a_trainer_that_is_stopped_within_a_round_does_not_wait_for_it(tmp
     working.cancel()
     await asyncio.wait({working})
     assert segments(os.getpid()) == []
+    hold.go.set()
+
+
+async def test_a_trainer_is_busy_while_it_computes_and_not_only_once_the_round_is_done(tmp_path: Path):
+    run = trainer_run(tmp_path)
+    await run.send_batch(0)
+    hold, clock = Hold(), ManualClock()
+    learner = EmulatedLearner(run.settings.replay, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
+    worker = TrainerWorker(run.broker, run.settings, WorkerId("train-0.1"), run.model_dir, run.run_dir, learner, clock)
+    working = asyncio.create_task(worker.run())
+    await asyncio.to_thread(hold.reached.wait, 30)
+    assert (worker.activity().doing, worker.activity().busy_s) == ("training", 0.0)
+    clock.advance(7.0)
+    assert worker.activity().busy_s == 7.0
+    working.cancel()
+    await asyncio.wait({working})
     hold.go.set()
 
 

@@ -19,7 +19,8 @@ from transport.types import (
     WorkerId,
     row_id,
 )
-from workers.scoring.consumer import BusyMeter, Outcome, TaskConsumer, Unit
+from workers.lifecycle import BusyMeter
+from workers.scoring.consumer import Outcome, TaskConsumer, Unit
 
 
 @pytest.fixture

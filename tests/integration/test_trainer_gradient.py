@@ -126,6 +126,27 @@ def test_bf16_sums_gradients_in_fp32_and_stays_near(tmp_path: Path) -> None:
     assert torch.equal(copy, master.to(torch.bfloat16))
 
 
+def test_what_nothing_was_computed_of_is_not_told_and_entropy_is_that_of_all_tokens(tmp_path: Path) -> None:
+    step = new_step(save_tiny(tmp_path), Objective())
+    groups = make_groups(masked=True)
+    rows = [row for group in groups for row in group.samples]
+    chosen = [row.rollout_logprobs[row.loss_mask == 1] for row in rows]
+    entropy = -float(np.concatenate(chosen).mean())
+    without = [replace(group, samples=[replace(row, advantage=0.0) for row in group.samples]) for group in groups]
+    tokens = sum(row.num_loss_tokens for row in rows)
+    step.accumulate(without)
+    none = step.close(batch=0, num_rows=len(rows), num_tokens=tokens)
+    assert none.keys() == {"loss", "grad_norm", "lr", "skipped_nonfinite", "entropy", "computed_tokens"}
+    assert none["computed_tokens"] == 0
+    assert none["entropy"] == pytest.approx(entropy, rel=1e-5)
+    step.accumulate([*groups[:1], *without[1:]])
+    some = step.close(batch=1, num_rows=len(rows), num_tokens=tokens)
+    assert some["computed_tokens"] == sum(row.num_loss_tokens for row in groups[0].samples)
+    assert some["entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert {"clip_fraction_low", "logprob_mismatch", "mismatch_tv"} <= some.keys()
+    assert "kl" not in some, "there is no reference"
+
+
 def test_logprobs_are_recorded_where_they_belong(tmp_path: Path) -> None:
     """The logprobs that a pass records are those that its first training step finds: every ratio is one."""
     step = new_step(save_tiny(tmp_path), Objective(old_logprobs="recomputed", importance_cap=0.0))

@@ -71,7 +71,16 @@ async def test_a_batch_is_told_from_ready_to_saved(run: TrainerRun) -> None:
     assert (step.num_rows, step.num_tokens) == (9, 34)
     assert step.metrics["grad_norm"] > 0
     assert step.metrics["skipped_nonfinite"] == 0
-    assert {"loss", "lr", "kl", "logprob_mismatch", "train_s", "wait_s", "publish_s"} <= step.metrics.keys()
+    assert {
+        "loss",
+        "lr",
+        "entropy",
+        "computed_tokens",
+        "logprob_mismatch",
+        "train_s",
+        "wait_s",
+        "publish_s",
+    } <= step.metrics.keys()
     assert len(set(digests.values())) == 3
     manifests = [manifest_decoder.decode(e.entry.payload) for e in await run.broker.read(keys.WEIGHTS, "0-0", count=9)]
     assert [manifest.weights.version for manifest in manifests] == [0, 1, 2]

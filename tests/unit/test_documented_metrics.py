@@ -6,9 +6,17 @@ import re
 from pathlib import Path
 
 from orchestrator.report.bubbles import Cause
+from orchestrator.runtime.metrics import MetricsLog, ranker_numbers
+from tests.unit.test_metrics import ended, outcome, scored, step, training
+from transport.messages import RankerJudged
+from workers.algorithms.loss import LossMetrics
+from workers.trainer.worker import BatchTally
 
 ROOT = Path(__file__).parents[2]
 KEYS = {f"bubble_{stage}_{cause}_s" for stage in ("generation", "trainer") for cause in Cause}
+
+
+ENDS = ("filtered", "stale", "dead")
 
 
 def test_idle_seconds_are_called_what_they_are():
@@ -16,3 +24,21 @@ def test_idle_seconds_are_called_what_they_are():
     named = {key for text in texts for key in re.findall(r"bubble_[a-z_]+_s\b", text)}
     assert named
     assert named <= KEYS
+
+
+def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    groups = [(scored(f"0/{number}", (1.0, 0.0)), outcome(f"0/{number}", how)) for number, how in enumerate(ENDS, 1)]
+    for score, end in groups:
+        log.observe(score, [end], 0.5)
+    log.observe(ended("0/0/0"), [], 1.0)
+    log.observe(scored("0/0", (1.0, 0.0)), [training(0, "0/0")], 1.5)
+    log.observe(step(0), [], 2.0)
+    of_step = {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped_nonfinite": 0.0}
+    tally = BatchTally(started_s=0.0, steps=[of_step | LossMetrics(tokens=1.0, loss_tokens=1.0).means()])
+    judged = ranker_numbers(RankerJudged(trusted=True, num_groups=1))
+    told = {*log.last_line, *tally.metrics(1.0, publish_s=0.0), *judged, "well_formed"}
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    explained = {key for row in rows for key in re.findall(r"`(\w+)`", row)} | set(re.findall(r"`(ranker_\w+)`", text))
+    assert explained == told

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Aggregation = Literal["token_mean", "sequence_mean"]
@@ -167,10 +169,9 @@ class LossMetrics:
     """Sums over tokens (and one maximum), so that pieces and ranks add up to what the whole batch would have said.
 
     loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
-    reference.  entropy: -rollout_logprob, an unbiased estimate of the sampling policy's entropy that costs no extra
-    pass over the vocabulary.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3, mismatch_tv: KL and
-    total variation between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all that were handed
-    over, also those that have no gradient and were not computed: the normalisers.
+    reference.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3, mismatch_tv: KL and total variation
+    between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all that were handed over, also those
+    that have no gradient and were not computed: the normalisers.  entropy: over all of those, see ``rollout_entropy``.
     """
 
     loss: float = 0.0
@@ -202,18 +203,33 @@ class LossMetrics:
         return LossMetrics(**dict(zip(names, sums, strict=True)), mismatch_max=largest[0])
 
     def means(self) -> dict[str, float]:
-        """Per-token means under the names that metrics.jsonl uses."""
-        tokens = max(self.tokens, 1.0)
-        return {
+        """Per-token means under the names that metrics.jsonl uses; what nothing was computed of is not there.
+
+        entropy is a mean over all tokens, the others over ``computed_tokens``: those of rows with a gradient.
+        """
+        means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens else {}
+        means["computed_tokens"] = tokens = self.tokens
+        if not tokens:
+            return means
+        return means | {
             "clip_fraction_low": self.clipped_low / tokens,
             "clip_fraction_high": self.clipped_high / tokens,
             "kl": self.kl / tokens,
-            "entropy": self.entropy / tokens,
             "logprob_mismatch": self.mismatch / tokens,
             "logprob_mismatch_max": self.mismatch_max,
             "mismatch_k3": self.mismatch_k3 / tokens,
             "mismatch_tv": self.mismatch_tv / tokens,
         }
+
+
+def rollout_entropy(rollout_logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8] | None) -> float:
+    """Sum of -rollout_logprob over the loss tokens of a row: an unbiased estimate of the sampling policy's entropy.
+
+    It costs no pass of the model, so rows without a gradient count too.
+    Args:    rollout_logprobs: [R].  loss_mask: [R], None: all ones.
+    """
+    chosen = rollout_logprobs if loss_mask is None else rollout_logprobs[loss_mask.astype(bool)]
+    return -float(chosen.sum(dtype=np.float64))
 
 
 @torch.no_grad()
@@ -229,7 +245,6 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
         clipped_low=((ratio_N < 1 - objective.clip_low) & negative_N).sum().item(),
         clipped_high=((ratio_N > 1 + objective.clip_high) & positive_N).sum().item(),
         kl=0.0 if reference_N is None else k3_kl_N(logprobs_N, reference_N).sum().item(),
-        entropy=-tokens.rollout_logprobs_N.sum().item(),
         mismatch=mismatch_N.sum().item(),
         mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
         mismatch_k3=k3_kl_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),

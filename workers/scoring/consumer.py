@@ -30,6 +30,7 @@ from transport.messages import ScoringFailed, encode
 from transport.rows import RowStore
 from transport.types import GroupId, WorkerId
 from workers.errors import RewardError, RewardTimeoutError
+from workers.lifecycle import BusyMeter
 
 log = structlog.get_logger(__name__)
 
@@ -63,29 +64,6 @@ def event_append(event: msgspec.Struct, **fields: str) -> Append:
     """An event for the orchestrator, with readable fields beside it."""
     named = {"event": type(event).__name__, **fields}
     return Append(stream=keys.EVENTS, entry=Entry(fields=named, payload=encode(event)))
-
-
-class BusyMeter:
-    """Seconds during which at least one unit was in work, over all tasks of a worker."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._busy_s = 0.0
-        self._since_s = 0.0
-        self.in_work = 0
-
-    def begin(self) -> None:
-        if not self.in_work:
-            self._since_s = self._clock.now_s()
-        self.in_work += 1
-
-    def end(self) -> None:
-        self.in_work -= 1
-        if not self.in_work:
-            self._busy_s += self._clock.now_s() - self._since_s
-
-    def busy_s(self) -> float:
-        return self._busy_s + (self._clock.now_s() - self._since_s if self.in_work else 0.0)
 
 
 class TaskConsumer:

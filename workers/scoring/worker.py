@@ -18,9 +18,9 @@ from transport.errors import first_error
 from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import WorkerId
-from workers.lifecycle import Activity
+from workers.lifecycle import Activity, BusyMeter
 from workers.scoring.advantages import AdvantageTask
-from workers.scoring.consumer import BusyMeter, Handle, TaskConsumer
+from workers.scoring.consumer import Handle, TaskConsumer
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import reward_spec
 from workers.scoring.sample import Detokenize, RewardTask, load_detokenizer

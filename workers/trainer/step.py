@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from transport.settings import TrainerSettings
 from transport.types import RowId
-from workers.algorithms.loss import LossMetrics, Objective, normaliser
+from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
 from workers.errors import RowsChangedError
 from workers.trainer.learner import PieceDone
 from workers.trainer.model import PolicyModel
@@ -66,7 +66,8 @@ class TrainStep:
             self._metrics += self.policy.backward(batch, self._objective)
         computed = sum(len(group.samples) for group in groups)
         num_tokens = sum(row.num_loss_tokens for row in rows)
-        self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens)
+        entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
+        self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens, entropy=entropy)
         return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=computed)
 
     def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
@@ -90,7 +91,7 @@ class TrainStep:
         log says.
 
         Args:    batch: from 0; its place in the learning-rate warm-up.  num_rows, num_tokens: what the log says.
-        Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and the means of LossMetrics.
+        Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and LossMetrics.means.
         """
         gradient = self.policy.gradient
         metrics = self._reducer.reduce(gradient, self._metrics)
@@ -113,12 +114,15 @@ class TrainStep:
             self._step(gradient, grad_norm, learning_rate)
         gradient.zero_()
         self._metrics = LossMetrics()
+        means = metrics.means()
+        if not self._objective.kl_coef:
+            means.pop("kl", None)  # there is no reference
         return {
             "loss": metrics.loss * scale,
             "grad_norm": grad_norm,
             "lr": learning_rate,
             "skipped_nonfinite": 0.0 if finite else 1.0,
-            **metrics.means(),
+            **means,
         }
 
     def _step(self, gradient: Tensor, grad_norm: float, learning_rate: float) -> None:

@@ -15,7 +15,7 @@ while it works.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 from workers.errors import CheckpointError, RoundsError
-from workers.lifecycle import Activity
+from workers.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
 from workers.trainer.meeting import DONE, leave_after_rank_0
@@ -103,7 +103,7 @@ class TrainerWorker:
         self._open: tuple[int, int, int] | None = None
         self._checkpoint_due = False
         self._doing = STARTING
-        self._busy_s = 0.0
+        self._meter = BusyMeter(clock)
         self._stepped_s = 0.0  # of optimizer steps since the last RoundDone or StepDone
         self._batch = BatchTally(started_s=clock.now_s())
         self._counters = {"rounds": 0.0, "rows": 0.0, "tokens": 0.0, "refused": 0.0}
@@ -132,7 +132,8 @@ class TrainerWorker:
             await asyncio.to_thread(self._learner.retract)  # not behind a round that takes longer than our grace
 
     def activity(self) -> Activity:
-        return Activity(doing=self._doing, busy_s=self._busy_s, weights=self._weights, counters=dict(self._counters))
+        busy_s = self._meter.busy_s()
+        return Activity(doing=self._doing, busy_s=busy_s, weights=self._weights, counters=dict(self._counters))
 
     # -- start
 
@@ -205,6 +206,7 @@ class TrainerWorker:
 
     async def _train(self, command: TrainRound, fetched: Fetched) -> None:
         started_s = self._clock.now_s()
+        self._meter.begin()
         refused: tuple[RowId, ...] = ()
         if command.kind == "train":
             self._doing = "training"
@@ -215,6 +217,7 @@ class TrainerWorker:
             done = await self._in_thread(lambda: self._learner.record_logprobs(fetched.groups))
         faults.point("train.round_accumulated")
         busy_s = self._clock.now_s() - started_s
+        self._meter.end()
         self._count(done, refused, busy_s)
         event = RoundDone(
             round_id=command.round_id,
@@ -243,7 +246,6 @@ class TrainerWorker:
         return refused
 
     def _count(self, done: PieceDone, refused: tuple[RowId, ...], busy_s: float) -> None:
-        self._busy_s += busy_s
         self._batch.busy_s += busy_s
         added = {"rounds": 1, "rows": done.num_rows, "tokens": done.num_tokens, "refused": len(refused)}
         for name, number in added.items():
@@ -253,6 +255,7 @@ class TrainerWorker:
         """One optimizer step, unless nothing was left of the mini-batch; at the end of its batch, a version."""
         self._doing = "stepping"
         started_s = self._clock.now_s()
+        self._meter.begin()
         if command.num_rows:
             metrics = await self._in_thread(
                 lambda: self._learner.close(
@@ -266,7 +269,7 @@ class TrainerWorker:
         stepped_s = self._clock.now_s() - started_s
         self._stepped_s += stepped_s
         self._batch.busy_s += stepped_s
-        self._busy_s += stepped_s
+        self._meter.end()
         if command.finishes_batch:
             await self._finish_batch(command, entry_id)
 
@@ -374,6 +377,14 @@ class TrainerWorker:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+OVER_STEPS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "skipped_nonfinite": sum,
+    "computed_tokens": sum,
+    "logprob_mismatch_max": max,
+}
+"""What a batch of several optimizer steps says of them; of all other numbers their mean."""
+
+
 @dataclass(slots=True)
 class BatchTally:
     """What the batch in training took so far. steps: metrics of each optimizer step."""
@@ -385,12 +396,11 @@ class BatchTally:
     steps: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
     def metrics(self, now_s: float, *, publish_s: float) -> dict[str, float]:
-        """Means over the steps (skipped ones are counted), and where the seconds went."""
-        means = {name: fmean(step[name] for step in self.steps) for name in (self.steps[0] if self.steps else ())}
-        if self.steps:
-            means["skipped_nonfinite"] = sum(step["skipped_nonfinite"] for step in self.steps)
+        """Of the batch's optimizer steps, and where the seconds went. A number is told where a step has it."""
+        names = dict.fromkeys(name for step in self.steps for name in step)
+        told = {name: OVER_STEPS.get(name, fmean)([s[name] for s in self.steps if name in s]) for name in names}
         wait_s = max(0.0, now_s - self.started_s - self.busy_s - publish_s)
-        return means | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
+        return told | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
 
 
 def without_rows(groups: Sequence[PromptGroup], refused: Collection[RowId]) -> Sequence[PromptGroup]:

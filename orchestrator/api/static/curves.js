@@ -12,8 +12,9 @@ const BOTTOM = 20;
 const SVG = "http://www.w3.org/2000/svg";
 
 const CHARTS = [
-  { title: "Reward", names: ["reward"], floor: 0 },
+  { title: "Reward", names: ["reward", "reward_with_filtered"], labels: ["mean", "with filtered"], floor: 0 },
   { title: "Reward components", components: true },
+  { title: "Share of groups without signal, of samples cut", names: ["no_signal", "truncated"], labels: ["no signal", "cut"], floor: 0 },
   { title: "Response tokens", names: ["response_tokens", "response_tokens_max"], labels: ["mean", "longest"], floor: 0 },
   { title: "Staleness of a batch's samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
   { title: "Tail recall of predicted lengths", names: ["ranker_recall_20", "ranker_recall_10", "ranker_recall_5"], labels: ["20%", "10%", "5%"], floor: 0 },
