@@ -46,8 +46,8 @@ from transport.broker.embedded import packaged_binary
 
 NAME = "chaos"
 SUPERVISOR = "supervisor"
-FIRST_BATCH_S = 120.0
-"""Until something is trained, on a loaded machine; faults come from the start on all the same."""
+NEXT_BATCH_S = 60.0
+"""Until something more is trained, on a loaded machine; then the next fault comes all the same."""
 FINISH_S = 300.0
 """From the last fault to the end: a lost lease, a reload and some batches, on a machine at load 8."""
 GONE_S = 20.0
@@ -107,12 +107,13 @@ BESIDE: list[dict[str, object]] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """after_s: since the fault before.  both: another role is hit in the same moment.  stopped_s: for How.STOP.
-    which: 0 to 1, of several processes of the role.
+    """settled: only once another batch was trained.  after_s: since then, or since the fault before.
 
-    resume_s: from the end of a supervisor to ``--resume``.
+    both: another role is hit in the same moment.  which: 0 to 1, of several processes of the role.
+    stopped_s: for How.STOP.  resume_s: from the end of a supervisor to ``--resume``.
     """
 
+    settled: bool
     after_s: float
     role: str
     how: How
@@ -163,6 +164,7 @@ def draw_fault(chance: random.Random) -> Fault:
     how = chance.choices(list(How), weights=(5, 3, 2))[0]
     both = chance.choice(roles) if chance.random() < 0.25 else ""
     return Fault(
+        settled=chance.random() < 0.6,
         after_s=chance.uniform(0.1, 6.0),
         role=role,
         how=how,
@@ -231,7 +233,7 @@ class ChaosRun:
         """From start to audit. Raises Fell."""
         self.start()
         for fault in self.round.faults:
-            if not self._wait(fault.after_s):
+            if not (self._settle(fault) and self._wait(fault.after_s)):
                 break  # all batches were sooner
             self._strike(fault)
         for stopped in self._stopped:
@@ -241,6 +243,20 @@ class ChaosRun:
             raise Fell(f"the run ended with exit code {code}")
         self._check_nothing_left()
         return self._audit()
+
+    def _settle(self, fault: Fault) -> bool:
+        """Wait for the next batch where the fault asks for it. Returns whether the run still goes on."""
+        metrics = self.run_dir / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.exists() else 0
+        deadline_s = time.monotonic() + NEXT_BATCH_S
+        while (
+            fault.settled
+            and time.monotonic() < deadline_s
+            and not (metrics.exists() and metrics.stat().st_size > before)
+        ):
+            if not self._wait(POLL_S):
+                return False
+        return True
 
     def _wait(self, seconds: float) -> bool:
         """Let the run go on. Returns whether it still does; False once it is over. Raises Fell when it failed."""
