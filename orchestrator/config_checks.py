@@ -66,6 +66,7 @@ RANGES: dict[str, Range] = {
     "scoring.timeout_s": _ABOVE_0,
     "scoring.max_deliveries": _AT_LEAST_1,
     "scoring.lease_s": _ABOVE_0,
+    "scoring.max_failed_share": Range(low=0, high=1, above=True),
     "scoring.well_formed_reward": Range(low=0, high=1),
     "algorithm.clip_low": Range(low=0, high=1, above=True),
     "algorithm.clip_high": _ABOVE_0,

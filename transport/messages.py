@@ -761,6 +761,20 @@ class JournalRecord(Struct, frozen=True, kw_only=True):
 _encoder = msgspec.msgpack.Encoder()
 
 
+class TrialRow(Struct, frozen=True, kw_only=True):
+    """entry: what the row's column TASK_ENTRY holds. response: as a right answer is asked for."""
+
+    prompt: str
+    response: str
+    entry: str
+
+
+class TrialRows(Struct, frozen=True, kw_only=True):
+    """A few rows of the data. A reward that computes nothing for any of them would compute nothing in the run."""
+
+    rows: list[TrialRow]
+
+
 def encode(message: object) -> bytes:
     """Encode any message to MessagePack."""
     return _encoder.encode(message)

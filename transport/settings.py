@@ -98,6 +98,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     lease_s: float = 15.0  # a unit nobody renewed for so long goes to another worker
     reward: str = ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
+    max_failed_share: float = 0.5  # of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
     environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets

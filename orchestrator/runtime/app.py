@@ -46,7 +46,7 @@ from orchestrator.runtime.look_back import LookBack
 from orchestrator.runtime.membership import Membership
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.planner import Planner
-from orchestrator.runtime.prompts import PromptSource, held_out, load_detokenizer, open_source
+from orchestrator.runtime.prompts import PromptSource, ShuffledSource, held_out, load_detokenizer, open_source
 from orchestrator.runtime.ranking import Ranking, open_ranker
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
@@ -63,7 +63,7 @@ from transport.broker.base import Broker, Commit, Fence
 from transport.clock import Clock, MonotonicClock
 from transport.errors import FencedError, RunExistsError
 from transport.ledger import checkpoint_dirs
-from transport.messages import FinishRun, RunResumed, SlotOutcome, TrainRound, encode
+from transport.messages import FinishRun, RunResumed, SlotOutcome, TrainRound, TrialRows, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.rows import BrokerRows
 from transport.settings import Settings, public
@@ -101,6 +101,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     state, restated = recover_state(settings, journal, recovered)
     spool = Spool(rundir.path / REQUESTS) if settings.trainer.engine == "none" else None
     source, problems = await open_prompts(settings, model_dir, state)
+    trial = source.trial_rows(settings.scoring.answer_marker) if isinstance(source, ShuffledSource) else None
     clock = MonotonicClock(origin_s=recovered.now_s)
     ranking = await open_ranking(settings, rundir, clock)
     predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
@@ -109,7 +110,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     metrics = MetricsLog(rundir.metrics, trains=spool is None, passes=settings.trainer.epochs)
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
-    watchdog = Watchdog(settings.liveness, clock)
+    watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
     ended = Ending()
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, spool or desk, planner, on_finish=ended.finish, last_seq=state.seq)
@@ -123,13 +124,13 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, Trimmer(broker), on_events)
 
     async def restore() -> None:
-        await furnish(broker, settings, state.trainer_epoch, model)
+        await furnish(broker, settings, state.trainer_epoch, model, trial)
         decider.restate()
 
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun)]
     model = await asyncio.to_thread(identify_model, model_dir)
-    await furnish(broker, settings, state.trainer_epoch, model)
+    await furnish(broker, settings, state.trainer_epoch, model, trial)
     executor.submit(restated)
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
     if recovered.num_void:
@@ -270,16 +271,21 @@ async def check_new(broker: Broker, rundir: RunDir) -> None:
         )
 
 
-async def furnish(broker: Broker, settings: Settings, trainer_epoch: int, model: ModelIdentity) -> None:
+async def furnish(
+    broker: Broker, settings: Settings, trainer_epoch: int, model: ModelIdentity, trial: TrialRows | None = None
+) -> None:
     """What workers need in the broker beside entries and rows; again after it lost its tail, which may reach so far.
 
     trainer_epoch: the highest that was told, so that no later trainer gets it once more.  model: what workers have.
+    trial: what rewards are tried on; there before the settings, for which workers wait.
     """
     trains = settings.trainer.engine != "none"
     await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0) if trains else ())
     with suppress(FencedError):  # the broker knows a newer one
         await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))
     await broker.put_meta(keys.MODEL, encode(model))
+    if trial is not None:
+        await broker.put_meta(keys.TRIAL, encode(trial))
     await broker.put_meta(keys.SETTINGS, encode(public(settings)))
     await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
 from orchestrator.runtime.problems import Problem, load_problems
-from transport.messages import SlotOutcome
+from transport.messages import SlotOutcome, TrialRow, TrialRows
 from transport.settings import DataSettings, Settings
 from transport.types import PromptId
 
@@ -90,6 +91,10 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
     return ShuffledSource(problems, encoder, seed=settings.eval.seed, shuffle=False, passes=1)
 
 
+TRIAL_ROWS = 4
+"""One row may be hard for a good reward; four are not."""
+
+
 class ShuffledSource:
     """Every problem once a pass, in a new seeded order on each. Ignores outcomes."""
 
@@ -111,6 +116,20 @@ class ShuffledSource:
     def __len__(self) -> int:
         """Prompts in one pass."""
         return len(self._problems)
+
+    def trial_rows(self, marker: str) -> TrialRows:
+        """The first of them, answered rightly after ``marker`` as far as the data tells."""
+        answers = [msgspec.json.decode(one.entry_json).get("answer") for one in self._problems[:TRIAL_ROWS]]
+        return TrialRows(
+            rows=[
+                TrialRow(
+                    prompt=one.question,
+                    response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
+                    entry=one.entry_json,
+                )
+                for one, answer in zip(self._problems, answers, strict=False)
+            ]
+        )
 
     @property
     def position(self) -> str:

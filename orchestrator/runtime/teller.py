@@ -33,6 +33,8 @@ class Teller:
         self._view = view
         self._shown = len(read_lines(rundir.metrics))  # of before --resume: told already
         self._address = ""
+        self._given_up = 0
+        self._given_up_reason = ""
         self._damaged: set[str] = set()
         self._waits_for_broker = False
 
@@ -45,6 +47,7 @@ class Teller:
                 self._view.status(status)
                 self._show_damaged(status.get("damaged_checkpoints", ()))
                 self._show_address()
+            await self._show_given_up(broker)
         lines = read_lines(self._rundir.metrics)
         for line in lines[self._shown :]:
             if "eval" in line:
@@ -54,6 +57,16 @@ class Teller:
                 if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
                     self._view.note(warning)
         self._shown = len(lines)
+
+    async def _show_given_up(self, broker: Broker) -> None:
+        """The first unit that was given up, when it is; how many there are stands at the end."""
+        number = await broker.length(keys.DEAD)
+        if number > self._given_up:
+            last = (await broker.dead_letters())[-1:]
+            self._given_up_reason = last[0].reason if last else self._given_up_reason
+            if not self._given_up:
+                self._view.note(f"given up: {self._given_up_reason}")
+        self._given_up = max(number, self._given_up)
 
     def _show_damaged(self, damaged: Sequence[str]) -> None:
         """Checkpoints that the trainer could not go on from: once each."""
@@ -112,4 +125,6 @@ class Teller:
                 "report": self._rundir.path / REPORT,
             }
             parts += [f"{name} {os.path.relpath(path)}" for name, path in results.items() if path.exists()]
+        if self._given_up:
+            parts.append(f"{self._given_up} units given up, last: {self._given_up_reason}")
         return "  ".join(parts + ([f"{restarts} processes restarted"] if restarts else []))

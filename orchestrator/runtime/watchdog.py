@@ -2,6 +2,7 @@
 
     progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
                  still for stall_s ──► StalledError: exit code 3, everything kept for --resume
+    rewards that fail for most groups ──► RunFailedError: what is left would be trained, and called a success
 
 Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
 the run waits for (``core/waits.py``). Invariant: what can repeat for ever while nothing gets done is no progress.
@@ -10,20 +11,23 @@ the run waits for (``core/waits.py``). Invariant: what can repeat for ever while
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from orchestrator.core.pipeline import Wait
-from orchestrator.errors import StalledError
+from orchestrator.errors import RunFailedError, StalledError
 from transport.clock import Clock
 from transport.messages import (
     BrokerUsage,
     Event,
+    GroupScored,
     RankerJudged,
     RolloutFailed,
     RowsMissing,
+    ScoringFailed,
     Tick,
     TrainerReady,
     WeightsFailed,
@@ -38,6 +42,8 @@ from transport.settings import LivenessSettings
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
+SCORED_GROUPS, FEW_GROUPS = 32, 8
+"""Groups that tell whether rewards work: the last of them, and how few tell nothing yet."""
 NO_PROGRESS = (
     Tick,
     BrokerUsage,
@@ -74,7 +80,10 @@ def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
 class Watchdog:
     """Counts seconds since the last event that means progress."""
 
-    def __init__(self, liveness: LivenessSettings, clock: Clock) -> None:
+    def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
+        """max_failed_share: of the last groups, those without rewards that are too many; 1: never too many."""
+        self._max_failed_share = max_failed_share
+        self._failures: deque[str] = deque(maxlen=SCORED_GROUPS)
         self._liveness = liveness
         self._clock = clock
         self._progress_s = clock.now_s()
@@ -82,6 +91,8 @@ class Watchdog:
         self._warned_of: Wait | None = None
 
     def observe(self, event: Event) -> None:
+        if isinstance(event, GroupScored | ScoringFailed):
+            self._failures.append(event.reason if isinstance(event, ScoringFailed) else "")
         if self._is_progress(event):
             self._progress_s = self._clock.now_s()
             self._warned_of = None
@@ -96,8 +107,9 @@ class Watchdog:
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
 
-        A pause is no stall, nor is a service that nobody asks for anything.
+        A pause is no stall, nor is a service that nobody asks for anything. Raises RunFailedError for failing rewards.
         """
+        self._check_rewards()
         still_s = self._still_s()
         if still_s < min(self._liveness.warn_s, self._liveness.stall_s):
             return  # what it waits for takes a look at every group
@@ -113,6 +125,17 @@ class Watchdog:
             self._warned_of = wait
             named = msgspec.to_builtins(wait)
             log.warning("no progress", seconds=round(still_s), **named, detail=state.describe_wait())
+
+    def _check_rewards(self) -> None:
+        """What is left when most groups have no reward is no sample of what the policy does."""
+        failed = [reason for reason in self._failures if reason]
+        if len(self._failures) < FEW_GROUPS or self._max_failed_share == 1.0:
+            return
+        if len(failed) >= self._max_failed_share * len(self._failures):
+            raise RunFailedError(
+                f"rewards failed for {len(failed)} of the last {len(self._failures)} groups "
+                f"(scoring.max_failed_share is {self._max_failed_share:g}), last: {failed[-1]}"
+            )
 
     async def watch(self, state: Waiting) -> None:
         """Check forever."""

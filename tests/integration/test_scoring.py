@@ -20,7 +20,7 @@ from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock
-from transport.messages import GroupScored, RowsMissing, ScoringFailed
+from transport.messages import GroupScored, RowsMissing, ScoringFailed, TrialRow, TrialRows, encode
 from transport.rows import BrokerRows, decode_array, decode_scalar
 from transport.settings import (
     Settings,
@@ -32,6 +32,7 @@ from transport.types import (
     group_id,
     row_id,
 )
+from workers.__main__ import exit_code
 from workers.errors import RewardSetupError
 from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
@@ -314,3 +315,20 @@ async def test_a_reward_that_cannot_be_imported_ends_the_worker(
     worker = worker_for(broker, settings_for("tests.fakes.rewards:no_such"), model_dir, clock)
     with pytest.raises(RewardSetupError, match="no_such"):
         await worker.run()
+
+
+@pytest.mark.parametrize(("do", "fails"), [("none", True), ("", False)])
+async def test_a_reward_is_tried_on_rows_of_the_data_before_anything_is_scored(
+    broker: Broker, model_dir: Path, clock: ManualClock, do: str, fails: bool
+) -> None:
+    row = TrialRow(prompt="", response="x", entry=json.dumps({"do": do}))
+    await broker.put_meta(keys.TRIAL, encode(TrialRows(rows=[row, row])))
+    worker = worker_for(broker, settings_for("tests.fakes.rewards:as_told"), model_dir, clock)
+    if fails:
+        with pytest.raises(RewardSetupError, match="tried on 2 rows of the data and computed nothing"):
+            await worker.run()
+        assert exit_code(RewardSetupError("")) == 2
+    else:
+        await admit(broker, {"do": ""}, size=1)
+        async with running(worker):
+            await started(worker)

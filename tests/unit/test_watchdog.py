@@ -6,13 +6,15 @@ import pytest
 import structlog
 
 from orchestrator.core.pipeline import Wait
-from orchestrator.errors import StalledError
+from orchestrator.errors import RunFailedError, StalledError
 from orchestrator.runtime.watchdog import Watchdog
 from transport.clock import ManualClock
 from transport.messages import (
     Event,
+    GroupScored,
     RoundDone,
     RowsMissing,
+    ScoringFailed,
     Tick,
     TrainerReady,
     WeightsLoaded,
@@ -20,7 +22,7 @@ from transport.messages import (
     WorkerLost,
 )
 from transport.settings import LivenessSettings
-from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind
+from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind, group_id
 
 PROGRESS = RoundDone(round_id="1-0", num_rows=1, num_tokens=1, busy_s=0.1)
 LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)
@@ -118,3 +120,19 @@ def test_what_a_crash_loop_repeats_is_no_progress(first: Event, again: Event, fu
         watchdog.observe(event)
         blocked = watchdog.blocked(Waiting())
         assert (blocked["still_s"] if blocked else 0.0) == still_s
+
+
+def test_rewards_that_fail_for_most_groups_end_the_run_by_name():
+    watchdog = Watchdog(LIMITS, ManualClock(), max_failed_share=0.5)
+    for number in range(16):
+        scored = number % 4 < 3
+        watchdog.observe(
+            GroupScored(group_id=group_id(0, number), rewards=(1.0,), response_tokens=(1,), signal=True)
+            if scored
+            else ScoringFailed(group_id=group_id(0, number), reason="reward of 0: NoneType, not a number")
+        )
+        watchdog.check(Waiting())
+    for number in range(16, 30):
+        watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="reward of 0: NoneType, not a number"))
+    with pytest.raises(RunFailedError, match=r"rewards failed for 18 of the last 30 groups.*NoneType, not a number"):
+        watchdog.check(Waiting())

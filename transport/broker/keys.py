@@ -18,6 +18,8 @@ SETTINGS = "settings"
 """Meta: the run's settings, MessagePack."""
 MODEL = "model"
 """Meta: which model all processes of the run must have (model_identity.ModelIdentity, MessagePack)."""
+TRIAL = "trial"
+"""Meta: rows of the data that a reward is tried on before anything is scored (messages.TrialRows, MessagePack)."""
 
 # What the broker keeps for itself; the Lua scripts get these names from here (lua.py).
 EPOCHS = "epochs"

@@ -41,7 +41,7 @@ MAX_PROCESSES = 256
 NOBODY = 65534
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt")
-CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+CONFIGURATION = tuple(f"/etc/{name}" for name in ("fonts", "ld.so.cache", "ld.so.conf.d", "alternatives", "localtime"))
 PASSED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "TMPDIR", "HOME", "USER")
 """Of the environment; whatever else a child should know is named by the user (scoring.environment)."""
 

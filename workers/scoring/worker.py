@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.errors import first_error
+from transport.messages import MessageDecoder, TrialRows
 from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import WorkerId
@@ -22,6 +24,7 @@ from workers.lifecycle import Activity, BusyMeter
 from workers.scoring.advantages import AdvantageTask
 from workers.scoring.consumer import Handle, TaskConsumer
 from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_process import Sample
 from workers.scoring.rewards import reward_spec
 from workers.scoring.sample import Detokenize, RewardTask, load_detokenizer
 
@@ -66,7 +69,7 @@ class ScoringWorker:
         """Score until cancelled. Raises RewardSetupError, ModelError; the broker's errors when it stays away."""
         try:
             _, detokenize = await asyncio.gather(
-                self._pool.start(), asyncio.to_thread(load_detokenizer, self._model_dir)
+                self._pool.start(await self._trial()), asyncio.to_thread(load_detokenizer, self._model_dir)
             )
             self._consumers = {
                 task: self._consumer(task, handle) for task, handle in (await self._tasks(detokenize)).items()
@@ -78,6 +81,11 @@ class ScoringWorker:
             raise first_error(failures) from None
         finally:
             await self._pool.close()
+
+    async def _trial(self) -> list[Sample]:
+        raw = await self._broker.get_meta(keys.TRIAL)
+        rows = MessageDecoder(TrialRows).decode(raw).rows if raw is not None else []
+        return [Sample(prompt=row.prompt, response=row.response, entry=row.entry.encode()) for row in rows]
 
     async def _tasks(self, detokenize: Detokenize) -> dict[str, Handle]:
         settings = self._settings
