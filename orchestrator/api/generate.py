@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import threading
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from orchestrator.api.guard import BodyLimit
 from orchestrator.errors import DataError, RefusedError
 from orchestrator.runtime.service import Service
 from orchestrator.runtime.service_prompts import ServicePrompts
-from orchestrator.runtime.spool import Ticket
+from orchestrator.runtime.spool import SpooledPrompt, Ticket
 from transport.errors import TransientError
 from transport.messages import UpdateRequest, WeightManifest
 from transport.settings import SamplingSettings, Settings
@@ -45,7 +46,7 @@ BODY_S = 60.0
 BODY_LIMITS = {"/generate": BodyLimit(MAX_GENERATE_BYTES, BODY_S)}
 """For the guard; whatever is not named here has its own, small limit."""
 MAX_PATH_CHARACTERS = 1024
-NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*$"
+NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*\Z"
 READER_S = 300.0
 """A reader that takes nothing for so long is let go; what it has not taken is kept for when it comes back."""
 MAX_WAIT_S = 600.0
@@ -135,12 +136,23 @@ class ServiceApi:
                         400, "id must be 1 to 64 letters, digits, - _ . beginning with a letter or digit"
                     )
                 sampling = sampling_of(asked, self._settings.sampling)
-                prompts = await asyncio.to_thread(self._prompts.encode, asked.prompts, sampling.max_new_tokens)
+                self._service.check_room(name, len(asked.prompts))
+                prompts = await self._encode(asked, sampling.max_new_tokens)
         except TimeoutError as error:
-            raise HTTPException(408, f"the body did not come within {BODY_S:.0f} s", {"connection": "close"}) from error
+            reason = f"the prompts were not here and tokenised within {BODY_S:.0f} s: send fewer at a time"
+            raise HTTPException(408, reason, {"connection": "close"}) from error
         except DataError as error:
             raise RefusedError(400, str(error)) from error
         return await self._service.submit(name, prompts, asked.samples, sampling, acknowledged=asked.acknowledge)
+
+    async def _encode(self, asked: Generate, max_new_tokens: int) -> list[SpooledPrompt]:
+        """Off the loop. When it takes too long, or the client is gone, the thread ends after the prompt at hand."""
+        wanted = threading.Event()
+        wanted.set()
+        try:
+            return await asyncio.to_thread(self._prompts.encode, asked.prompts, max_new_tokens, wanted=wanted)
+        finally:
+            wanted.clear()
 
     async def resume(self, request: Request) -> Response:
         ticket = self._find(request)

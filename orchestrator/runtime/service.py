@@ -135,6 +135,11 @@ class Service:
             log.info("request", name=name, number=request.number, prompts=len(prompts), group_size=group_size)
             return ticket
 
+    def check_room(self, name: str, num_prompts: int) -> None:
+        """Raises RefusedError where ``submit`` would: before anything is done with the prompts."""
+        if self._spool.ticket(name) is None:
+            self._check_room(num_prompts)
+
     def _check_room(self, num_prompts: int) -> None:
         limits = self._settings.service
         open_prompts = sum(ticket.num_prompts for ticket in self._spool.tickets)

@@ -43,16 +43,27 @@ class ServicePrompts:
         """Raises DataError where the model directory cannot be read."""
         self._tokenizer: Any = load_tokenizer(model_dir)
         self._limit = context_limit(settings, model_dir)
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         config = json.loads((model_dir / "config.json").read_bytes())
         self._vocab_size = int((config.get("text_config") or config)["vocab_size"])
         self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
 
-    def encode(self, prompts: Sequence[str | list[int] | Chat], max_new_tokens: int) -> list[SpooledPrompt]:
-        """Raises DataError naming the first prompt that cannot be generated from, and why."""
-        return [self._encode(index, prompt, self._limit - max_new_tokens) for index, prompt in enumerate(prompts)]
+    def encode(
+        self, prompts: Sequence[str | list[int] | Chat], max_new_tokens: int, *, wanted: threading.Event | None = None
+    ) -> list[SpooledPrompt]:
+        """Raises DataError naming the first prompt that cannot be generated from, and why.
+
+        wanted: when it is cleared nobody waits any more, and the work ends after the prompt at hand.
+        """
+        encoded: list[SpooledPrompt] = []
+        for index, prompt in enumerate(prompts):
+            if wanted is not None and not wanted.is_set():
+                raise DataError(f"nobody waits for prompt {index} any more")
+            encoded.append(self._encode(index, prompt, self._limit - max_new_tokens))
+        return encoded
 
     def _encode(self, index: int, prompt: str | list[int] | Chat, room: int) -> SpooledPrompt:
-        text = "" if isinstance(prompt, list) else prompt if isinstance(prompt, str) else self._render(index, prompt)
+        text = "" if isinstance(prompt, list) else self._text(index, prompt, room)
         ids = prompt if isinstance(prompt, list) else self._tokenize(text, special=isinstance(prompt, str))
         if not ids:
             raise DataError(f"prompt {index} has no tokens")
@@ -61,6 +72,25 @@ class ServicePrompts:
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise DataError(f"prompt {index} has token ids outside [0, {self._vocab_size})")
         return SpooledPrompt(text=text, ids=np.asarray(ids, dtype="<i4").tobytes())
+
+    def _text(self, index: int, prompt: str | Chat, room: int) -> str:
+        """As the model reads it. What is surely too long is refused before it is rendered and tokenised, which costs
+        140 bytes of memory a character.
+        """
+        if isinstance(prompt, str):
+            self._check_length(index, len(prompt), room)
+            return prompt
+        self._check_length(index, sum(len(turn.role) + len(turn.content) + 1 for turn in prompt.messages), room)
+        text = self._render(index, prompt)
+        self._check_length(index, len(text), room)
+        return text
+
+    def _check_length(self, index: int, characters: int, room: int) -> None:
+        if characters > room * self._longest_token:
+            raise DataError(
+                f"prompt {index} has {characters} characters; there is room for {room} tokens, and none is longer than "
+                f"{self._longest_token} characters"
+            )
 
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
         with self._lock:

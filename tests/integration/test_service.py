@@ -6,9 +6,11 @@ Answers are replayed: what is tested is who gets which sample, how often, and un
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -16,15 +18,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from orchestrator.api.generate import MAX_GENERATE_BYTES
+from orchestrator.errors import DataError
 from orchestrator.runtime.journal import read_records
-from tests.fakes.service_run import service_run
+from orchestrator.runtime.service_prompts import ServicePrompts
+from tests.fakes.service_run import service_run, settings_of
+from transport.broker import keys
+from transport.broker.base import Entry
 from transport.clock import MonotonicClock
-from transport.messages import RolloutFinished, UpdateFailed, WeightsPublished
+from transport.messages import RolloutFinished, UpdateFailed, UpdateRequest, WeightManifest, WeightsPublished, encode
 from transport.tensors.endpoint import Endpoint
+from transport.tensors.manifest import digest_tensors, layout_bytes
+from transport.types import WeightIdentity
 from workers.client import ServiceClient
 from workers.client.service import ACK_EVERY
 from workers.client.weights import WeightChannel
 from workers.errors import ClientError
+from workers.generation.publisher import MAX_REASON_CHARACTERS
 from workers.models import prepare_model
 from workers.trainer.publish import WeightPublisher
 
@@ -321,7 +330,13 @@ BAD_REQUESTS: list[tuple[object, str]] = [
     ({"prompts": [[1]], "temperature": -1}, ">= 0"),
     ({"prompts": [[1]], "id": "../x"}, "id must be"),
     ({"prompts": [[1]], "n": 1}, "unknown field"),
+    ({"prompts": [[1]], "top_k": 10**400}, "<= 2147483648"),
+    (b'{"prompts": [[1]], "samples": ' + b"9" * 5000 + b"}", "out of range"),
+    ({"prompts": ["x" * 1_000_000]}, "prompt 0 has 1000000 characters; there is room for "),
+    ({"prompts": [{"messages": [{"role": "user", "content": "x" * 600_000}] * 2}]}, "prompt 0 has 1200010 characters"),
 ]
+BAD_UPDATES = ["a\0b", "x" * 5000, "\x1b[2J"]
+BAD_NUMBERS = ["9" * 5000, "-1", "1e3", "\u0663", ""]
 
 
 async def test_a_bad_request_is_told_what_is_wrong(tmp_path: Path, model_dir: Path):
@@ -330,6 +345,67 @@ async def test_a_bad_request_is_told_what_is_wrong(tmp_path: Path, model_dir: Pa
     for (status, lines), says in answers:
         assert status == 400
         assert says in lines[0]["error"]
+
+
+async def test_a_path_or_number_that_is_none_is_refused_at_the_door(tmp_path: Path, model_dir: Path):
+    async with service_run(tmp_path, model_dir, weights_dir=model_dir.parent) as run:
+        for path in BAD_UPDATES:
+            status, (refused,) = await run.ask("/update", {"path": path})
+            assert (status, "`$.path`" in refused["error"]) == (400, True)
+        async with run.asking("/generate", {"prompts": [[1]] * 4, "id": "r", "acknowledge": True}) as (_, lines):
+            await anext(lines)
+            for number in BAD_NUMBERS:
+                status, (refused,) = await run.ask(f"/generate/r?from={quote(number)}")
+                assert (status, "from must be a number" in refused["error"]) == (400, True)
+            assert (await run.ask("/generate/r/taken", {"upto": 10**400}))[0] == 400
+
+
+HOSTILE_PATHS = ["a\0b", "x" * 5000, "/".join(["x" * 200] * 30), "loop", "../" * 2000]
+
+
+async def test_a_publisher_survives_whatever_it_is_asked_for(tmp_path: Path, model_dir: Path):
+    """Past the service's own checks, as another program with the broker's password may ask."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "loop").symlink_to("loop")
+    async with service_run(tmp_path / "run", model_dir, weights_dir=weights) as run:
+        updates = [UpdateRequest(update=str(number), path=path) for number, path in enumerate(HOSTILE_PATHS)]
+        updates.append(UpdateRequest(update="m", manifest=manifest_from("tcp://[")))
+        for update in updates:
+            await run.broker().enqueue(keys.UPDATES, Entry(fields={}, payload=encode(update)))
+        status, (refused,) = await run.ask("/update", {"path": "no-such-checkpoint"})
+        assert (status, "there is no no-such-checkpoint" in refused["error"]) == (400, True), "it hears the next one"
+    events = [record.event for record in read_records(tmp_path / "run" / "journal", from_seq=1)]
+    reasons = {event.update: event.reason for event in events if isinstance(event, UpdateFailed)}
+    assert reasons.keys() > {"0", "1", "2", "3", "4", "m"}
+    assert "no path of a checkpoint" in reasons["0"]
+    assert "too long" in reasons["1"]
+    assert "tcp://[" in reasons["m"]
+    assert max(map(len, reasons.values())) <= MAX_REASON_CHARACTERS
+
+
+def manifest_from(source: str) -> WeightManifest:
+    """Of no tensors, and so without a contradiction."""
+    weights = WeightIdentity(epoch=0, version=0, digest=digest_tensors([]))
+    return WeightManifest(weights=weights, tensors=(), total_bytes=layout_bytes([]), sources=(source,), host="here")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    prompts = ServicePrompts(settings_of(), model_dir)
+    tokenised: list[str] = []
+    tokenize = prompts._tokenize
+    monkeypatch.setattr(
+        prompts, "_tokenize", lambda text, special: tokenised.append(text) or tokenize(text, special=special)
+    )
+    with pytest.raises(DataError, match="prompt 1 has 31000000 characters; there is room for"):
+        prompts.encode(["1+2=", "1" * 31_000_000], 8)
+    assert tokenised == ["1+2="]
+
+
+def test_tokenising_ends_when_nobody_waits(model_dir: Path):
+    prompts = ServicePrompts(settings_of(), model_dir)
+    with pytest.raises(DataError, match="nobody waits for prompt 0"):
+        prompts.encode(["1+2="], 8, wanted=threading.Event())
 
 
 async def test_who_does_not_know_the_secret_changes_nothing(tmp_path: Path, model_dir: Path):

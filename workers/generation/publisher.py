@@ -21,13 +21,14 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Delivery
-from transport.errors import FencedError, MessageError, SegmentSpaceError
+from transport.errors import FatalError, FencedError, MessageError, SegmentSpaceError, TailLostError, TransientError
 from transport.messages import (
     UpdateFailed,
     UpdateRequest,
     WeightManifest,
     update_decoder,
 )
+from transport.tensors.address import parse_address
 from transport.tensors.manifest import check_manifest
 from transport.types import Struct, WeightIdentity, WorkerId
 from workers.errors import CheckpointRefusedError, ModelError
@@ -47,6 +48,8 @@ WAIT_S = 1.0
 RECLAIM_S = 60.0
 """An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
 MAX_DELIVERIES = 3
+MAX_REASON_CHARACTERS = 1000
+"""Of what is told of a refused update: a path in it may be as long as its sender likes."""
 
 Tensors = Mapping[str, "torch.Tensor"]
 ReadTensors = Callable[[Path], Tensors]
@@ -144,14 +147,25 @@ class PublishingWorker:
             version = newest.weights.version + 1 if newest is not None else 0
             await self._publish(update, version, ack)
         except (CheckpointRefusedError, MessageError, ModelError, SegmentSpaceError) as error:
-            log.warning("update refused", update=update.update, path=update.path, reason=str(error))
-            failed = UpdateFailed(update=update.update, reason=str(error))
-            told = Append(stream=keys.EVENTS, entry=event_entry(failed, update=update.update, reason=str(error)))
-            await self._broker.commit(Commit(appends=[told], acks=[ack]))
+            await self._refuse(update, str(error), ack)
+        except (TransientError, FatalError, TailLostError):
+            raise  # of the broker, not of what was asked
+        except Exception as error:  # the guard of one delivery: whatever is asked, the next one is heard
+            log.exception("update failed", update=update.update, path=update.path)
+            await self._refuse(update, f"{type(error).__name__}: {error}", ack)
+
+    async def _refuse(self, update: UpdateRequest, reason: str, ack: Ack) -> None:
+        reason = reason[:MAX_REASON_CHARACTERS]
+        log.warning("update refused", update=update.update, path=update.path[:MAX_REASON_CHARACTERS], reason=reason)
+        failed = UpdateFailed(update=update.update, reason=reason)
+        told = Append(stream=keys.EVENTS, entry=event_entry(failed, update=update.update, reason=reason))
+        await self._broker.commit(Commit(appends=[told], acks=[ack]))
 
     async def _publish(self, update: UpdateRequest, version: int, ack: Ack) -> None:
         if update.manifest is not None:
             check_manifest(update.manifest)
+            for source in update.manifest.sources:
+                parse_address(source)  # one that is none would end every worker that begins with these weights
             await self._take_role()
             await self._announce(update.manifest, version, path="", update=update.update, acks=[ack])
             return
@@ -163,10 +177,14 @@ class PublishingWorker:
         """Raises CheckpointRefusedError: a path that this machine's own command line does not allow."""
         if self._weights_dir is None:
             raise CheckpointRefusedError("this publisher takes no paths: start it with --weights-dir DIR")
-        wanted = (self._weights_dir / path).resolve()
+        try:
+            wanted = (self._weights_dir / path).resolve()
+            exists = wanted.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links, a closed directory
+            raise CheckpointRefusedError(f"{path[:80]!r} is no path of a checkpoint: {error}") from error
         if not wanted.is_relative_to(self._weights_dir):
             raise CheckpointRefusedError(f"{path} is not below the directory that the publisher's --weights-dir names")
-        if not wanted.exists():
+        if not exists:
             raise CheckpointRefusedError(f"there is no {path} below the publisher's --weights-dir")
         return wanted
 
