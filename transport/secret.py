@@ -26,6 +26,8 @@ from transport.errors import SecretError
 BROKER_PASSWORD = "STREAMRL_BROKER_PASSWORD"
 SHARED_SECRET = "STREAMRL_SECRET"
 """Opens the HTTP service, and proves to each other the two ends of a tensor connection."""
+ENGINE_KEY = "STREAMRL_ENGINE_KEY"
+"""What an inference server that runs elsewhere asks for."""
 MIN_CHARACTERS = 16
 """Of a shared secret. Whoever has seen one proof can try others at home, some 10^10 a second: 16 random hexadecimal
 digits are tried in 60 years, 8 letters in 20 seconds."""

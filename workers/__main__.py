@@ -20,7 +20,7 @@ import uvloop
 from transport import faults
 from transport.errors import BrokerFullError, FatalError, StreamError
 from transport.logs import configure_logs
-from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
+from transport.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.settings import BrokerSettings
 from transport.tensors.endpoint import parse_ports
 from transport.types import RunName, WorkerKind
@@ -128,7 +128,12 @@ def generate(
 
     take_gpu(gpus)
     home, secret = run_dir or own_directory(run), _shared_secret()
-    server = ServerChoice(url=engine_url, command=(*shlex.split(server_command),), args=(*shlex.split(server_args),))
+    server = ServerChoice(
+        url=engine_url,
+        key=read_secret(os.environ, ENGINE_KEY),
+        command=(*shlex.split(server_command),),
+        args=(*shlex.split(server_args),),
+    )
     build = with_model(
         model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code, secret, server)
     )

@@ -75,10 +75,11 @@ def _prepare(path: str, trust_remote_code: bool) -> Path:
 class ServerChoice:
     """Which inference server a worker uses: this machine's decision, as it names a program to run.
 
-    url: of one that runs elsewhere.  command, args: of one of its own; empty: of this Python.
+    url, key: of one that runs elsewhere.  command, args: of one of its own; empty: of this Python.
     """
 
     url: str = ""
+    key: str = ""
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
 
@@ -138,6 +139,7 @@ def server_engine(
         directory=model_dir,
         log=log_path,
         url=server.url,
+        key=server.key,
         command=(*(server.command or EngineSettings.default_command), *server.args),
         slots=generation.slots,
         dtype=generation.dtype,

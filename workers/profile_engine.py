@@ -24,6 +24,7 @@ import numpy as np
 from transport.clock import MonotonicClock
 from transport.measurements import DecodeRun, PrefillRun
 from transport.messages import WeightManifest
+from transport.secret import ENGINE_KEY, read_secret
 from transport.settings import Settings
 from transport.types import GroupId, SamplingParams
 from workers.errors import ModelError
@@ -65,7 +66,10 @@ def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
 
     log = Path(tempfile.gettempdir()) / f"streamrl-profile-{generation.engine}-{os.getpid()}.log"
     choice = ServerChoice(
-        url=generation.engine_url, command=(*generation.server_command,), args=(*generation.server_args,)
+        url=generation.engine_url,
+        key=read_secret(os.environ, ENGINE_KEY),
+        command=(*generation.server_command,),
+        args=(*generation.server_args,),
     )
     return server_engine(settings, directory, log, False, choice)
 

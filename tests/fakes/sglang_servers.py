@@ -6,11 +6,15 @@ stand-ins for two CUDA-only packages, and the arguments below.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import shlex
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,17 +45,20 @@ def command(*arguments: str, max_total_tokens: int = 16384) -> tuple[str, ...]:
 class FakeServer:
     """Says what a healthy SGLang says, except for what a test replaces: ``server.answers["/generate"] = ...``.
 
-    asked: paths in the order of their requests.
+    asked: paths in the order of their requests.  key: without which it says nothing but how it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "key-of-the-fake") -> None:
         self.asked: list[str] = []
+        self.key = key
         self.url = ""
         self.label = "default"
         self.answers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
+        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path in self.answers:
             return await self.answers[request.path](request)
         match request.path:
@@ -131,13 +138,40 @@ async def events(request: web.Request, *chunks: object) -> web.StreamResponse:
     return response
 
 
+def own_command() -> tuple[str, ...]:
+    """How a worker starts the fake as a server of its own; it finds its key as the real ones do."""
+    return (sys.executable, "-m", "tests.fakes.sglang_servers")
+
+
+def key_of(options: dict[str, str]) -> str:
+    """Of a server that was started so."""
+    config = Path(options["--config"]).read_text() if "--config" in options else ""
+    kept = re.search(r'^api-key: "(.+)"$', config, re.MULTILINE)
+    return kept[1] if kept else os.environ["VLLM_API_KEY"]
+
+
+async def serve_own(options: dict[str, str], key: str) -> None:
+    """Serve until killed."""
+    runner = web.AppRunner(app_of(FakeServer(key)))
+    await runner.setup()
+    if "--uds" in options:
+        await web.UnixSite(runner, options["--uds"]).start()
+    else:
+        await web.TCPSite(runner, options["--host"], int(options["--port"])).start()
+    await asyncio.Event().wait()
+
+
+def app_of(server: FakeServer) -> web.Application:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    return app
+
+
 @asynccontextmanager
 async def fake_server(port: int = 0) -> AsyncIterator[FakeServer]:
     """port: 0 for a free one."""
     server = FakeServer()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app_of(server), shutdown_timeout=0.1)
     await runner.setup()
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given up
@@ -148,3 +182,8 @@ async def fake_server(port: int = 0) -> AsyncIterator[FakeServer]:
             yield server
         finally:
             await runner.cleanup()
+
+
+if __name__ == "__main__":
+    started_with = dict(pairwise(sys.argv[1:]))
+    asyncio.run(serve_own(started_with, key_of(started_with)))

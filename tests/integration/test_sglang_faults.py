@@ -37,15 +37,22 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(model_dir: Path, url: str) -> SglangSettings:
+def settings(model_dir: Path, server: FakeServer | None = None) -> SglangSettings:
     return SglangSettings(
-        directory=model_dir, log=model_dir / "s.log", url=url, slots=4, startup_s=5.0, silence_s=2.0, request_s=5.0
+        directory=model_dir,
+        log=model_dir / "s.log",
+        url=server.url if server else "",
+        key=server.key if server else "",
+        slots=4,
+        startup_s=5.0,
+        silence_s=2.0,
+        request_s=5.0,
     )
 
 
 @asynccontextmanager
 async def started(model_dir: Path, server: FakeServer) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(settings(model_dir, server.url), MonotonicClock())
+    engine = SglangEngine(settings(model_dir, server), MonotonicClock())
     async with serving(engine):
         yield engine
 
@@ -105,14 +112,14 @@ async def test_an_untested_version_is_told_about(model_dir: Path) -> None:
 
 
 async def test_a_server_that_is_not_there_ends_the_start_in_time(model_dir: Path) -> None:
-    engine = SglangEngine(replace(settings(model_dir, "http://127.0.0.1:9"), startup_s=0.3), MonotonicClock())
+    engine = SglangEngine(replace(settings(model_dir), url="http://127.0.0.1:9", startup_s=0.3), MonotonicClock())
     with pytest.raises(EngineCrashedError, match=r"127\.0\.0\.1:9"):
         await engine.start()
     await engine.close()
 
 
 async def test_a_command_that_cannot_be_run_says_which_setting_it_is(model_dir: Path) -> None:
-    engine = SglangEngine(replace(settings(model_dir, ""), command=("/no/such/python",)), MonotonicClock())
+    engine = SglangEngine(replace(settings(model_dir), command=("/no/such/python",)), MonotonicClock())
     with pytest.raises(ModelError, match=r"'/no/such/python'.*generation.server_command"):
         await engine.start()
     await engine.close()
@@ -120,7 +127,7 @@ async def test_a_command_that_cannot_be_run_says_which_setting_it_is(model_dir: 
 
 async def test_a_server_that_ends_at_once_is_tried_again_and_its_last_words_are_told(model_dir: Path) -> None:
     command = ("sh", "-c", "echo no GPU here; exit 3", "sh")
-    engine = SglangEngine(replace(settings(model_dir, ""), command=command), MonotonicClock())
+    engine = SglangEngine(replace(settings(model_dir), command=command), MonotonicClock())
     with pytest.raises(EngineCrashedError, match="no GPU here"):
         await engine.start()
     await engine.close()
@@ -304,7 +311,7 @@ async def test_waiting_samples_sit_out_a_server_that_refuses_connections(model_d
             raise AssertionError
 
         server.answers["/generate"] = hang
-        patient = replace(settings(model_dir, server.url), silence_s=10.0)
+        patient = replace(settings(model_dir, server), silence_s=10.0)
         engine = SglangEngine(patient, MonotonicClock())
         await engine.start()
         for group in range(8):

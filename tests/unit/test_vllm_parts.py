@@ -45,7 +45,7 @@ async def server() -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def client(server: FakeServer) -> AsyncIterator[VllmClient]:
-    client = VllmClient(server.url, connections=2, request_s=5.0)
+    client = VllmClient(server.url, connections=2, request_s=5.0, key=server.key)
     await client.open()
     yield client
     await client.close()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from transport.secret import ENGINE_KEY
 from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
 from workers.generation.sglang_order import LOADER, LoadOrder, outcome_name, to_payload
 
@@ -30,6 +31,8 @@ KEEP_ALIVE_S = 2.0
 """Less than the server's five seconds, or a request meets a connection that is just being closed."""
 CONTROL_CONNECTIONS = 8
 SHOWN_CHARACTERS = 300
+UNIX = "unix:"
+UNAUTHORIZED = 401
 
 BASE_LABEL = "default"
 """What SGLang calls the weights that it was started with."""
@@ -160,20 +163,29 @@ _encoder = msgspec.json.Encoder()
 class SglangClient:
     """The server at ``url``. ``open`` before the first call, ``close`` at the end.
 
-    connections: samples that run at once.  request_s: limit of one sample.
+    url: http://host:port, or unix:path.  connections: samples that run at once.  request_s: limit of one sample.
+    key: that it asks for, "" for none.
     """
 
     kind = ServerKind(name="SGLang", tested=("0.5.23",), loader=LOADER, option="--custom-weight-loader")
 
-    def __init__(self, url: str, *, connections: int, request_s: float) -> None:
+    def __init__(self, url: str, *, connections: int, request_s: float, key: str = "") -> None:
         self.url = url.rstrip("/")
+        self._socket = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
+        self._base = "http://localhost" if self._socket else self.url
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._connections = connections
         self._request_s = request_s
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        connector = aiohttp.TCPConnector(limit=self._connections + CONTROL_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"})
+        limit = self._connections + CONTROL_CONNECTIONS
+        connector = (
+            aiohttp.UnixConnector(self._socket, limit=limit, keepalive_timeout=KEEP_ALIVE_S)
+            if self._socket
+            else aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEP_ALIVE_S)
+        )
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -278,9 +290,11 @@ class SglangClient:
             raise ValueError("the client was not opened")
         timeout = aiohttp.ClientTimeout(total=deadline_s, connect=min(CONNECT_S, deadline_s))
         try:
-            async with self._session.request(method, self.url + path, data=data, timeout=timeout) as response:
+            async with self._session.request(method, self._base + path, data=data, timeout=timeout) as response:
                 if response.status != 200:
                     reason = _shown(await response.read())
+                    if response.status == UNAUTHORIZED:
+                        reason += f" (it asks for a key; that of a server elsewhere comes from {ENGINE_KEY})"
                     raise ServerAnswerError(self.url, response.status, f"{path}: {reason}")
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

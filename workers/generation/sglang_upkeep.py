@@ -39,7 +39,7 @@ HEALTH_CHECKS_PER_SILENCE = 3
 class SglangSettings:
     """What an engine of this kind is made of.
 
-    directory: the model.  log: where a server of our own writes.  url: of a server elsewhere; empty: our own.
+    directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
     command: program and first arguments of our own server.  slots: samples at once.  max_context: tokens, 0: the
     model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one
     sample.  environment: variables that our own server needs.
@@ -48,6 +48,7 @@ class SglangSettings:
     directory: Path
     log: Path
     url: str = ""
+    key: str = ""
     command: tuple[str, ...] = DEFAULT_COMMAND
     slots: int = 64
     dtype: str = "bfloat16"
@@ -59,9 +60,19 @@ class SglangSettings:
     environment: ClassVar[Mapping[str, str]] = {}
     default_command: ClassVar[tuple[str, ...]] = DEFAULT_COMMAND
 
-    def client(self, url: str) -> SglangClient:
+    def client(self, url: str, key: str) -> SglangClient:
         """For the server at ``url``."""
-        return SglangClient(url, connections=self.slots, request_s=self.request_s)
+        return SglangClient(url, connections=self.slots, request_s=self.request_s, key=key)
+
+    def launch(self) -> LaunchSettings:
+        """How our own server is started."""
+        return LaunchSettings(
+            command=self.command,
+            arguments=self.arguments(),
+            log=self.log,
+            environment=self.environment,
+            key_option="api-key",
+        )
 
     def arguments(self) -> list[str]:
         """Of our own server, after ``command``."""
@@ -84,15 +95,9 @@ class ServerUpkeep:
     def __init__(self, settings: SglangSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        launch = LaunchSettings(
-            command=settings.command,
-            arguments=settings.arguments(),
-            log=settings.log,
-            environment=settings.environment,
-        )
-        self.process = None if settings.url else ServerProcess(launch)
-        url = self.process.url if self.process else settings.url
-        self.client = settings.client(url)
+        self.process = None if settings.url else ServerProcess(settings.launch())
+        where = self.process or settings
+        self.client = settings.client(where.url, where.key)
         self.model = ModelFacts(model_type="", vocab_size=0, max_context=0)
         self.info = ServerInfo(version="", max_total_num_tokens=0)
         self.load = Load()

@@ -9,7 +9,8 @@ client: the same calls, in vLLM's words. What differs:
 - a chunk brings what is new, not everything so far.
 
 Needs of the server, beside its usual arguments: those of ``VllmSettings.arguments`` and VLLM_SERVER_DEV_MODE=1, which
-opens the calls for weights to whoever reaches its port: loopback, or a network of your own.
+opens the calls for weights to whoever reaches it: a server of the worker's own therefore listens on a socket in a
+directory of its user's, and one elsewhere belongs into a network of your own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -44,6 +45,7 @@ from workers.generation.sglang_http import (
     SglangClient,
 )
 from workers.generation.sglang_order import LoadOrder, read_outcome
+from workers.generation.sglang_server import LaunchSettings
 from workers.generation.sglang_upkeep import SglangSettings
 
 LOADER = "workers.generation.vllm_loader.Loader"
@@ -120,8 +122,8 @@ class VllmClient(SglangClient):
 
     kind = ServerKind(name="vLLM", tested=("0.32.0",), loader=LOADER, option="--worker-extension-cls")
 
-    def __init__(self, url: str, *, connections: int, request_s: float) -> None:
-        super().__init__(url, connections=connections, request_s=request_s)
+    def __init__(self, url: str, *, connections: int, request_s: float, key: str = "") -> None:
+        super().__init__(url, connections=connections, request_s=request_s, key=key)
         self._outcome = b""
 
     # --- what it is and how it is -------------------------------------------------------------------------------------
@@ -260,8 +262,12 @@ class VllmSettings(SglangSettings):
     environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
     default_command: ClassVar[tuple[str, ...]] = DEFAULT_COMMAND
 
-    def client(self, url: str) -> VllmClient:
-        return VllmClient(url, connections=self.slots, request_s=self.request_s)
+    def client(self, url: str, key: str) -> VllmClient:
+        return VllmClient(url, connections=self.slots, request_s=self.request_s, key=key)
+
+    def launch(self) -> LaunchSettings:
+        """On a socket: vLLM asks for a key where samples are asked for, and not where weights are."""
+        return replace(SglangSettings.launch(self), key_option="", key_variable="VLLM_API_KEY", socket_option="--uds")
 
     def arguments(self) -> list[str]:
         arguments = [

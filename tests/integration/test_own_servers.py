@@ -1,0 +1,136 @@
+"""An inference server of a worker's own, as another user of the machine meets it: a door that is closed to him."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.fakes.command_line import REPOSITORY
+from tests.fakes.sglang_servers import fake_server, own_command
+from transport.clock import MonotonicClock
+from transport.types import GroupId, SamplingParams
+from workers.errors import EngineCrashedError, ModelError
+from workers.generation.engine import Completion, GenerationRequest, serving
+from workers.generation.sglang import SglangEngine
+from workers.generation.sglang_http import SglangClient
+from workers.generation.sglang_server import ServerProcess, wait_healthy
+from workers.generation.sglang_upkeep import SglangSettings
+from workers.generation.vllm import VllmSettings
+
+STARTUP_S = 50.0
+PATHS = ("/model_info", "/server_info", "/generate", "/pause_generation", "/update_weights_from_tensor")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The fake is found by what starts it. No path of a socket fits into the temporary directory."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 12)))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    config = {"model_type": "qwen3", "vocab_size": 50, "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def settings(model_dir: Path, *arguments: str) -> SglangSettings:
+    command = (*own_command(), *arguments)
+    return SglangSettings(directory=model_dir, log=model_dir / "s.log", command=command, slots=4, startup_s=STARTUP_S)
+
+
+def told_to_everyone(server: ServerProcess) -> str:
+    """What every user of the machine sees of a process."""
+    assert server.pid is not None
+    return " ".join(psutil.Process(server.pid).cmdline())
+
+
+def permissions(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+async def test_an_sglang_server_answers_its_worker_and_nobody_else(model_dir: Path) -> None:
+    theirs = model_dir / "mine.yaml"
+    theirs.write_text("tp-size: 1\n")
+    engine = SglangEngine(settings(model_dir, "--config", str(theirs)), MonotonicClock())
+    async with serving(engine):
+        sampling = SamplingParams(max_new_tokens=5)
+        prompt = np.arange(3, dtype=np.int32)
+        engine.submit(GenerationRequest(group_id=GroupId("0/0"), prompt_ids=prompt, samples=(0,), sampling=sampling))
+        (sample,) = await engine.results()
+        assert isinstance(sample, Completion)
+        server = engine.server.process
+        assert server is not None
+        for path in PATHS:
+            with pytest.raises(HTTPError, match="401") as refused:
+                await asyncio.to_thread(urlopen, server.url + path, timeout=10.0)
+            refused.value.close()
+        assert server.key not in told_to_everyone(server)
+        config_path = Path(told_to_everyone(server).partition("--config ")[2].split()[0])
+        assert (permissions(config_path.parent), permissions(config_path)) == (0o700, 0o600)
+        assert text_of(config_path) == f'tp-size: 1\napi-key: "{server.key}"\n', "what the user configures stays"
+        assert permissions(model_dir / "s.log") == 0o600
+    assert not exists(config_path.parent)
+
+
+async def test_a_vllm_server_is_reached_through_a_directory_of_its_user_alone(model_dir: Path) -> None:
+    made_of = VllmSettings(directory=model_dir, log=model_dir / "s.log", command=own_command(), slots=4)
+    server = ServerProcess(made_of.launch())
+    client = made_of.client(server.url, server.key)
+    await client.open()
+    try:
+        await server.start()
+        await until_healthy(server)
+        await client.label("1.2.ab")
+        path = Path(server.url.removeprefix("unix:"))
+        assert permissions(path.parent) == 0o700
+        assert server.key not in told_to_everyone(server)
+        listening = [one for one in psutil.Process(server.pid).net_connections() if one.status == psutil.CONN_LISTEN]
+        assert listening == [], "no port"
+    finally:
+        await client.close()
+        await server.stop()
+    assert not exists(path.parent)
+
+
+async def until_healthy(server: ServerProcess) -> None:
+    """The fake has not what vLLM is asked beside /health."""
+    client = SglangClient(server.url, connections=1, request_s=5.0, key=server.key)
+    await client.open()
+    try:
+        await wait_healthy(client, STARTUP_S, server)
+    finally:
+        await client.close()
+
+
+async def test_a_server_elsewhere_that_asks_for_a_key_says_where_it_comes_from(model_dir: Path) -> None:
+    async with fake_server() as server:
+        made_of = SglangSettings(directory=model_dir, log=model_dir / "s.log", url=server.url, slots=4, startup_s=5.0)
+        with pytest.raises(EngineCrashedError, match="STREAMRL_ENGINE_KEY"):
+            async with serving(SglangEngine(made_of, MonotonicClock())):
+                pass
+
+
+async def test_a_key_on_the_command_line_is_refused(model_dir: Path) -> None:
+    for argument in ("--api-key", "--api-key=mine"):
+        server = ServerProcess(settings(model_dir, argument).launch())
+        with pytest.raises(ModelError, match="leave --api-key out"):
+            await server.start()
+        await server.stop()
