@@ -41,8 +41,6 @@ class Purpose(StrEnum):
     """Proof between the two ends of a connection for weights or columns (tensors/wire.py)."""
     HTTP = "http"
     """Bearer token and password of the HTTP service."""
-    GRAFANA = "grafana"
-    """Password of the dashboards."""
 
 
 def derive(secret: str | bytes, purpose: Purpose) -> str:
@@ -56,7 +54,7 @@ def derive(secret: str | bytes, purpose: Purpose) -> str:
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def check_strength(secret: str, name: str) -> None:
+def check_strength(secret: str | bytes, name: str) -> None:
     """Raises SecretError for a shared secret that is too short. name: where it was set."""
     if len(secret) < MIN_CHARACTERS:
         raise SecretError(
@@ -135,7 +133,7 @@ def _read_own(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise SecretError(f"{path} is not a file that this user alone can read: remove it, or set {SHARED_SECRET}")
         content = file.read(4096).strip()
-    check_strength(content.decode("ascii", "replace"), str(path))
+    check_strength(content, str(path))
     return content
 
 

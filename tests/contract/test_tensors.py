@@ -40,6 +40,7 @@ from transport.types import PROTOCOL_VERSION
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 ROOT = Path(__file__).parents[2]
+RIGHT = b"the right secret"
 
 
 class TcpOnlyStore(ServedStore):
@@ -298,7 +299,7 @@ def test_a_host_that_cannot_be_one_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "client"), [(b"right", b"wrong"), (b"right", b""), (b"", b"right")], ids=["wrong", "missing", "unasked"]
+    ("server", "client"), [(RIGHT, RIGHT[::-1]), (RIGHT, b""), (b"", RIGHT)], ids=["wrong", "missing", "unasked"]
 )
 def test_a_secret_must_be_shared(tmp_path: Path, server: bytes, client: bytes) -> None:
     store = ServedStore(ShmStore("secret", (tmp_path,)), Endpoint(secret=server))
@@ -316,12 +317,15 @@ def test_off_loopback_a_secret_is_mandatory() -> None:
     for host in ("0.0.0.0", "", "::", "192.0.2.1", "trainer"):
         with pytest.raises(SecretError, match="STREAMRL_SECRET"):
             Endpoint(host=host)
+    for host in ("0.0.0.0", "127.0.0.1"):
+        with pytest.raises(SecretError, match="has 15 characters"):
+            Endpoint(host=host, secret=RIGHT[:-1])
 
 
 def test_the_advertised_name_is_what_readers_are_told() -> None:
-    assert Endpoint(host="192.0.2.1", secret=b"s").address(7, "v1") == "tcp://192.0.2.1:7/v1"
-    assert Endpoint(host="0.0.0.0", advertise="trainer", secret=b"s").address(7, "v1") == "tcp://trainer:7/v1"
-    assert Endpoint(host="0.0.0.0", secret=b"s").address(7, "v1") == f"tcp://{socket.gethostname()}:7/v1"
+    assert Endpoint(host="192.0.2.1", secret=RIGHT).address(7, "v1") == "tcp://192.0.2.1:7/v1"
+    assert Endpoint(host="0.0.0.0", advertise="trainer", secret=RIGHT).address(7, "v1") == "tcp://trainer:7/v1"
+    assert Endpoint(host="0.0.0.0", secret=RIGHT).address(7, "v1") == f"tcp://{socket.gethostname()}:7/v1"
     assert parse_address(Endpoint(host="::1").address(7, "v1")).place == "::1"
 
 
@@ -335,7 +339,7 @@ def test_ports_are_tried_in_order_and_a_host_that_is_not_ours_is_named() -> None
         assert server.start() == ports[1]
         server.close()
     with pytest.raises(ListenError, match=r"192\.0\.2\.77"):
-        ChannelServer(lambda channel: None, Endpoint(host="192.0.2.77", secret=b"s"), request_s=1).start()
+        ChannelServer(lambda channel: None, Endpoint(host="192.0.2.77", secret=RIGHT), request_s=1).start()
 
 
 @pytest.mark.parametrize("text", ["7409-7400", "0", "70000", "7400-", "a", "7400,7401"])

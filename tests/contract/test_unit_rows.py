@@ -25,6 +25,7 @@ from transport.unit_rows import UNIT_COLUMNS, UnitRows
 from transport.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
 
 T = TypeVar("T")
+RIGHT = b"the right secret"
 NO_SEGMENT = "1@000000000000"
 VALUE = GroupParts(group_id=GROUP, parts=(Part(key="key", nbytes=5, checksum=checksum(b"value")),))
 
@@ -96,12 +97,12 @@ async def test_a_column_that_a_unit_lost_is_missing(broker: Broker, units: list[
 
 
 def test_a_unit_asks_for_the_secret(units: list[StorageUnit]) -> None:
-    units.append(StorageUnit(max_bytes=100, endpoint=Endpoint(secret=b"right")))
+    units.append(StorageUnit(max_bytes=100, endpoint=Endpoint(secret=RIGHT)))
     address = units[-1].start()
-    client = UnitClient(address, secret=b"wrong")
+    client = UnitClient(address, secret=RIGHT[::-1])
     with pytest.raises(PeerRejectedError):
         client.put([VALUE], [b"value"])
-    friend = UnitClient(address, secret=b"right")
+    friend = UnitClient(address, secret=RIGHT)
     friend.put([VALUE], [b"value"])
     assert units[-1].retained_bytes == 5
     friend.close()

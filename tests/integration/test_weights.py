@@ -23,6 +23,8 @@ from workers.generation.updates import WeightUpdates, newest_manifest
 from workers.generation.weights import WeightPuller
 from workers.trainer.publish import CHUNK_ELEMENTS, WeightPublisher
 
+RIGHT = b"the right secret"
+
 
 def policy(seed: int = 0) -> dict[str, torch.Tensor]:
     """Tensors of every awkward kind: larger than a chunk, a view, a scalar, an empty one, an integer buffer."""
@@ -101,11 +103,11 @@ def test_the_next_source_is_asked_when_one_gives_wrong_bytes(publisher: WeightPu
 
 
 def test_a_wrong_secret_and_a_foreign_manifest_are_named(tmp_path: Path) -> None:
-    publisher = WeightPublisher("secret-test", tmp_path, endpoint=Endpoint(secret=b"right"))
+    publisher = WeightPublisher("secret-test", tmp_path, endpoint=Endpoint(secret=RIGHT))
     manifest = publisher.publish(1, 0, policy(), torch.bfloat16)
     with pytest.raises(PeerRejectedError):
-        pulled(only(manifest, "tcp://"), WeightPuller(secret=b"wrong", deadline_s=5))
-    assert pulled(only(manifest, "tcp://"), WeightPuller(secret=b"right"))
+        pulled(only(manifest, "tcp://"), WeightPuller(secret=RIGHT[::-1], deadline_s=5))
+    assert pulled(only(manifest, "tcp://"), WeightPuller(secret=RIGHT))
     with pytest.raises(MessageError):
         pulled(replace(manifest, total_bytes=64))
     with pytest.raises(PeerUnavailableError, match="reached"):

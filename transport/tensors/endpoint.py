@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transport.errors import SecretError
+from transport.secret import check_strength
 from transport.tensors.address import Address, is_loopback
 
 EVERY_INTERFACE = ("", "0.0.0.0", "::")
@@ -23,7 +24,7 @@ class Endpoint:
     """host: what to listen on.  advertise: how others call this host; "" is ``host``, or this machine's name where
     ``host`` is every interface.  ports: tried in this order, 0 is any free one.  secret: shared with the clients.
 
-    Raises SecretError: ``host`` is reached from other machines and there is no secret.
+    Raises SecretError: ``host`` is reached from other machines and there is no secret, or it is too short.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +33,8 @@ class Endpoint:
     secret: bytes = b""
 
     def __post_init__(self) -> None:
+        if self.secret:
+            check_strength(self.secret, "the shared secret")
         if not self.secret and not is_loopback(self.host):
             raise SecretError(
                 f"listening on {self.host or 'every interface'} needs a shared secret: set STREAMRL_SECRET, the same "
