@@ -18,6 +18,7 @@ from orchestrator.plan_cli import plan
 from orchestrator.rank_cli import rank
 from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
 from orchestrator.simulate_cli import simulate
+from transport.files import check_own
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -46,6 +47,15 @@ app.command(
 )(simulate)
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
+RunsBroker = Annotated[
+    str | None,
+    typer.Option(
+        "--broker",
+        help="URL of the run's broker, where it is one of your own with a password: that goes to no address that only "
+        "the run's files name.",
+        show_default=False,
+    ),
+]
 Preset = Annotated[
     str | None,
     typer.Option(help=f"Start from a preset: {', '.join(config.preset_names())}. [{DEFAULT_PRESET} without --config]"),
@@ -124,8 +134,9 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
     stored = directory / name / "config.toml"
     if not stored.is_file():
         raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
-    before = config.resolve(None, [stored], [], os.environ)
-    resolved = config.resolve(preset, [stored, *files], overrides, os.environ)
+    check_own(stored.parent.resolve())
+    before = config.resolve(None, [], [], {}, stored=stored)
+    resolved = config.resolve(preset, files, overrides, os.environ, stored=stored)
     config.check_resume(before.settings, resolved)
     return resolved
 
@@ -146,10 +157,11 @@ def inspect(
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on looking until the run is over; plain lines without a terminal.")
     ] = False,
+    broker: RunsBroker = None,
 ) -> None:
     from orchestrator import inspect as inspection
 
-    raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow))
+    raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow, broker_url=broker))
 
 
 LetterIds = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Dead letters, as inspect names them.")]
@@ -157,17 +169,25 @@ AllLetters = Annotated[bool, typer.Option("--all", help="Every dead letter.")]
 
 
 @app.command(help="Put dead letters back into their queues, where somebody still wants them.")
-def retry(run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False) -> None:
+def retry(
+    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
+) -> None:
     from orchestrator import dead_letters
 
-    raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=False))
+    raise typer.Exit(
+        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=False, broker_url=broker)
+    )
 
 
 @app.command(help="Forget dead letters.")
-def drop(run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False) -> None:
+def drop(
+    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
+) -> None:
     from orchestrator import dead_letters
 
-    raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=True))
+    raise typer.Exit(
+        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=True, broker_url=broker)
+    )
 
 
 @app.command(help="Write a run's trace for Perfetto, and draw it: what every worker did, and why it was idle.")
@@ -208,10 +228,10 @@ def _control(request: str, text: str) -> None:
     """Register one of the requests of runtime/control.py as a command."""
 
     @app.command(name=request, help=f"Ask a running run: {text} Visible in its journal and status.")
-    def ask(run_dir: RunDirectory) -> None:
+    def ask(run_dir: RunDirectory, broker: RunsBroker = None) -> None:
         from orchestrator.runtime import ask as asking
 
-        raise typer.Exit(asking.main(run_dir, request))
+        raise typer.Exit(asking.main(run_dir, request, broker))
 
 
 _control("pause", "dispatch nothing new; running samples finish.")
@@ -226,11 +246,13 @@ _control("checkpoint", "save a checkpoint after the batch in training.")
     "update, max_refills, max_attempts, rollout_timeout_s. It holds until --resume is given another.",
 )
 def set_(
-    run_dir: RunDirectory, assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False)]
+    run_dir: RunDirectory,
+    assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False)],
+    broker: RunsBroker = None,
 ) -> None:
     from orchestrator.runtime import ask as asking
 
-    raise typer.Exit(asking.main_set(run_dir, assignment))
+    raise typer.Exit(asking.main_set(run_dir, assignment, broker))
 
 
 @app.command(

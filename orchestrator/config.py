@@ -11,11 +11,10 @@ from __future__ import annotations
 import enum
 import importlib.resources
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -23,6 +22,8 @@ from orchestrator.config_checks import Violation, unit_of, value_of, violations
 from orchestrator.core.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.toml_source import MAX_DOCUMENT_BYTES, Setting, nearest, parse_override, read_document, to_toml
+from transport.broker.url import without_password
+from transport.files import read_own
 from transport.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
 from transport.settings import Section, Settings
 
@@ -81,28 +82,38 @@ def preset_names() -> list[str]:
 
 
 def resolve(
-    preset: str | None, files: Sequence[Path], overrides: Sequence[str], environ: Mapping[str, str]
+    preset: str | None,
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    stored: Path | None = None,
 ) -> Resolved:
     """Read, merge and check a configuration.
 
     Args:    preset: its name, None for none.  files: TOML files.  overrides: ``section.key=value``.
              environ: only the variables of FROM_ENVIRONMENT are looked at, and those with _FILE after them.
-    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError.
+             stored: config.toml in the directory of a run, under all of ``files``; it must be this user's.
+    Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError, ForeignError.
     """
-    layers: list[list[Setting]] = [read_preset(preset)] if preset else []
-    layers += [read_file(path) for path in files]
-    layers.append([parse_override(argument) for argument in overrides])
+    below: list[list[Setting]] = [read_preset(preset)] if preset else []
+    if stored is not None:
+        below.append(read_document(_text_of(stored, read_own), str(stored)))
+    named = [read_file(path) for path in files]
+    named.append([parse_override(argument) for argument in overrides])
     for key, variable in FROM_ENVIRONMENT.items():
         if secret := read_secret(environ, variable):
             path = tuple(key.split("."))
-            layers.append([Setting(path=path, value=secret, where=f"environment {variable}")])
+            named.append([Setting(path=path, value=secret, where=f"environment {variable}")])
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
-    for layer in layers:
+    for layer in (*below, *named):
         _apply(layer, values, origins)
     settings = _hide_password(_build(values), origins)
     for violation in violations(settings):
         raise _violated(violation, settings, origins)
+    if stored is not None:
+        _check_recipient(settings, origins, {setting.key for layer in named for setting in layer})
     return Resolved(settings=settings, origins=origins)
 
 
@@ -119,14 +130,21 @@ def read_preset(name: str) -> list[Setting]:
 
 def read_file(path: Path) -> list[Setting]:
     """The settings of a file. Raises ConfigError when it cannot be read or is not TOML."""
+    return read_document(_text_of(path, _read_bounded), str(path))
+
+
+def _read_bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_DOCUMENT_BYTES + 1)
+
+
+def _text_of(path: Path, read: Callable[[Path], bytes]) -> str:
     try:
-        with path.open(encoding="utf-8") as file:
-            document = file.read(MAX_DOCUMENT_BYTES + 1)
+        return read(path).decode()
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error}", where=str(path)) from error
-    return read_document(document, str(path))
 
 
 # --- merging ----------------------------------------------------------------------------------------------------------
@@ -222,22 +240,33 @@ def _build(values: Mapping[str, object]) -> Settings:
 
 def _hide_password(settings: Settings, origins: dict[str, str]) -> Settings:
     """Move a password inside ``broker.url`` to ``broker.password``, so that the URL may be shown."""
-    url = settings.broker.url
     try:
-        parts = urlsplit(url)
-        password = parts.password
+        url, password = without_password(settings.broker.url)
     except ValueError as error:
         raise ConfigError("broker.url is not a URL", key="broker.url", where=origins["broker.url"]) from error
-    if password is None:
+    if not password:
         return settings
-    user, _, host = parts.netloc.rpartition("@")
-    user = user.partition(":")[0]
-    bare = parts._replace(netloc=f"{user}@{host}" if user else host).geturl()
-    broker = msgspec.structs.replace(settings.broker, url=bare)
+    broker = msgspec.structs.replace(settings.broker, url=url)
     if not broker.password:
-        broker = msgspec.structs.replace(broker, password=unquote(password))
+        broker = msgspec.structs.replace(broker, password=password)
         origins[PASSWORD] = origins["broker.url"]
     return msgspec.structs.replace(settings, broker=broker)
+
+
+def _check_recipient(settings: Settings, origins: Mapping[str, str], named: Collection[str]) -> None:
+    """A password that the user gave goes only to an address that the user named, too.
+
+    The file of a run may have come from anywhere, and name a server that waits for it.
+    named: keys of all settings but those of the run's file.  Raises ConfigError.
+    """
+    if settings.broker.url and PASSWORD in named and "broker.url" not in named:
+        raise ConfigError(
+            f"broker.url = {to_toml(settings.broker.url)} is named by that file alone, so the password "
+            f"({origins[PASSWORD]}) is not sent there; if it is your broker, name it yourself: --broker URL, or with "
+            "`run` --set broker.url=URL",
+            key="broker.url",
+            where=origins["broker.url"],
+        )
 
 
 def _violated(violation: Violation, settings: Settings, origins: Mapping[str, str]) -> ConfigError:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.inspect import find_run, open_run_broker
+from orchestrator.inspect import open_run_broker
 from orchestrator.printable import printable
+from orchestrator.runtime.rundir import find_run
 from transport.broker import keys
 from transport.broker.base import Broker, DeadLetter, parse_entry_id
 from transport.broker.lua import MAX_DEAD_LETTERS
@@ -31,7 +32,9 @@ FOREIGN = "it came from no queue of this run"
 NO_EVENT = "the orchestrator could not take it as an event, and would not now either"
 
 
-def main(run_dir: Path, letter_ids: Sequence[str], *, all_letters: bool, drop: bool) -> int:
+def main(
+    run_dir: Path, letter_ids: Sequence[str], broker_url: str | None = None, *, all_letters: bool, drop: bool
+) -> int:
     """Retry or drop dead letters of ``run_dir`` and say what became of each.
 
     Returns 0, or 1 when one that was named stays where it is. Raises ConfigError for ids that can be none.
@@ -40,7 +43,7 @@ def main(run_dir: Path, letter_ids: Sequence[str], *, all_letters: bool, drop: b
         raise ConfigError("name the dead letters (inspect shows their ids), or give --all")
     for letter_id in letter_ids:
         _check_id(letter_id)
-    return asyncio.run(_main(run_dir, letter_ids, drop=drop))
+    return asyncio.run(_main(run_dir, letter_ids, broker_url, drop=drop))
 
 
 def _check_id(letter_id: str) -> None:
@@ -50,8 +53,8 @@ def _check_id(letter_id: str) -> None:
         raise ConfigError(f"{letter_id!r} is no id of a dead letter, like 1763627143210-0") from error
 
 
-async def _main(run_dir: Path, letter_ids: Sequence[str], *, drop: bool) -> int:
-    rundir, settings = find_run(run_dir)
+async def _main(run_dir: Path, letter_ids: Sequence[str], broker_url: str | None, *, drop: bool) -> int:
+    rundir, settings = find_run(run_dir, broker_url)
     async with open_run_broker(rundir, settings) as broker:
         letters = {letter.letter_id: letter for letter in await broker.dead_letters(count=MAX_DEAD_LETTERS)}
         if not letter_ids and not letters:

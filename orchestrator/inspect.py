@@ -7,7 +7,6 @@ started while we read. What is shown is in survey.py.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,14 +26,12 @@ from orchestrator.audit import (
     closed_batches,
     up_to,
 )
-from orchestrator.config import resolve
 from orchestrator.core.outbox import entry_id
-from orchestrator.errors import ConfigError
 from orchestrator.runtime.journal import is_written
 from orchestrator.runtime.live import batch_line
 from orchestrator.runtime.metrics import read_file
 from orchestrator.runtime.reconcile import rows_without
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import RunDir, find_run
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.survey import Survey, survey_line, survey_view, take_survey
 from transport.broker import keys
@@ -66,18 +63,10 @@ AWAY_S = 30.0
 """A run that is followed may be without an orchestrator for so long: it is started again when it dies."""
 
 
-def main(run_dir: Path, *, audit: bool, follow: bool) -> int:
+def main(run_dir: Path, *, audit: bool, follow: bool, broker_url: str | None = None) -> int:
     """Print the run, or audit it. Returns 0; 1 when the audit finds a problem."""
-    rundir, settings = find_run(run_dir)
+    rundir, settings = find_run(run_dir, broker_url)
     return asyncio.run(_main(rundir, settings, only_audit=audit, follow=follow))
-
-
-def find_run(run_dir: Path) -> tuple[RunDir, Settings]:
-    """The run in ``run_dir``. Raises ConfigError when there is none."""
-    rundir = RunDir(run_dir)
-    if not rundir.exists():
-        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
-    return rundir, resolve(None, [rundir.config], [], os.environ).settings
 
 
 async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool, follow: bool) -> int:

@@ -13,6 +13,7 @@
     │   ├── SecretError             a secret is missing, or cannot be read
     │   ├── ListenError             no port that others should reach us by is free here
     │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
+    │   ├── ForeignError            a file or directory that must be this user's own is not: nothing of it was used
     │   ├── InputFileError          a file of rows from outside cannot be read: the message names file and line
     │   ├── LengthFileError         a file of lengths is missing, or holds what is no length: the message names its line
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
@@ -102,6 +103,10 @@ class ListenError(FatalError):
 
 class DirectoryError(FatalError):
     """A directory of ours cannot be written; the message says why and what to do."""
+
+
+class ForeignError(FatalError):
+    """What must be this user's own, and of one kind, is not: the message names it. Nothing of it was used."""
 
 
 class SegmentSpaceError(FatalError):

@@ -1,7 +1,7 @@
-"""Files of ours: replaced whole or not at all, and one error that says what to do about a disk that refuses them.
+"""Files of ours: replaced whole or not at all, read where they are this user's own, one error for each trouble.
 
-Owns: how a file takes the place of another (every such place in this repository comes here), and the words about disks
-that are full, read-only or somebody else's. Never: knows what a file means.
+Owns: how a file takes the place of another (every such place in this repository comes here), what "our own" means, and
+the words about disks that are full, read-only or somebody else's. Never: knows what a file means.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pwd
 import secrets
+import stat
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from transport.errors import DirectoryError
+from transport.errors import DirectoryError, ForeignError
 
 REMAINS = ".tmp"
 """How the name of a file ends that is not in place yet."""
@@ -112,3 +114,86 @@ def remove_remains(directory: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime > REMAINS_S:
                 path.unlink()
+
+
+# --- our own, and nobody else's ---------------------------------------------------------------------------------------
+
+MAX_OWN_BYTES = 4 * 1024 * 1024
+"""Of a file that is read whole: settings, a password."""
+
+
+def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES) -> bytes:
+    """The content of a plain file of this user's.
+
+    Raises: OSError: it is not there, or cannot be read.  ForeignError: it is a link, a pipe or a device (which would
+    block), another user's, or larger than ``max_bytes``.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ForeignError(f"{path} is a link: put the file itself there") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        _check(os.fstat(descriptor), path, stat.S_ISREG, "a plain file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ForeignError(f"{path} has more than {max_bytes} bytes: it is not what it should be")
+    return content
+
+
+def check_own(path: Path) -> None:
+    """Raises ForeignError: ``path`` is a link, or no file, directory or socket of this user's; OSError."""
+    kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISSOCK)
+    _check(path.lstat(), path, lambda mode: any(kind(mode) for kind in kinds), "a plain file")
+
+
+def run_directory(path: Path) -> None:
+    """Make the directory of a run, which this user alone may enter: it holds prompts, answers, weights and secrets.
+
+    Directories above it are made as any are, and one that is there keeps the mode that its owner gave it.
+    Raises: ForeignError: another user's.  OSError.
+    """
+    with suppress(FileExistsError):
+        path.parent.mkdir(parents=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    check_own(path.resolve())
+
+
+def private_directory(path: Path) -> None:
+    """Make ``path`` a directory that this user alone may enter; its parent is there.
+
+    Raises: ForeignError: another user's, or a link or file is in its place.  OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ForeignError(f"{path} is no directory (a link, or a file): remove it") from error
+        if error.errno == errno.EACCES:
+            _check(path.lstat(), path, stat.S_ISDIR, "a directory")
+        raise
+    try:
+        _check(os.fstat(descriptor), path, stat.S_ISDIR, "a directory")
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def _check(status: os.stat_result, path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    if not is_kind(status.st_mode):
+        raise ForeignError(f"{path} is not {kind}: remove it")
+    if status.st_uid != os.geteuid():
+        raise ForeignError(
+            f"{path} belongs to {_user(status.st_uid)}, you are {_user(os.geteuid())}: what lies there could act in "
+            "your name; let its owner do this, or make a copy of your own (cp -r), if you trust it"
+        )
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return f"user {pwd.getpwuid(number).pw_name} ({number})"
+    return f"user {number}"

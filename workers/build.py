@@ -15,7 +15,7 @@ import msgspec
 from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.clock import MonotonicClock
-from transport.files import writing
+from transport.files import run_directory, writing
 from transport.lengths import read_lengths
 from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
@@ -229,7 +229,7 @@ def trainer_worker(
 def _make_directory(directory: Path) -> None:
     """Raises DirectoryError now, not at the first checkpoint."""
     with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        run_directory(directory)
         (directory / "checkpoints").mkdir(exist_ok=True)
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import resolve
-from orchestrator.errors import ConfigError, RunFailedError
+from orchestrator.errors import RunFailedError
 from orchestrator.runtime.control import REQUESTS, append_event, change
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import RunDir, find_run
 from orchestrator.toml_source import parse_override, to_toml
 from transport.broker import keys
 from transport.broker.base import Broker, parse_entry_id
@@ -44,20 +42,21 @@ Status = Mapping[str, Any]
 MakeEvent = Callable[[Settings, Status], Event]
 
 
-def main(run_dir: Path, request: str) -> int:
+def main(run_dir: Path, request: str, broker_url: str | None = None) -> int:
     """Ask for one of REQUESTS. Returns 0 once it is applied. Raises ConfigError, RunFailedError, StreamError."""
-    asyncio.run(_ask(run_dir, lambda settings, status: REQUESTS[request](), ends=request == "drain"))
+    asyncio.run(_ask(run_dir, broker_url, lambda settings, status: REQUESTS[request](), ends=request == "drain"))
     print(SAID[request].format(run_dir))
     return 0
 
 
-def main_set(run_dir: Path, assignment: str) -> int:
+def main_set(run_dir: Path, assignment: str, broker_url: str | None = None) -> int:
     """Set ``section.key=value``. Returns 0 once it holds."""
     wanted = parse_override(assignment)
     value = wanted.text if wanted.text is not None and not isinstance(wanted.value, int | float | str) else wanted.value
     status = asyncio.run(
         _ask(
             run_dir,
+            broker_url,
             lambda settings, status: change(settings, status["settings"], status["num_admitted"], wanted.key, value),
         )
     )
@@ -69,15 +68,13 @@ def main_set(run_dir: Path, assignment: str) -> int:
     return 0
 
 
-async def _ask(run_dir: Path, make_event: MakeEvent, *, ends: bool = False) -> Status:
+async def _ask(run_dir: Path, broker_url: str | None, make_event: MakeEvent, *, ends: bool = False) -> Status:
     """Send the event and return the first status that has it.
 
-    ends: the event ends the run, so its end is an answer too.  Raises RunFailedError where nobody hears.
+    broker_url: see find_run.  ends: the event ends the run, so its end is an answer too.
+    Raises RunFailedError where nobody hears.
     """
-    rundir = RunDir(run_dir)
-    if not rundir.exists():
-        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
-    settings = resolve(None, [rundir.config], [], os.environ).settings
+    rundir, settings = find_run(run_dir, broker_url)
     async with _live_broker(rundir, settings) as broker:
         status = await _status(broker)
         if status is None:

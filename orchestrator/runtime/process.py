@@ -36,7 +36,7 @@ from transport import faults
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
-from transport.broker.redis_link import without_password
+from transport.broker.url import without_password
 from transport.errors import TransientError, first_error
 from transport.logs import configure_logs
 from transport.messages import RunResumed
@@ -55,7 +55,7 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     """Serve ``run`` until it is over. Raises StreamError, or ConfigError for a damaged config.toml in ``run_dir``."""
     configure_logs(process="orchestrator")
     faults.arm(environ.get("STREAMRL_FAULTS", ""))
-    settings = resolve(None, [RunDir(run_dir).config], [f"broker.url={broker_url}"], environ).settings
+    settings = resolve(None, [], [f"broker.url={broker_url}"], environ, stored=RunDir(run_dir).config).settings
     return _run(_serve(settings, RunName(run), run_dir, model_dir))
 
 

@@ -18,12 +18,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import IO
 
+from orchestrator.config import resolve
 from orchestrator.errors import ConfigError
 from transport.errors import RunExistsError
-from transport.files import LockedError, locked, remove_remains, replace, writing
+from transport.files import LockedError, check_own, locked, remove_remains, replace, run_directory, writing
+from transport.settings import Settings
 
 
 def journal_of(run_dir: Path) -> Path:
@@ -32,6 +35,20 @@ def journal_of(run_dir: Path) -> Path:
     if not journal.is_dir():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
     return journal
+
+
+def find_run(run_dir: Path, broker_url: str | None = None) -> tuple[RunDir, Settings]:
+    """The run in ``run_dir``, for a command that talks to its broker.
+
+    broker_url: as the user named it on the command line; a password goes to no address that the run alone names.
+    Raises: ConfigError: there is none, or see above.  ForeignError: it is another user's.
+    """
+    rundir = RunDir(run_dir)
+    if not rundir.exists():
+        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
+    check_own(run_dir.resolve())
+    named = [] if broker_url is None else [f"broker.url={broker_url}"]
+    return rundir, resolve(None, [], named, os.environ, stored=rundir.config).settings
 
 
 class RunDir:
@@ -94,17 +111,20 @@ class RunDir:
         return any(self.journal.glob("snapshot-*"))
 
     def create(self) -> None:
-        """Make the directories. Raises RunExistsError where the path is a file, DirectoryError where it may not be."""
+        """Make the directories. Raises RunExistsError where the path is a file, DirectoryError where it may not be;
+        ForeignError where it is another user's.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise RunExistsError(f"{self.path} is a file; choose another --name or --dir")
         with writing(self.path):
-            self.logs.mkdir(parents=True, exist_ok=True)
+            run_directory(self.path)
+            self.logs.mkdir(exist_ok=True)
 
     def claim(self, config: str, *, resume: bool) -> None:
         """Make the directory ours until ``unlock``, and write its configuration.
 
         Raises RunExistsError: it holds a run and ``resume`` is not asked for, or the other way round, or it is live.
-        DirectoryError: it cannot be written.
+        DirectoryError: it cannot be written.  ForeignError: it is another user's.
         """
         if self.exists() and not resume:
             raise RunExistsError(

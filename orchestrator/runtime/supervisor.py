@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import time
@@ -40,7 +41,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.broker.redis_link import without_password
+from transport.broker.url import without_password
 from transport.clock import MonotonicClock
 from transport.errors import (
     BrokerUnavailableError,
@@ -168,7 +169,10 @@ class Supervisor:
             await asyncio.gather(task, stop, return_exceptions=True)
 
     def _resume_args(self) -> str:
-        return f"--name {self._settings.run.name} --dir {self._settings.run.dir}"
+        """A broker of the user's own is named again: its password goes to no address that only a file names."""
+        run, broker = self._settings.run, self._settings.broker
+        named = f" --set broker.url={shlex.quote(broker.url)}" if broker.url else ""
+        return f"--name {run.name} --dir {shlex.quote(run.dir)}{named}"
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
         """Start the embedded broker unless there is a URL. Returns the URL without it, and the password."""
@@ -178,10 +182,8 @@ class Supervisor:
         server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
         stack.push_async_callback(server.stop)
         await self._until_stopped(self._start_broker(server))
-        self._view.note(
-            f"broker {server.address}  look with: REDISCLI_AUTH=$(cat {self._rundir.broker}/broker.password) "
-            f"redis-cli -p {server.address.rpartition(':')[2]}"
-        )
+        place = shlex.quote(str(self._rundir.broker))
+        self._view.note(f"broker in {place}: cd there, REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock")
         return server.url, server.password
 
     async def _keep_broker(self, server: EmbeddedServer) -> None:

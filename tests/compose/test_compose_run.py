@@ -21,6 +21,7 @@ ENABLED = "STREAMRL_COMPOSE_TEST"
 """``build``, or ``built`` to take the images that are there."""
 IMAGE = "streamrl:0.1.0"
 BROKER_IMAGE = "streamrl-broker:0.1.0"
+FIRST = ("runs/first", "--broker", "redis://broker:6379")
 MAX_OURS_BYTES = 1_500_000_000
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
@@ -90,14 +91,14 @@ def test_a_run_outlives_every_container_and_each_row_is_trained_once(stack: Stac
     stack.wait_for_batches(2)
     assert not unhealthy(stack), unhealthy(stack)
 
-    drained = stack.compose("exec", "-T", "orchestrator", "streamrl-orchestrator", "drain", "runs/first")
+    drained = stack.compose("exec", "-T", "orchestrator", "streamrl-orchestrator", "drain", *FIRST)
     assert "drain" in drained.stdout + drained.stderr
     stack.wait_until(lambda: set(exits(stack)) == {"0"} and len(exits(stack)) >= 4, "the end of all but the broker")
-    audited = stack.orchestrate("inspect", "runs/first", "--audit")
+    audited = stack.orchestrate("inspect", *FIRST, "--audit")
     assert audited.returncode == 0, audited.stdout + audited.stderr
     assert "exactly once" in audited.stdout, audited.stdout
 
-    before = len(stack.orchestrate("inspect", "runs/first").stdout)
+    before = len(stack.orchestrate("inspect", *FIRST).stdout)
     assert before
     stack.up()  # the same name goes on where it was
     stack.wait_until(lambda: stack.trained() >= 1, "the run that goes on")
@@ -274,7 +275,7 @@ def test_a_real_sglang_generates_and_takes_new_weights_over_the_network(images: 
     try:
         stack.up()
         stack.wait_until(lambda: set(exits(stack)) == {"0"} and len(exits(stack)) == 4, "four batches", timeout_s=420)
-        audited = stack.orchestrate("inspect", "runs/first", "--audit")
+        audited = stack.orchestrate("inspect", *FIRST, "--audit")
         assert audited.returncode == 0, audited.stdout + audited.stderr
     finally:
         stack.down()

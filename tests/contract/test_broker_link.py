@@ -14,11 +14,10 @@ import redis
 
 from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
-from tests.fakes.redis_servers import ServerProcess, filled, find_binary, small_disk
+from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_port, small_disk
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.connect import check_server, connect
-from transport.broker.embedded import free_port
 from transport.broker.lua import Request
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker

@@ -16,6 +16,7 @@ import psutil
 import redis
 
 from tests.fakes.command_line import environment, orchestrator
+from transport.broker.redis_link import short_path
 
 POLL_S = 0.05
 QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
@@ -24,6 +25,18 @@ EMULATED = ("generation.engine=replay", "trainer.engine=emulated")
 """Settings of a run without a model: it starts in half the time, and its workers are otherwise the same."""
 BATCHES = 6
 """Of the preset."""
+
+
+class _SocketConnection(redis.UnixDomainSocketConnection):
+    """Tests' directories have long names."""
+
+    def _connect(self) -> Any:
+        whole = self.path
+        try:
+            with short_path(whole) as self.path:
+                return super()._connect()
+        finally:
+            self.path = whole
 
 
 class LiveRun:
@@ -154,9 +167,10 @@ class LiveRun:
 
     def redis(self) -> redis.Redis:
         """A plain client of the run's embedded broker, as its user's redis-cli would be."""
-        broker = self.run_dir / "broker"
-        port = int((broker / "broker.port").read_text())
-        return redis.Redis(port=port, password=(broker / "broker.password").read_text().strip())
+        broker = (self.run_dir / "broker").resolve()
+        password = (broker / "broker.password").read_text().strip()
+        pool = redis.ConnectionPool(_SocketConnection, path=str(broker / "broker.sock"), password=password)
+        return redis.Redis.from_pool(pool)
 
     # -- killing
 

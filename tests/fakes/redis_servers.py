@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from transport.broker.embedded import free_port, packaged_binary
+from transport.broker.embedded import packaged_binary
 
 FULL_DISK_BYTES = 24 * 2**20
 """Of a disk for tests to fill: enough for a server to start on."""
 READY_S = 60.0
+PORTS = range(20_000, 32_000)
+"""Below the kernel's ephemeral ports (32768 up): a client that keeps connecting to a closed ephemeral port of its own
+host can connect to itself, and then the restarted server cannot have its port back."""
 
 
 class ServerProcess:
@@ -84,3 +88,18 @@ def find_binary(kind: str) -> Path | None:
         return packaged_binary()
     found = shutil.which("redis-server")
     return Path(found) if found else None
+
+
+def free_port() -> int:
+    """A port of PORTS that nobody listens on now."""
+    return next(port for port in random.SystemRandom().sample(PORTS, 200) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

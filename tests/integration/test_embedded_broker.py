@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from pathlib import Path
 
@@ -17,9 +19,10 @@ import pytest
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Append, Commit, Entry, GroupWrite, RowWrite
 from transport.broker.connect import connect
-from transport.broker.embedded import PORTS, EmbeddedServer
+from transport.broker.embedded import REMOVED, EmbeddedServer
+from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
-from transport.errors import BrokerRejectedError, BrokerUnavailableError, RunExistsError
+from transport.errors import BrokerRejectedError, BrokerUnavailableError, ForeignError, RunExistsError
 from transport.settings import BrokerSettings
 from transport.types import Column, RowId, RunName, group_id, row_id
 
@@ -40,7 +43,7 @@ async def connect_to(server: EmbeddedServer, outage_s: float = 20.0) -> RedisBro
 
 async def test_start_use_stop_start(server: EmbeddedServer) -> None:
     url = await server.start()
-    assert url == server.url == f"redis://{server.address}"
+    assert url == server.url
     broker = await connect_to(server)
     await broker.put_meta("settings", b"\x80")
     await broker.close()
@@ -61,16 +64,136 @@ async def test_only_the_owner_reads_its_secrets(server: EmbeddedServer, tmp_path
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     command = " ".join(psutil.Process(server.process.pid).cmdline())
     assert server.password not in command + server.url
+    assert stat.S_IMODE((directory / "broker.sock").stat().st_mode) == 0o600
     assert len(server.password) >= 24
     with pytest.raises(BrokerRejectedError, match="refuses the password"):
         await connect(BrokerSettings(), RUN, url=server.url)
     await (await connect_to(server)).close()
 
 
-async def test_port_is_none_that_a_reconnecting_client_may_take(server: EmbeddedServer) -> None:
+async def test_it_listens_on_its_socket_alone_however_deep_that_lies(tmp_path: Path) -> None:
+    directory = tmp_path / ("so deep " * 20) / 'it\'s "here" #1?' / "broker"
+    server = EmbeddedServer(directory)
     await server.start()
-    assert int(server.address.rpartition(":")[2]) in PORTS
-    assert PORTS.stop <= 32_768  # where Linux starts to give ports to clients
+    try:
+        assert len(server.address) > 200
+        assert not [c for c in psutil.Process(server.process.pid).net_connections("inet") if c.status == "LISTEN"]
+        broker = await connect_to(server)
+        await broker.put_meta("m", b"1")
+        await server.kill()
+        await server.start()
+        assert await broker.get_meta("m") == b"1"
+        await broker.close()
+    finally:
+        await server.stop()
+
+
+async def test_no_client_changes_the_server_itself(server: EmbeddedServer) -> None:
+    await server.start()
+    link = RedisLink(server.url, password=server.password)
+    known = {bytes(name).decode() for name in await link.command("COMMAND", "LIST")}
+    assert not known & set(REMOVED)
+    assert {"xadd", "xdel", "get", "hgetall", "info", "evalsha"} <= known
+    for command in ("CONFIG SET maxmemory 1", "MODULE LIST", "SHUTDOWN NOSAVE", "FLUSHALL", "REPLICAOF 127.0.0.1 1"):
+        with pytest.raises(BrokerRejectedError, match="unknown command"):
+            await link.command(*command.split())
+        with pytest.raises(BrokerRejectedError, match=r"[Uu]nknown"):
+            await link.command("EVAL", f"return redis.call({', '.join(map(repr, command.split()))})", 0)
+    await link.close()
+
+
+# -- directories that somebody else has prepared
+
+
+@pytest.mark.parametrize("password", ['x"\nloadmodule /tmp/x.so\n#', "x" * 24 + "\nport 6666", "short", ""])
+async def test_a_password_that_would_be_configuration_is_refused_by_name(tmp_path: Path, password: str) -> None:
+    directory = tmp_path / "broker"
+    directory.mkdir()
+    (directory / "broker.password").write_text(password)
+    for use in (EmbeddedServer(directory).start, to_thread(EmbeddedServer(directory).attach)):
+        with pytest.raises(ForeignError, match=r"broker\.password holds no password of an embedded broker"):
+            await use()
+    assert not (directory / "broker.conf").exists()
+
+
+async def test_an_append_only_file_changes_nothing_but_keys_and_values(tmp_path: Path) -> None:
+    """As it is loaded, its commands run unchecked: MODULE LOAD in it was code that ran."""
+    module, proof = tmp_path / "module.so", tmp_path / "proof"
+    source = f'void ValkeyModule_OnLoad(void) {{ FILE *f = fopen("{proof}", "w"); fclose(f); }}'
+    (tmp_path / "module.c").write_text(f"#include <stdio.h>\n{source}\n")
+    compiler = shutil.which("cc")
+    if compiler is not None:  # without one the file is not there, and the command is refused all the same
+        arguments = [compiler, "-shared", "-fPIC", "-o", module, tmp_path / "module.c"]
+        await asyncio.to_thread(subprocess.run, arguments, timeout=60, check=True)
+    for command in (("MODULE", "LOAD", str(module)), ("CONFIG", "SET", "save", "1 1"), ("REPLICAOF", "127.0.0.1", "1")):
+        directory = tmp_path / command[0] / "broker"
+        aof = directory / "aof"
+        aof.mkdir(parents=True)
+        (aof / "appendonly.aof.manifest").write_text("file appendonly.aof.1.incr.aof seq 1 type i\n")
+        words = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in command)
+        (aof / "appendonly.aof.1.incr.aof").write_bytes(b"*%d\r\n" % len(command) + words)
+        with pytest.raises(BrokerRejectedError, match=f"unknown command '{command[0]}'"):
+            await EmbeddedServer(directory).start()
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("name", ["broker.conf", "broker.password", "broker.lock", "broker.log", "aof", "aof/x.aof"])
+async def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    directory, target = tmp_path / "broker", tmp_path / "mine"
+    target.mkdir() if name == "aof" else target.write_text("precious")
+    (directory / name).parent.mkdir(parents=True)
+    (directory / name).symlink_to(target)
+    with pytest.raises(ForeignError, match=f"{name} is not a plain file: remove it"):
+        await EmbeddedServer(directory).start()
+    assert target.is_dir() or target.read_text() == "precious"
+
+
+async def test_a_linked_directory_is_refused_and_its_mode_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o755)
+    (tmp_path / "broker").symlink_to(tmp_path / "mine")
+    for use in (EmbeddedServer(tmp_path / "broker").start, to_thread(EmbeddedServer(tmp_path / "broker").attach)):
+        with pytest.raises(ForeignError, match="broker is no directory"):
+            await use()
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o755
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["", "broker.password", "aof/appendonly.aof.1.incr.aof"])
+async def test_what_belongs_to_another_user_is_named_with_both(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "broker" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if not name else path.write_text("x" * 32)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ForeignError, match=r"belongs to user 12345, you are user root \(0\)"):
+        await EmbeddedServer(tmp_path / "broker").start()
+
+
+async def test_the_password_of_an_ended_run_goes_to_nobody(server: EmbeddedServer, tmp_path: Path) -> None:
+    """Whoever listens where it listened, on a port of former days or where another user can, is not asked."""
+    await server.start()
+    await server.stop()
+    heard: list[bytes] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1000))
+        writer.close()
+
+    stranger = await asyncio.start_server(listen, "127.0.0.1", 0)
+    (tmp_path / "broker" / "broker.port").write_text(str(stranger.sockets[0].getsockname()[1]))
+    looking = EmbeddedServer(tmp_path / "broker")
+    looking.attach()
+    link = RedisLink(looking.url, password=looking.password, outage_s=0.2)
+    with pytest.raises(BrokerUnavailableError):
+        await link.command("PING")
+    await link.close()
+    stranger.close()
+    await stranger.wait_closed()
+    assert heard == []
+
+
+def to_thread(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    return lambda: asyncio.to_thread(call)
 
 
 async def test_second_owner_of_a_directory_is_refused(server: EmbeddedServer, tmp_path: Path) -> None:
@@ -81,7 +204,7 @@ async def test_second_owner_of_a_directory_is_refused(server: EmbeddedServer, tm
     await broker.close()
 
 
-async def test_next_owner_finds_port_password_and_data(server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_next_owner_finds_socket_password_and_data(server: EmbeddedServer, tmp_path: Path) -> None:
     await server.start()
     broker = await connect_to(server)
     await broker.put_meta("m", b"1")

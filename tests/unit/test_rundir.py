@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.rundir import RunDir, newest_name, next_free_name
-from transport.errors import RunExistsError
+from orchestrator.errors import ConfigError
+from orchestrator.runtime.rundir import RunDir, find_run, newest_name, next_free_name
+from transport.errors import ForeignError, RunExistsError
 
 
 def test_a_live_run_keeps_others_out_and_says_who_it_is(tmp_path: Path):
@@ -20,6 +22,65 @@ def test_a_live_run_keeps_others_out_and_says_who_it_is(tmp_path: Path):
     first.unlock()
     second.lock()
     second.unlock()
+
+
+def test_only_its_user_enters_the_directory_of_a_run_and_what_lies_above_stays_as_it_is(tmp_path: Path):
+    RunDir(tmp_path / "runs" / "a").create()
+    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o777 & ~_umask()
+    (tmp_path / "runs" / "a").chmod(0o750)  # its owner lets others in
+    RunDir(tmp_path / "runs" / "a").create()
+    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o750
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path):
+    (tmp_path / "mine").write_text("precious")
+    run = RunDir(tmp_path / "a")
+    run.create()
+    (run.path / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        run.lock()
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_the_run_of_another_user_is_refused_with_both_names(tmp_path: Path):
+    run = RunDir(tmp_path / "a")
+    run.claim("", resume=False)
+    run.unlock()
+    os.chown(run.config, 12345, 12345)
+    with pytest.raises(ForeignError, match=r"config\.toml belongs to user 12345, you are user"):
+        find_run(run.path)
+    os.chown(run.path, 12345, 12345)
+    for use in (lambda: find_run(run.path), lambda: run.claim("", resume=True)):
+        with pytest.raises(ForeignError, match=r"a belongs to user 12345, you are user .*let its owner do this, or"):
+            use()
+
+
+@pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")])
+def test_a_configuration_that_is_no_plain_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path / "config.toml")
+    with pytest.raises(ForeignError, match=r"config\.toml is "):
+        find_run(tmp_path)
+
+
+def test_a_password_goes_to_no_address_that_only_the_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.toml").write_text('[broker]\nurl = "redis://elsewhere:6379"\n')
+    assert find_run(tmp_path)[1].broker.url == "redis://elsewhere:6379"  # there is no password to be had
+    monkeypatch.setenv("STREAMRL_BROKER_PASSWORD", "hush")
+    with pytest.raises(ConfigError, match=r'"redis://elsewhere:6379" is named by that file alone') as caught:
+        find_run(tmp_path)
+    assert "environment STREAMRL_BROKER_PASSWORD" in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert "--broker URL" in str(caught.value)
+    _, settings = find_run(tmp_path, "redis://mine:6379")
+    assert (settings.broker.url, settings.broker.password) == ("redis://mine:6379", "hush")
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path):

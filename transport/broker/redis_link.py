@@ -11,14 +11,15 @@ plain overwrites, and scripts that recognise their own request.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, cast
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis import exceptions
-from redis.asyncio.connection import Connection, SSLConnection, parse_url
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -34,6 +35,9 @@ MAX_PAUSE_S = 1.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 128
 """A process holds one for every call in progress: 32 session slots, and a few blocking reads. More is a leak."""
+
+MAX_SOCKET_PATH = 103
+"""Bytes of a socket's path that every system takes (Linux: 107)."""
 
 _AUTHENTICATION = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
 _CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
@@ -76,6 +80,35 @@ class _Connection(Protocol):
     def pack_commands(self, commands: Iterable[Command]) -> list[bytes]: ...
     async def send_packed_command(self, command: list[bytes], check_health: bool = True) -> None: ...
     async def read_response(self) -> Reply: ...
+
+
+@contextmanager
+def short_path(path: str) -> Generator[str]:
+    """A name of the socket at ``path`` that the kernel takes: it allows MAX_SOCKET_PATH bytes, runs lie deeper.
+
+    Good within the block. Longer ones go by way of their directory, opened (Linux).
+    """
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+        yield path
+        return
+    directory, name = os.path.split(path)
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+class _SocketConnection(UnixDomainSocketConnection):
+    """Over a socket of this host, at a path of any length."""
+
+    async def _connect(self) -> None:
+        whole = self.path
+        try:
+            with short_path(whole) as self.path:
+                await super()._connect()
+        finally:
+            self.path = whole
 
 
 class Connections:
@@ -260,23 +293,6 @@ def address_of(url: str) -> str:
     return parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
 
 
-def without_password(url: str) -> tuple[str, str]:
-    """The URL as it may stand on a command line, which everybody on the host can read, and the password that it held.
-
-    "" where it held none. The user's name stays.
-    """
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    name, _, written = user.partition(":")
-    query = parse_qsl(parts.query)
-    password = dict(query).get("password") or unquote(written)
-    kept = parts._replace(
-        netloc=f"{name}@{host}" if name else host,
-        query=urlencode([(option, value) for option, value in query if option != "password"]),
-    )
-    return (kept.geturl(), password) if password else (url, "")
-
-
 def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
     """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0).
 
@@ -301,6 +317,8 @@ def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
         driver_info=None,
     )
     arguments.pop("max_connections", None)
-    if "path" not in arguments:
+    if "path" in arguments:
+        arguments["connection_class"] = _SocketConnection
+    else:
         arguments["socket_keepalive"] = True
     return arguments
