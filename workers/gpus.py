@@ -17,10 +17,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from transport.errors import ForeignError
+from transport.files import private_directory
 from workers.errors import GpuError
 
 LOCKS_VARIABLE = "STREAMRL_GPU_LOCKS"
-"""Directory of the locks; containers that share GPUs share it as a volume."""
+"""Directory of the locks; containers that share GPUs share it as a volume.
+
+Without it, one of this user's own: in one for all users, whoever came first kept all others from every GPU. Users are
+kept apart by the driver's compute mode, or by a scheduler.
+"""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_S = 30.0
 """nvidia-smi without its persistence daemon takes seconds a GPU."""
@@ -40,7 +46,7 @@ def take_gpu(wanted: str) -> None:
     indexes = parse_gpus(wanted, len(present))
     if absent := [index for index in indexes if index >= len(present)]:
         raise GpuError(f"--gpus {wanted}: there is no GPU {_listed(absent)} here; {_seen(present)}")
-    directory = Path(os.environ.get(LOCKS_VARIABLE) or Path(tempfile.gettempdir()) / "streamrl-gpus")
+    directory = _lock_directory()
     for index in indexes:
         if _lock(directory, present[index]):
             os.environ[VISIBLE] = present[index]
@@ -49,6 +55,18 @@ def take_gpu(wanted: str) -> None:
         f"--gpus {wanted}: another worker holds {'it' if len(indexes) == 1 else 'each of them'} "
         f"(locks in {directory}); start fewer workers, or allow more GPUs"
     )
+
+
+def _lock_directory() -> Path:
+    """Raises GpuError: what is in the place of this user's own is somebody else's."""
+    if named := os.environ.get(LOCKS_VARIABLE):
+        return Path(named)
+    directory = Path(tempfile.gettempdir()) / f"streamrl-gpus-{os.geteuid()}"
+    try:
+        private_directory(directory)
+    except (ForeignError, OSError) as error:
+        raise GpuError(f"no place for locks of GPUs: {error}; set {LOCKS_VARIABLE} to a directory of yours") from error
+    return directory
 
 
 def parse_gpus(wanted: str, num_present: int) -> list[int]:
@@ -93,7 +111,7 @@ def _lock(directory: Path, gpu: str) -> bool:
     """Whether the GPU is ours now."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / f"{gpu}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(directory / f"{gpu}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise GpuError(f"cannot lock a GPU in {directory}: {error.strerror}; set {LOCKS_VARIABLE}") from error
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -91,4 +93,30 @@ def test_locks_that_cannot_be_written_are_named(driver, tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv(gpus.LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
     with pytest.raises(GpuError, match=f"set {gpus.LOCKS_VARIABLE}"):
+        gpus.take_gpu("0")
+
+
+def test_locks_lie_in_a_directory_that_no_other_user_enters(driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In one for all users, whoever came first kept all others from every GPU."""
+    driver(1)
+    monkeypatch.delenv(gpus.LOCKS_VARIABLE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"streamrl-gpus-{os.geteuid()}"
+    gpus.take_gpu("0")
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in own.iterdir()] == ["GPU-0000.lock"]
+
+
+def test_a_link_that_waits_where_the_locks_lie_is_not_followed(driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    driver(1)
+    target = tmp_path / "locks" / "elsewhere"
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks" / "GPU-0000.lock").symlink_to(target)
+    with pytest.raises(GpuError, match="cannot lock a GPU"):
+        gpus.take_gpu("0")
+    assert not target.exists()
+    monkeypatch.delenv(gpus.LOCKS_VARIABLE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"streamrl-gpus-{os.geteuid()}").symlink_to(tmp_path / "locks")
+    with pytest.raises(GpuError, match=r"is no directory .*set STREAMRL_GPU_LOCKS"):
         gpus.take_gpu("0")
