@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.api.exposition import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
 from orchestrator.config import resolve
+from transport.broker.embedded import REMOVED
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
@@ -75,3 +76,18 @@ def test_the_broker_does_not_start_without_its_password(tmp_path: Path):
     weak.write_text("hush\n")
     assert "needs 8 or more" in start(weak)
     assert "hush" not in start(weak)
+
+
+def test_the_service_that_runs_rewards_has_no_shared_secret_and_limits():
+    text = (ROOT / "docker-compose.yml").read_text()
+    scoring = text[text.index("\n  scoring:\n") : text.index("\n  trainer:\n")]
+    assert "secrets: [broker_password]\n" in scoring
+    assert 'STREAMRL_SECRET_FILE: ""' in scoring
+    for line in ("read_only: true", "tmpfs: [/tmp]", "pids_limit:", "mem_limit:"):
+        assert line in scoring, line
+
+
+def test_the_broker_of_the_containers_is_without_the_commands_that_the_embedded_one_is_without():
+    script = (COMPOSE / "broker.sh").read_text().replace("\\\n", " ")
+    (commands,) = re.findall(r"^for command in (.*?); do", script, re.MULTILINE)
+    assert commands.split() == list(REMOVED)
