@@ -92,8 +92,9 @@ def fuzz(
     clock: Callable[[], float] = time.monotonic,
 ) -> Tried:
     """Try what once fell, then inputs of ``seed``, until one of the bounds."""
-    tried, start = Tried(target=target.name), clock()
+    tried = Tried(target=target.name)
     with quiet(), target.opened() as check:
+        start = clock()
         for content in _inputs(target, seed, max_inputs):
             if max_s is not None and clock() - start >= max_s:
                 break
@@ -101,7 +102,7 @@ def fuzz(
             fallen = fall_of(check, content)
             if fallen is not None:
                 tried.fallen.setdefault(fallen.place, fallen)
-    tried.seconds = clock() - start
+        tried.seconds = clock() - start
     return tried
 
 
@@ -109,9 +110,11 @@ def fuzz(
 def quiet() -> Generator[None]:
     """Warnings of the product about what it refuses would be most of the output."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         structlog.reset_defaults()
 
 

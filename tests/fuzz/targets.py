@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.fuzz import decoders, events, files
+from tests.fuzz import conversations, decoders, events, files, mathematics, pages, requests
 from tests.fuzz.harness import Target
 
-TARGETS: tuple[Target, ...] = (decoders.TARGET, events.TARGET, files.TARGET)
+TARGETS: tuple[Target, ...] = (
+    decoders.TARGET,
+    events.TARGET,
+    files.TARGET,
+    conversations.TARGET,
+    requests.TARGET,
+    mathematics.TARGET,
+    pages.TARGET,
+)
