@@ -1,7 +1,7 @@
 """Answers that are hard to read as mathematics, against the time limit of a reward.
 
 An input is ``(answer, right answer)``. The reward's process gives a reward or is ended in time, the next answer is
-scored, and nothing of an answer is executed.
+scored, and nothing of an answer is executed: there is no jail around it here, which would hide that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from tests.fuzz.harness import Check, FellError, Target
 from tests.fuzz.hostile import packed, text
 from workers.errors import RewardError
+from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import Reward, RewardSpec
-from workers.scoring.sandbox import RewardSandbox
 
 LIMIT_S = 2.0
 HANG_S = 120.0
@@ -46,9 +46,9 @@ CODE = (
 )  # fmt: skip
 
 
-def _rewards() -> RewardSandbox:
+def _rewards() -> RewardPool:
     spec = RewardSpec(source="jsonl", task="", params={}, answer_marker="Answer:", well_formed_reward=0.1)
-    return RewardSandbox(spec, timeout_s=LIMIT_S, processes=1)
+    return RewardPool(spec, timeout_s=LIMIT_S, processes=1, jailed=False)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _opened() -> Iterator[Check]:
             runner.run(rewards.close())
 
 
-async def _scored(rewards: RewardSandbox, answer: str, gold: str) -> None:
+async def _scored(rewards: RewardPool, answer: str, gold: str) -> None:
     async with asyncio.timeout(HANG_S):
         try:
             reward = await _score(rewards, answer, gold)
@@ -83,7 +83,7 @@ async def _scored(rewards: RewardSandbox, answer: str, gold: str) -> None:
             raise FellError("the answer after it is scored otherwise")
 
 
-async def _score(rewards: RewardSandbox, answer: str, gold: str) -> Reward:
+async def _score(rewards: RewardPool, answer: str, gold: str) -> Reward:
     return await rewards.score("", f"Answer: {answer}", json.dumps({"answer": gold}).encode())
 
 
