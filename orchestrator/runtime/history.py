@@ -33,6 +33,8 @@ CELL_S = 1.0
 """One cell of a lane: a heartbeat says what its worker does about once a second."""
 CELLS = 300
 """Five minutes: two or three batches of a small model on two cores, and no more than a screen is wide."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
+"""Of a worker: it names itself, and ``int`` refuses some of what ``isdigit`` takes."""
 MAX_LANES = 64
 """A page of more lanes cannot be read; the rest is only counted."""
 ABSENT = " "
@@ -125,12 +127,13 @@ class _Lane:
 
 def _incarnation(worker_id: str) -> int:
     number = worker_id.rpartition(".")[2]
-    return int(number) if number.isdigit() else 0
+    return int(number) if _NUMBER.fullmatch(number) else 0
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Sort key of workers and their places: ``generate-2.1`` before ``generate-10.1``."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if _NUMBER.fullmatch(part) else (0, part) for part in parts]
 
 
 class RecentEvents:
