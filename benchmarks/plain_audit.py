@@ -5,7 +5,7 @@ files: a mistake in one of them is no mistake in both.
 
     checkpoints/step-<n>[.<k>]/ledger.msgpack   {version, cursor, passes: batch -> pass -> slot -> bit set of samples}
     journal/segment-*.log                 frames: length u32 | crc32 u32 | {seq, now_s, event: {type, ...}, cursor}
-    metrics.jsonl                         one JSON object a trained batch: batch, version, epoch, ...
+    metrics.jsonl                         one JSON object a trained batch: batch, version, incarnation, ...
     broker: rounds, weights, dead, tasks:<task>      streams whose entries hold a MessagePack payload
 
 Owns: what must be so at the end of a run, whatever happened to it. Never: anything of a run that still goes on.
@@ -246,7 +246,7 @@ def _check_metrics(path: Path, expected: Expected, found: Findings) -> None:
                 found.problems.append("metrics.jsonl: the first line is no JSON")
     batches = [line for line in lines if "batch" in line]
     found.name("batches without a line of metrics", set(range(expected.batches)) - {line["batch"] for line in batches})
-    repeated = Counter((line["batch"], line["version"], line.get("epoch", 0)) for line in batches)
+    repeated = Counter((line["batch"], line["version"], line["incarnation"]) for line in batches)
     found.name("steps with two lines of metrics", [step for step, count in repeated.items() if count > 1])
     found.name("lines of another version", [line["batch"] for line in batches if line["version"] != line["batch"] + 1])
 
