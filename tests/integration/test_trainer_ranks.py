@@ -45,6 +45,7 @@ async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
         run.broker = await connect(BrokerSettings(), RunName("run"), url=server.url, password=server.password)
         stack.push_async_callback(run.broker.close)
         await run.broker.put_meta(keys.SETTINGS, encode(settings))
+        await run.broker.put_meta(keys.STATUS, b"{}")  # somebody orchestrates, however long a rank takes to start
         run.environment = {**os.environ, "STREAMRL_BROKER_PASSWORD": server.password}
         run.url = server.url
         yield run
