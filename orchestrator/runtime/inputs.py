@@ -13,7 +13,7 @@ from orchestrator.runtime.ranking import open_ranker
 from orchestrator.runtime.rundir import RunDir
 from ranker.errors import RankerError
 from transport.errors import LengthFileError
-from transport.gym_tasks import refusal
+from transport.gym_tasks import REFUSED, refusal
 from transport.lengths import read_lengths
 from transport.settings import Settings
 
@@ -25,9 +25,11 @@ def check_inputs(settings: Settings) -> None:
     """
     if settings.trainer.engine == "none":
         return
-    load_problems(settings)
     own_verifier = settings.data.source == "reasoning_gym" and not settings.scoring.reward
-    if own_verifier and (reason := refusal(settings.data.task)):
+    reason = refusal(settings.data.task) if own_verifier else ""
+    if settings.data.task not in REFUSED or not reason:  # the name may be misspelt; but no parameter mends a refusal
+        load_problems(settings)
+    if reason:
         raise ConfigError(f"data.task: {reason}", key="data.task")
     if settings.ranker.model or settings.ranker.base_lengths:
         try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import structlog
 
@@ -19,6 +20,7 @@ from orchestrator.runtime.rundir import RunDir
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.errors import StreamError, TransientError
+from transport.messages import STARTING
 from transport.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -36,6 +38,7 @@ class Teller:
         self._given_up = 0
         self._given_up_reason = ""
         self._damaged: set[str] = set()
+        self._told_of_jail = False
         self._waits_for_broker = False
 
     async def show(self, broker: Broker) -> None:
@@ -46,6 +49,7 @@ class Teller:
                 status = json.loads(raw)
                 self._view.status(status)
                 self._show_damaged(status.get("damaged_checkpoints", ()))
+                self._show_jail(status.get("workers", ()))
                 self._show_address()
             await self._show_given_up(broker)
         lines = read_lines(self._rundir.metrics)
@@ -74,6 +78,16 @@ class Teller:
             if text not in self._damaged:
                 self._damaged.add(text)
                 self._view.note(f"damaged checkpoint, going on from the one before it: {text}")
+
+    def _show_jail(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Which kind of isolation rewards have is part of a run's start, where it is the lesser one."""
+        for worker in workers:
+            if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING and not self._told_of_jail:
+                self._told_of_jail = True
+                self._view.note(
+                    f"{worker['worker']} runs rewards without a jail, in a clean environment with limits: bubblewrap "
+                    "is not there or may not start one (docs/security.md)"
+                )
 
     def broker_is_away(self, error: StreamError, outage_s: float) -> None:
         """It takes no writes: nothing goes on until it does. Said once, however long that lasts."""

@@ -10,6 +10,9 @@ import pytest
 from orchestrator.runtime.live import PlainView
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.teller import Teller
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.broker.entries import buried
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.settings import Settings
@@ -26,3 +29,41 @@ async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys:
         await teller.show(broker)
     assert capsys.readouterr().out == "batch 2  reward 0.500\n"
     assert teller.summary(3.0, restarts=0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
+
+
+def status_with(**scoring: object) -> bytes:
+    worker = {"worker": "score-0.1", "doing": "waiting", "counters": {}, **scoring}
+    return json.dumps({"trained_version": 0, "num_batches": 2, "workers": [worker]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("scoring", "told"),
+    [
+        ({"counters": {"jailed": 0.0}}, 1),
+        ({"counters": {"jailed": 0.0}, "doing": "starting"}, 0),
+        ({"counters": {"jailed": 1.0}}, 0),
+        ({}, 0),
+    ],
+)
+async def test_rewards_without_a_jail_are_part_of_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scoring: dict[str, object], told: int
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    teller = Teller(Settings(), RunDir(tmp_path), PlainView())
+    for _ in range(2):
+        await broker.put_meta(keys.STATUS, status_with(**scoring))
+        await teller.show(broker)
+    assert capsys.readouterr().out.count("score-0.1 runs rewards without a jail") == told
+
+
+async def test_what_was_given_up_is_told_once_and_counted_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    teller = Teller(Settings(), RunDir(tmp_path), PlainView())
+    for number in range(2):
+        letter = buried(keys.EVENTS, f"{number}-1", f"reason {number}", Entry())
+        await broker.append(keys.DEAD, letter)
+        await teller.show(broker)
+    assert capsys.readouterr().out.count("given up: ") == 1
+    assert "2" in teller.summary(3.0, restarts=0)
