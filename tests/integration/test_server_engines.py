@@ -224,7 +224,7 @@ async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: Sglang
 
 async def test_sglang_alone_aborts_by_the_beginning_of_an_id(served: Served) -> None:
     """Why no id of ours may be the beginning of another."""
-    client = served.settings().client(served.url)
+    client = served.settings().client(served.url, "")
     await client.open()
     plain, other = _Sample(client, "r1"), _Sample(client, "r12")
     try:
