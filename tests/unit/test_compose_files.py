@@ -83,7 +83,7 @@ def test_the_service_that_runs_rewards_has_no_shared_secret_and_limits():
     scoring = text[text.index("\n  scoring:\n") : text.index("\n  trainer:\n")]
     assert "secrets: [broker_password]\n" in scoring
     assert 'STREAMRL_SECRET_FILE: ""' in scoring
-    for line in ("read_only: true", "tmpfs: [/tmp]", "pids_limit:", "mem_limit:"):
+    for line in ("tmpfs: [/tmp]", "pids_limit:", "mem_limit:"):
         assert line in scoring, line
 
 
