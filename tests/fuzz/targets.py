@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import conversations, decoders, events, files, mathematics, pages, requests
+from tests.fuzz import conversations, decoders, events, files, http_requests, mathematics, pages
 from tests.fuzz.harness import Target
 
 TARGETS: tuple[Target, ...] = (
@@ -10,7 +10,7 @@ TARGETS: tuple[Target, ...] = (
     events.TARGET,
     files.TARGET,
     conversations.TARGET,
-    requests.TARGET,
+    http_requests.TARGET,
     mathematics.TARGET,
     pages.TARGET,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from orchestrator.api.routes import STATIC
-from tests.fuzz.requests import KEY, served, status_of
+from tests.fuzz.http_requests import KEY, served, status_of
 
 HOST = "Host: 127.0.0.1:@PORT@"
 SET = '{"key": "run.batches", "value": 1}'

@@ -194,7 +194,7 @@ def show(browser: Browser, page: LivePage) -> None:
 
 
 LOCKED = "document.querySelector('#link').textContent === 'locked' && !document.querySelector('#unlock').hidden"
-LIVE = "document.querySelector('#link').textContent === 'live' && document.querySelector('#unlock').hidden"
+LIVE = "document.querySelector('#link')?.textContent === 'live' && document.querySelector('#unlock')?.hidden"
 
 
 def type_key(browser: Browser, key: str) -> None:
@@ -208,8 +208,8 @@ def test_the_printed_link_opens_the_run_and_keeps_its_key_out_of_sight(page: Liv
     assert browser.evaluate("location.href") == page.bare_url, (
         "the key would stand in the address bar, and in bookmarks"
     )
-    browser.evaluate("location.reload()")
-    browser.wait_for(LIVE)
+    browser.evaluate("window.before = true; location.reload()")
+    browser.wait_for(f"!window.before && {LIVE}")  # not of the page that goes
     browser.evaluate("document.querySelector('.skip').click()")
     assert browser.evaluate("location.hash") == "#lanes-title"
     browser.wait_for(LIVE)

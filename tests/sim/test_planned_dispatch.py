@@ -82,7 +82,7 @@ def test_a_recorded_run_with_plans_decides_the_same_again():
 @pytest.mark.parametrize("dispatch", ["even", "slicing", "scored"])
 def test_workers_die_and_others_take_their_share(dispatch):
     faults = FaultModel(worker_loss_s=30.0, rollout_failure=0.02, repeat=0.05, until_s=200.0)
-    core = msgspec.structs.replace(CORE, max_staleness=1, rollout_timeout_s=200.0, max_attempts=50)
+    core = msgspec.structs.replace(CORE, max_staleness=1, rollout_timeout_s=200.0, max_attempts=50, max_deaths=50)
     log = run(dispatch, replace(SCENARIO, core=core, faults=faults, capacity=16))
     assert log.finish_reason
     assert {batch: len(set(rows)) for batch, rows in log.trained.items()} == dict.fromkeys(range(5), 128)
