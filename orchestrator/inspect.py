@@ -157,7 +157,7 @@ async def open_run_broker(rundir: RunDir, settings: Settings) -> AsyncIterator[B
 async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> AuditReport:
     """Read the records of ``rundir`` and compare them (orchestrator/audit.py, which says why in this order)."""
     finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
-    live = not finished and is_written(rundir.journal)
+    live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
     checkpoint = _newest_checkpoint(rundir)
     cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
     held = up_to(await _rounds_held(broker), cut)

@@ -40,7 +40,9 @@ EntryId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}-[0-9]{1,
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
 """Of a batch or a sample: what fits an id."""
-Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+MAX_NUMBER = 1e15
+"""Of a reward and whatever else is told as a number: beyond it float32 advantages lose all meaning."""
+Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """No NaN and no infinity, which no comparison holds for."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """Differences of clocks: below 0 at most by what they err."""

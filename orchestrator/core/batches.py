@@ -52,7 +52,8 @@ class Group(msgspec.Struct, kw_only=True):
     part: mini-batch of its slot.  tokens: [group_size] response tokens, MISSING where there is no row.
     num_missing: samples without a row.  sent: it is in a round, so it can only end trained.
     attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
-    deaths: of workers in a row that ran it, against max_deaths.  started_s: of its last dispatch.
+    deaths: of workers in a row that ran it, against max_deaths.  all_deaths: the same however far apart, since a sample
+    of it came.  started_s: of its last dispatch.
     newest_version: of the newest weights in any of its rows, -1 without rows.
     oldest_version: of the oldest weights that any of its samples was started under.
     sampling: how its request wants it sampled, None: as the settings say.
@@ -75,6 +76,7 @@ class Group(msgspec.Struct, kw_only=True):
     attempt: int = 0
     failures: int = 0
     deaths: int = 0
+    all_deaths: int = 0
     started_s: float = 0.0
     worker_id: WorkerId = NOBODY
     avoid: WorkerId = NOBODY

@@ -64,7 +64,7 @@ class Rollouts:
             self._p.fleet.workers[group.worker_id].finish_sample(group)
         group.tokens[sample] = event.response_tokens
         group.num_missing -= 1
-        group.deaths = 0
+        group.deaths = group.all_deaths = 0
         group.newest_version = max(group.newest_version, event.newest.version)
         if group.num_missing == 0:
             if group.stage is Stage.RUNNING:

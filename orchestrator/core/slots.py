@@ -28,6 +28,9 @@ from transport.types import RowId, group_id
 REQUEST_KEY = "prompts"
 OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
+FAR_APART = 2
+"""Deaths that are far apart mostly have causes of their own; but so many under one prompt have that one."""
+
 
 class Slots:
     """Works on the pipeline it is given; holds no state of its own."""
@@ -247,12 +250,14 @@ class Slots:
 
         A worker may die of anything, so this is no attempt of the group's. But one that kills every worker it meets
         must be given up before they have used up their restarts: deaths count in a row, as a process's do, and anew
-        once a sample of it came or it ran for long.
+        once a sample of it came or it ran for long. One that kills late is given up after FAR_APART times as many.
         """
         p = self._p
         group.deaths = deaths_in_a_row(group.deaths, p.now_s - group.started_s)
-        if group.deaths >= p.settings.max_deaths and not group.sent:
-            self.end(group, "dead", f"{reason}, as did {group.deaths} workers in a row that ran it")
+        group.all_deaths += 1
+        kills = group.deaths >= p.settings.max_deaths or group.all_deaths >= FAR_APART * p.settings.max_deaths
+        if kills and not group.sent:
+            self.end(group, "dead", f"{reason}, as were all {group.all_deaths} workers that ran it last")
         else:
             self._assignments.requeue(group)
 

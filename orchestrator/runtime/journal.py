@@ -154,7 +154,7 @@ def _lock(directory: Path) -> IO[bytes]:
 
 
 def is_written(directory: Path) -> bool:
-    """Whether somebody is writing there: a run that goes on."""
+    """Whether somebody holds the lock of ``directory``, a journal's or a run's: a run that goes on."""
     try:
         with (directory / "lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who starts just now tries again

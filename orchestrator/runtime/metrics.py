@@ -228,6 +228,8 @@ class MetricsLog:
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)
         if key in self._written:
+            if key == max(self._written):  # of before a kill that the journal did not hear of: what follows begins here
+                self._since, self._begun_s = _Since(), now_s
             return None
         seconds = now_s - self._begun_s if self._begun_s is not None else now_s
         since, self._since, self._begun_s = self._since, _Since(), now_s

@@ -102,7 +102,7 @@ def lose_the_only_worker(world: PipelineWorld, after_s: float, *, left: bool = F
 
 def test_deaths_of_workers_are_no_attempts_of_the_prompts_that_they_ran():
     world = ready_world(core(max_attempts=1, max_deaths=4, rollout_timeout_s=10_000.0))
-    for _ in range(10):
+    for _ in range(3):
         lose_the_only_worker(world, STABLE_S + 1.0)  # far apart
         lose_the_only_worker(world, 1.0)
         lose_the_only_worker(world, 1.0, left=True)  # asked to go
@@ -123,7 +123,16 @@ def test_a_prompt_that_kills_every_worker_is_given_up_before_their_restarts_are(
     assert world.outcomes == {}
     lose_the_only_worker(world, 5.0)
     assert world.outcomes[G0].outcome == "dead"
-    assert "3 workers in a row" in world.outcomes[G0].reason
+    assert "all 3 workers that ran it last" in world.outcomes[G0].reason
+
+
+def test_a_prompt_that_kills_its_workers_late_is_given_up_too():
+    world = ready_world(core(max_deaths=3, groups_per_batch=1, rollout_timeout_s=10_000.0))
+    for _ in range(5):
+        lose_the_only_worker(world, STABLE_S + 15.0)
+    assert world.outcomes == {}
+    lose_the_only_worker(world, STABLE_S + 15.0)
+    assert world.outcomes[G0].outcome == "dead"
 
 
 def test_a_row_counts_once_whoever_repeats_it():

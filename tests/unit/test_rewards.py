@@ -146,7 +146,17 @@ def test_a_function_returns_a_number_or_a_dict_with_a_reward(returned: object, r
 
 @pytest.mark.parametrize(
     "returned",
-    [math.nan, math.inf, "1.0", None, [1.0], {"style": 1.0}, {"reward": "high"}, {"reward": 1.0, "style": math.nan}],
+    [
+        math.nan,
+        math.inf,
+        2e15,
+        "1.0",
+        None,
+        [1.0],
+        {"style": 1.0},
+        {"reward": "high"},
+        {"reward": 1.0, "style": math.nan},
+    ],
 )
 def test_anything_else_is_an_error_and_no_zero(returned: object) -> None:
     with pytest.raises(RewardError):

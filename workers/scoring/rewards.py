@@ -27,7 +27,7 @@ import msgspec
 
 from transport.gym_tasks import refusal
 from transport.settings import ParamValue, Settings
-from transport.types import Struct
+from transport.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade
 
@@ -310,8 +310,8 @@ def _finite(name: str, value: object) -> float:
     if not isinstance(value, Real):
         raise RewardError(f"the reward function returned {name} = {value!r:.60} ({type(value).__name__}), not a number")
     number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"the reward function returned {name} = {number}")
+    if not abs(number) <= MAX_NUMBER:
+        raise RewardError(f"the reward function returned {name} = {number}: not finite, or beyond {MAX_NUMBER:g}")
     return number
 
 

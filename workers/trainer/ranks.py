@@ -40,8 +40,8 @@ async def meet_ranks(
 ) -> tuple[RankGroup, Meeting | None]:
     """Become one of ``world_size`` ranks, two or more. No meeting under torchrun, whose agent sees to the others.
 
-    directory: where ranks of one machine meet.  reduce_timeout_s: how long a rank waits for a slower one.
-    Raises: RanksError: the others did not come within ``join_timeout_s``, or one was replaced meanwhile.
+    directory: where ranks of one machine meet.  join_timeout_s: for rank 0.  reduce_timeout_s: for all to connect, and
+    later for a slower one.  Raises: RanksError: they did not come in time, or one was replaced meanwhile.
     """
 
     def group(store: Store | None) -> RankGroup:
