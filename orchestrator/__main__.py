@@ -9,6 +9,7 @@ import sys
 
 from orchestrator.cli import app
 from orchestrator.errors import exit_code
+from orchestrator.printable import printable
 from transport.errors import StreamError
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     try:
         app()
     except StreamError as error:
-        print(f"streamrl-orchestrator: {error}", file=sys.stderr)
+        print(f"streamrl-orchestrator: {printable(str(error))}", file=sys.stderr)
         sys.exit(exit_code(error, is_child=is_child))
 
 

@@ -145,7 +145,28 @@ def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES) -> bytes:
 def check_own(path: Path) -> None:
     """Raises ForeignError: ``path`` is a link, or no file, directory or socket of this user's; OSError."""
     kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISSOCK)
-    _check(path.lstat(), path, lambda mode: any(kind(mode) for kind in kinds), "a plain file")
+    _check(path.lstat(), path, lambda mode: any(kind(mode) for kind in kinds), "a plain file or directory")
+
+
+def check_own_tree(directory: Path, *, levels: int) -> None:
+    """``check_own`` for ``directory``, which may be named by a link, and what lies in its uppermost ``levels``.
+
+    What is removed meanwhile (by a live run) is passed over.  Raises as ``check_own`` does.
+    """
+    top = directory.resolve()
+    check_own(top)
+    found = [top]
+    for _ in range(levels):
+        found = [path for above in found if above.is_dir() for path in _inside(above)]
+        for path in found:
+            with suppress(FileNotFoundError):
+                check_own(path)
+
+
+def _inside(directory: Path) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return list(directory.iterdir())
+    return []
 
 
 def run_directory(path: Path) -> None:
@@ -185,7 +206,8 @@ def private_directory(path: Path) -> None:
 
 def _check(status: os.stat_result, path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
     if not is_kind(status.st_mode):
-        raise ForeignError(f"{path} is not {kind}: remove it")
+        advice = "put what it names in its place, or remove it" if stat.S_ISLNK(status.st_mode) else "remove it"
+        raise ForeignError(f"{path} is not {kind}: {advice}")
     if status.st_uid != os.geteuid():
         raise ForeignError(
             f"{path} belongs to {_user(status.st_uid)}, you are {_user(os.geteuid())}: what lies there could act in "

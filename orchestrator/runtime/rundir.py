@@ -25,28 +25,35 @@ from typing import IO
 from orchestrator.config import resolve
 from orchestrator.errors import ConfigError
 from transport.errors import RunExistsError
-from transport.files import LockedError, check_own, locked, remove_remains, replace, run_directory, writing
+from transport.files import LockedError, check_own_tree, locked, remove_remains, replace, run_directory, writing
 from transport.settings import Settings
+
+OWN_LEVELS = 2
+"""The run's files, and those of its directories."""
 
 
 def journal_of(run_dir: Path) -> Path:
-    """The journal of the run in ``run_dir``. Raises ConfigError when there is none."""
-    journal = RunDir(run_dir).journal
-    if not journal.is_dir():
+    """The journal of the run in ``run_dir``, for a command that reads it.
+
+    Raises: ConfigError: there is none.  ForeignError: see ``RunDir.check_own``.
+    """
+    rundir = RunDir(run_dir)
+    if not rundir.journal.is_dir():
         raise ConfigError(f"{run_dir} holds no run (no journal); give the directory <dir>/<name>")
-    return journal
+    rundir.check_own()
+    return rundir.journal
 
 
 def find_run(run_dir: Path, broker_url: str | None = None) -> tuple[RunDir, Settings]:
     """The run in ``run_dir``, for a command that talks to its broker.
 
     broker_url: as the user named it on the command line; a password goes to no address that the run alone names.
-    Raises: ConfigError: there is none, or see above.  ForeignError: it is another user's.
+    Raises: ConfigError: there is none, or see above.  ForeignError: see ``RunDir.check_own``.
     """
     rundir = RunDir(run_dir)
     if not rundir.exists():
         raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
-    check_own(run_dir.resolve())
+    rundir.check_own()
     named = [] if broker_url is None else [f"broker.url={broker_url}"]
     return rundir, resolve(None, [], named, os.environ, stored=rundir.config).settings
 
@@ -124,7 +131,7 @@ class RunDir:
         """Make the directory ours until ``unlock``, and write its configuration.
 
         Raises RunExistsError: it holds a run and ``resume`` is not asked for, or the other way round, or it is live.
-        DirectoryError: it cannot be written.  ForeignError: it is another user's.
+        DirectoryError: it cannot be written.  ForeignError: see ``check_own``.
         """
         if self.exists() and not resume:
             raise RunExistsError(
@@ -135,6 +142,7 @@ class RunDir:
             raise RunExistsError(f"there is no run to resume in {self.path}")
         self.create()
         with writing(self.path):
+            self.check_own()
             self.lock()
             try:
                 replace(self.config, config)
@@ -143,6 +151,14 @@ class RunDir:
             except BaseException:
                 self.unlock()
                 raise
+
+    def check_own(self) -> None:
+        """Whether all that the run's processes open here is this user's own: a link in a copy of another's run would
+        have them write elsewhere, and a pipe would have them wait for ever.
+
+        Below the second level nothing is written that was there before.  Raises: ForeignError, naming it; OSError.
+        """
+        check_own_tree(self.path, levels=OWN_LEVELS)
 
     def lock(self) -> None:
         """Own the directory until ``unlock`` or death. Raises RunExistsError naming the process that owns it."""

@@ -143,7 +143,7 @@ async def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
     target.mkdir() if name == "aof" else target.write_text("precious")
     (directory / name).parent.mkdir(parents=True)
     (directory / name).symlink_to(target)
-    with pytest.raises(ForeignError, match=f"{name} is not a plain file: remove it"):
+    with pytest.raises(ForeignError, match=f"{name} is not a plain file or directory: put what it names in its place"):
         await EmbeddedServer(directory).start()
     assert target.is_dir() or target.read_text() == "precious"
 

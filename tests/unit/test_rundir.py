@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.rundir import RunDir, find_run, newest_name, next_free_name
-from transport.errors import ForeignError, RunExistsError
+from orchestrator.report.record import read_run
+from orchestrator.runtime.rundir import RunDir, find_run, journal_of, newest_name, next_free_name
+from transport import files
+from transport.errors import DirectoryError, ForeignError, RunExistsError
 
 
 def test_a_live_run_keeps_others_out_and_says_who_it_is(tmp_path: Path):
@@ -68,6 +70,51 @@ def test_a_configuration_that_is_no_plain_file_is_refused_at_once(tmp_path: Path
     make(tmp_path / "config.toml")
     with pytest.raises(ForeignError, match=r"config\.toml is "):
         find_run(tmp_path)
+
+
+MADE_ODD: list[Callable[[Path, Path], None]] = [
+    lambda path, _: os.mkfifo(path),
+    lambda path, target: path.symlink_to(target),
+]
+
+
+@pytest.mark.parametrize("make", MADE_ODD)
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "samples.jsonl", "lock", "logs", "checkpoints", "logs/trainer.log", "journal/lock", "journal/x"],
+)
+def test_nothing_of_a_run_is_opened_through_a_link_or_a_pipe(
+    tmp_path: Path, name: str, make: Callable[[Path, Path], None]
+):
+    """As in a copy of another's run. A pipe would hang whoever opens it, a link has a run write elsewhere."""
+    run, target = RunDir(tmp_path / "a"), tmp_path / "mine"
+    run.claim("", resume=False)
+    run.unlock()
+    run.journal.mkdir()
+    target.write_text("precious")
+    if name == "logs":
+        run.logs.rmdir()
+    (run.path / name).unlink(missing_ok=True)
+    make(run.path / name, target)
+    uses = (
+        lambda: run.claim("changed", resume=True),
+        lambda: find_run(run.path),
+        lambda: journal_of(run.path),
+        lambda: read_run(run.path),
+    )
+    for use in uses:
+        with pytest.raises((ForeignError, DirectoryError), match=f"{run.path / name}"):
+            use()
+    assert (run.config.read_text(), target.read_text()) == ("", "precious")
+
+
+def test_what_a_live_run_removes_meanwhile_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = RunDir(tmp_path / "a")
+    run.create()
+    (run.logs / "x").touch()
+    inside = files._inside
+    monkeypatch.setattr(files, "_inside", lambda path: [*inside(path), path / "gone"])
+    run.check_own()
 
 
 def test_a_password_goes_to_no_address_that_only_the_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
