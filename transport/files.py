@@ -122,11 +122,11 @@ MAX_OWN_BYTES = 4 * 1024 * 1024
 """Of a file that is read whole: settings, a password."""
 
 
-def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES) -> bytes:
+def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES, secret: bool = False) -> bytes:
     """The content of a plain file of this user's.
 
     Raises: OSError: it is not there, or cannot be read.  ForeignError: it is a link, a pipe or a device (which would
-    block), another user's, or larger than ``max_bytes``.
+    block), another user's, or larger than ``max_bytes``; with ``secret`` also: others may read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -135,7 +135,10 @@ def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES) -> bytes:
             raise ForeignError(f"{path} is a link: put the file itself there") from error
         raise
     with os.fdopen(descriptor, "rb") as file:
-        _check(os.fstat(descriptor), path, stat.S_ISREG, "a plain file")
+        status = os.fstat(descriptor)
+        _check(status, path, stat.S_ISREG, "a plain file")
+        if secret and status.st_mode & 0o077:
+            raise ForeignError(f"{path} is not a file that this user alone can read: remove it")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ForeignError(f"{path} has more than {max_bytes} bytes: it is not what it should be")

@@ -15,13 +15,14 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from transport.errors import SecretError
+from transport.errors import ForeignError, SecretError
+from transport.files import private_directory, read_own
 
 BROKER_PASSWORD = "STREAMRL_BROKER_PASSWORD"
 SHARED_SECRET = "STREAMRL_SECRET"
@@ -41,6 +42,11 @@ class Purpose(StrEnum):
     """Proof between the two ends of a connection for weights or columns (tensors/wire.py)."""
     HTTP = "http"
     """Bearer token and password of the HTTP service."""
+
+
+def is_made(key: str) -> bool:
+    """Whether ``key`` has the form of those that we make: 32 to 64 characters of URL-safe base64."""
+    return re.fullmatch(r"[A-Za-z0-9_-]{32,64}", key) is not None
 
 
 def derive(secret: str | bytes, purpose: Purpose) -> str:
@@ -106,15 +112,12 @@ def own_secret(directories: Sequence[Path] = ()) -> bytes:
     for directory in directories or list(_own_directories()):
         path = directory / "secret"
         try:
-            return _read_own(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-            continue
-        try:
+            with contextlib.suppress(FileNotFoundError):
+                return _read_own(path)
             _make_own(path)
             return _read_own(path)
+        except ForeignError as error:
+            problems.append(str(error))
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
     raise SecretError(f"no file for the secret of this user: {'; '.join(problems)}; set {SHARED_SECRET} instead")
@@ -127,19 +130,21 @@ def _own_directories() -> Iterator[Path]:
 
 
 def _read_own(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise SecretError(f"{path} is not a file that this user alone can read: remove it, or set {SHARED_SECRET}")
-        content = file.read(4096).strip()
+    try:
+        content = read_own(path, max_bytes=4096, secret=True).strip()
+    except ForeignError as error:
+        raise SecretError(f"{error}, or set {SHARED_SECRET} instead") from error
     check_strength(content, str(path))
     return content
 
 
 def _make_own(path: Path) -> None:
-    """Whole when it gets its name; where another process was faster, its file stays."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Whole when it gets its name; where another process was faster, its file stays.
+
+    Raises: ForeignError: the directory is another user's, or a link.  OSError.
+    """
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(path.parent)
     draft = path.with_name(f".secret-{secrets.token_hex(6)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +24,9 @@ from orchestrator.api.answers import number_of
 from orchestrator.api.guard import PROVE, is_loopback
 from orchestrator.config import SECRET_VARIABLE
 from orchestrator.errors import ConfigError
-from transport.files import replace
-from transport.secret import Purpose, derive
+from transport.errors import ForeignError
+from transport.files import read_own, replace
+from transport.secret import Purpose, derive, is_made
 from transport.settings import ApiSettings
 
 log = structlog.get_logger(__name__)
@@ -89,13 +90,22 @@ def _port_in(address_file: Path) -> int:
 
 def run_key(api: ApiSettings, key_file: Path) -> str:
     """What clients present, kept in ``key_file``, which its owner alone can read: the key that the shared secret makes,
-    or, without one, a key of the run's own, made once.
+    or, without one, a key of the run's own, made once. A file that we cannot have written, or that others may read, is
+    replaced.
     """
-    known = key_file.read_text(encoding="ascii", errors="replace").strip() if key_file.exists() else ""
+    known = _kept_key(key_file)
     key = derive(api.secret, Purpose.HTTP) if api.secret else known or secrets.token_urlsafe(24)
     if key != known:
         replace(key_file, key, mode=0o600)
     return key
+
+
+def _kept_key(key_file: Path) -> str:
+    """ "" where there is none that can be ours."""
+    with suppress(FileNotFoundError, ForeignError):
+        key = read_own(key_file, max_bytes=1000, secret=True).decode("ascii", "replace").strip()
+        return key if is_made(key) else ""
+    return ""
 
 
 async def serve_http(app: ASGIApp, listener: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -467,3 +468,28 @@ def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path):
     key = run_key(ApiSettings(secret="a-shared-secret!"), path)
     assert key == derive("a-shared-secret!", Purpose.HTTP) == path.read_text(), "the secret itself stays unsaid"
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content", ["", "short", "x" * 31, "x" * 65, "x" * 31 + "/", "x" * 40 + "\n" + "y" * 40])
+def test_a_key_that_we_never_wrote_is_replaced(tmp_path: Path, content: str):
+    path = tmp_path / "api.secret"
+    path.write_text(content)
+    path.chmod(0o600)
+    made = run_key(ApiSettings(), path)
+    assert len(made) == 32
+    assert path.read_text() == made
+
+
+def test_a_key_that_others_may_know_is_replaced(tmp_path: Path):
+    path, target = tmp_path / "api.secret", tmp_path / "target"
+    key = run_key(ApiSettings(), path)
+    path.chmod(0o644)
+    after = run_key(ApiSettings(), path)
+    assert after != key
+    path.rename(target)
+    path.symlink_to(target)
+    assert run_key(ApiSettings(), path) != after
+    assert target.read_text() == after
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert run_key(ApiSettings(), path) == path.read_text()

@@ -94,13 +94,33 @@ def test_a_secret_that_others_may_have_read_or_written_is_not_used(tmp_path: Pat
         own_secret([tmp_path])
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(SecretError, match="this user alone"):
+    with pytest.raises(SecretError, match="secret is not a plain file"):
         own_secret([tmp_path])
     file.unlink()
     (tmp_path / "elsewhere").write_text(HUSH)
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SecretError, match="set STREAMRL_SECRET instead"):
         own_secret([tmp_path])
+
+
+def test_no_secret_is_put_where_another_may_take_it_away(tmp_path: Path):
+    """Anyone may have made the directory in /dev/shm."""
+    foreign, mine = tmp_path / "foreign", tmp_path / "mine"
+    if os.geteuid() == 0:
+        foreign.mkdir()
+        os.chown(foreign, 12345, 12345)
+    else:
+        foreign.symlink_to("/tmp")
+    with pytest.raises(SecretError, match=r"foreign (belongs to user 12345|is no directory)"):
+        own_secret([foreign])
+    assert not (foreign / "secret").exists()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(SecretError, match="link is no directory"):
+        own_secret([tmp_path / "link"])
+    assert not (tmp_path / "secret").exists()
+    mine.mkdir(mode=0o755)
+    own_secret([foreign, mine])
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
 
 
 def test_a_home_that_cannot_be_written_to_leaves_the_next_place(tmp_path: Path):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -42,6 +41,7 @@ from transport.errors import (
 )
 from transport.files import check_own, private_directory, read_own, replace, writing
 from transport.parent import ending_with_this_process
+from transport.secret import is_made
 
 REMOVED = (
     *("acl", "bgsave", "cluster", "config", "debug", "failover", "fcall", "fcall_ro", "flushall", "flushdb"),
@@ -202,7 +202,7 @@ class EmbeddedServer:
         """Raises: FileNotFoundError; ForeignError: it is none that was made here, and may not enter a configuration."""
         path = self._directory / _PASSWORD
         password = read_own(path, max_bytes=1000).decode("utf-8", "replace").strip()
-        if not re.fullmatch(r"[A-Za-z0-9_-]{32,64}", password):
+        if not is_made(password):
             raise ForeignError(
                 f"{path} holds no password of an embedded broker (32 or more of A-Z a-z 0-9 _ -): somebody else wrote "
                 "it; look at this directory before you use it, and remove the file to have another one made"
