@@ -109,7 +109,7 @@ def own_secret(directories: Sequence[Path] = ()) -> bytes:
     Raises SecretError: nowhere, or others can read or have written what is there.
     """
     problems: list[str] = []
-    for directory in directories or list(_own_directories()):
+    for directory in directories or list(own_directories()):
         path = directory / "secret"
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -123,7 +123,8 @@ def own_secret(directories: Sequence[Path] = ()) -> bytes:
     raise SecretError(f"no file for the secret of this user: {'; '.join(problems)}; set {SHARED_SECRET} instead")
 
 
-def _own_directories() -> Iterator[Path]:
+def own_directories() -> Iterator[Path]:
+    """Where the secret of this user may lie; nothing else does."""
     with contextlib.suppress(RuntimeError):  # a user without a home
         yield Path.home() / ".local" / "state" / "streamrl"
     yield Path("/dev/shm") / f"streamrl-user-{os.geteuid()}"

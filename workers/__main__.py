@@ -226,7 +226,9 @@ def evaluate(
     """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
     from workers.evaluate import evaluate_run
     from workers.models import model_cache
+    from workers.scoring.jail import hide_from_children
 
+    hide_from_children()
     cache_dir = model_cache(os.environ)
     print(json.dumps(evaluate_run(run_dir, model, cache_dir=cache_dir, reward=reward, reward_path=reward_path)))
 

@@ -141,6 +141,12 @@ def in_batches(prompts: list[str], responses: list[str], entries: list[dict[str,
     ]
 
 
+def hangs_for_some(prompts: list[str], responses: list[str], entries: list[Any]) -> list[float]:
+    while "hang" in responses:
+        pass
+    return [float(len(response)) for response in responses]
+
+
 async def awaited_batch(*, entries: list[Any], prompts: list[str], responses: list[str]) -> list[float]:
     return [1.0] * len(responses)
 

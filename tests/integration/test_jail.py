@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tests.fakes.unscored_group import settings_for
 from workers.errors import RewardSetupError
 from workers.scoring import jail
 from workers.scoring.jail import BUBBLEWRAP, clean_environment, hide_from_children
-from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_pool import COMMAND, RewardPool
 from workers.scoring.rewards import Reward, RewardSpec, reward_spec
 
 needs_bubblewrap = pytest.mark.skipif(not shutil.which(BUBBLEWRAP), reason="no bubblewrap here")
@@ -129,8 +131,8 @@ async def test_a_jail_that_cannot_be_made_is_told_with_bubblewraps_words(
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setattr(jail, "BUBBLEWRAP", str(refusing))
-    assert (
-        "No permissions to create new namespace (it needs unprivileged user namespaces" in await jail.Jail().why_not()
+    assert "No permissions to create new namespace (it needs unprivileged user namespaces" in await jail.Jail().why_not(
+        COMMAND, os.environ
     )
 
 
@@ -151,3 +153,114 @@ async def test_an_answer_that_is_executed_leaves_nothing_to_the_next(
 def test_no_secret_of_ours_is_handed_on_by_name() -> None:
     environ = {"PATH": "/bin", "OPENAI_API_KEY": "k", "STREAMRL_SECRET": "s", "OTHER": "o"}
     assert clean_environment(environ, ["OPENAI_API_KEY", "STREAMRL_SECRET"]) == {"PATH": "/bin", "OPENAI_API_KEY": "k"}
+
+
+# --- what is seen and what can be written -----------------------------------------------------------------------------
+
+
+async def says_no(made: jail.Jail, code: str) -> str:
+    """Why a program of ``code`` does not end well in it, "" if it does."""
+    return await made.why_not([sys.executable, "-P", "-c", code], clean_environment(os.environ))
+
+
+@pytest.fixture
+def below_tmp() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@needs_bubblewrap
+async def test_what_lies_below_tmp_is_seen_in_a_tmp_of_its_own(below_tmp: Path) -> None:
+    (below_tmp / "mine.py").write_text("reward = lambda prompt, response, entry: 1.0\n")
+    made = jail.Jail(readable=(below_tmp,))
+    assert await says_no(made, f"open({str(below_tmp / 'mine.py')!r}).close(); open('/tmp/own', 'w').close()") == ""
+    assert "Read-only" in await says_no(made, f"open({str(below_tmp / 'planted')!r}, 'w')")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("directory", ["/", "/etc", "/dev"])
+async def test_memory_of_the_machine_cannot_be_filled_through_the_jails_own_directories(directory: str) -> None:
+    assert "Read-only" in await says_no(jail.Jail(), f"open({directory!r} + '/planted', 'w')")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("directory", ["/tmp", "/dev/shm"])
+async def test_what_can_be_written_has_a_size(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "TEMPORARY_BYTES", 1024**2)
+    write = f"open({directory!r} + '/planted', 'wb').write(b'x' * {{}})"
+    assert await says_no(jail.Jail(), write.format(1000) + "; import multiprocessing; multiprocessing.Lock()") == ""
+    assert "No space left" in await says_no(jail.Jail(), write.format(2 * 1024**2))
+
+
+@needs_bubblewrap
+async def test_what_is_hidden_is_hidden_below_every_bind_and_what_is_named_in_it_is_seen(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    rewards, run = runs / "rewards", runs / "x"
+    link = tmp_path / "link"
+    for directory in (rewards, run):
+        directory.mkdir(parents=True)
+        (directory / "file").touch()
+    link.symlink_to(runs)
+    see, hide = f"open({str(rewards / 'file')!r})", f"open({str(run / 'file')!r})"
+    for readable in ((tmp_path, rewards), (rewards,), (rewards, tmp_path, link)):
+        made = jail.Jail(readable=readable, hidden=(runs,))
+        assert await says_no(made, see) == ""
+        assert "No such file" in await says_no(made, hide)
+    linked = jail.Jail(readable=(link,), hidden=(run,))
+    assert await says_no(linked, f"open({str(link / 'rewards' / 'file')!r})") == ""
+    assert "No such file" in await says_no(linked, f"open({str(link / 'x' / 'file')!r})")
+    assert "Read-only" in await says_no(linked, f"open({str(link / 'x' / 'planted')!r}, 'w')")
+
+
+@needs_bubblewrap
+async def test_the_secret_of_the_user_is_hidden(reward_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(reward_dir))
+    own = reward_dir / ".local" / "state" / "streamrl"
+    own.mkdir(parents=True)
+    (own / "secret").write_text(SECRET)
+    made = RewardPool(spec_of(reward_dir, "escapes"), timeout_s=30.0, processes=1)
+    succeeded = await attempts(made, {**targets(reward_dir, 1), "run": str(own / "secret")})
+    assert succeeded["read the run"] == 0.0
+
+
+@needs_bubblewrap
+async def test_packages_that_were_installed_into_a_directory_are_seen(tmp_path: Path) -> None:
+    """As pip install --user and --target do."""
+    root, site = Path(__file__).parents[2], tmp_path / "site"
+    for package in ("workers", "transport"):
+        shutil.copytree(root / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "streamrl-1.dist-info").mkdir()
+    (site / "only_there.py").touch()
+    program = (
+        "import asyncio, os, sys; from workers.scoring.jail import Jail; assert __import__('only_there')\n"
+        "argv = [sys.executable, '-P', '-c', 'import only_there']\n"
+        "print(asyncio.run(Jail().why_not(argv, dict(os.environ))) or 'seen')"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", program),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await process.communicate()
+    assert said.decode().strip() == "seen"
+
+
+@needs_bubblewrap
+async def test_a_jail_in_which_the_reward_does_not_start_is_none_and_says_so() -> None:
+    told = await says_no(jail.Jail(), "import no_such_library")
+    assert told.startswith("the reward's process does not start in it: ModuleNotFoundError")
+    assert "namespaces" not in told
+    assert await jail.Jail().why_not(COMMAND, clean_environment(os.environ) | {"PYTHONPATH": ":".join(sys.path)}) == ""
+
+
+async def test_an_evaluation_hides_itself_from_its_rewards() -> None:
+    program = (
+        "import ctypes, workers.evaluate as evaluate\n"
+        "evaluate.evaluate_run = lambda *_, **__: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE\n"
+        "from workers.__main__ import app\n"
+        "app(['evaluate', '--run-dir', 'x'])"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert said.decode().strip() == "0"

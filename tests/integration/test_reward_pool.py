@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from tests.fakes.unscored_group import settings_for
-from workers.errors import RewardError, RewardSetupError
+from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import BUBBLEWRAP
-from workers.scoring.reward_pool import RewardPool
-from workers.scoring.reward_process import Sample
-from workers.scoring.rewards import Reward, reward_spec
+from workers.scoring.reward_pool import RewardChild, RewardPool
+from workers.scoring.reward_process import Sample, Setup
+from workers.scoring.rewards import Reward, RewardSpec, reward_spec
 
 ROOT = str(Path(__file__).parents[2])
 """Where ``tests.fakes.rewards`` lies."""
@@ -148,6 +148,60 @@ async def test_an_own_verifier_scores_in_its_child() -> None:
         await rewards.close()
 
 
+# --- a child that does not start -------------------------------------------------------------------------------------
+
+
+def written(directory: Path, code: str) -> RewardSpec:
+    (directory / "mine.py").write_text(code)
+    return reward_spec(settings_for("mine:reward"), "mine:reward", str(directory))
+
+
+async def test_a_child_that_cannot_be_started_again_is_tried_again_and_ends_no_worker(tmp_path: Path) -> None:
+    good = "def reward(prompt, response, entry): return 1.0\n"
+    made = RewardPool(written(tmp_path, good), timeout_s=5.0, processes=1, jailed=False)
+    await made.start()
+    try:
+        os.kill(made.pids()[0], signal.SIGKILL)
+        with pytest.raises(RewardError, match="ended with -9"):
+            await made.score("", "x", told())
+        written(tmp_path, "import os; os._exit(7)  # as the kernel ends what takes too much memory\n")
+        with pytest.raises(RewardError, match=r"did not start again: .* ended with 7"):
+            await made.score("", "x", told())
+        written(tmp_path, good)
+        assert await made.score("", "x", told()) == Reward(value=1.0)
+    finally:
+        await made.close()
+
+
+async def test_a_start_that_was_cancelled_leaves_no_answer_for_the_next() -> None:
+    name = "tests.fakes.rewards:as_told"
+    child = RewardChild(Setup(spec=reward_spec(settings_for(name), name, ROOT), timeout_s=5.0, memory_bytes=2**32))
+    starting = asyncio.create_task(child.start())
+    async with asyncio.timeout(60):
+        while child.pid is None:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert child.pid is None
+    try:
+        assert await child.score([Sample(prompt="", response="x", entry=told())]) == [Reward(value=1.0)]
+    finally:
+        await child.kill()
+
+
+async def test_a_reward_that_writes_into_the_conversation_at_its_import_is_named(tmp_path: Path) -> None:
+    code = """
+import os
+for fd in range(3, 20):
+    try: os.write(fd, b"\\0\\0\\0\\1\\xc1")
+    except OSError: pass
+"""
+    made = RewardPool(written(tmp_path, code), timeout_s=5.0, processes=1, jailed=False)
+    with pytest.raises(RewardSetupError, match="answered with nonsense"):
+        await made.start()
+    assert made.pids() == []
+
+
 # --- how a function may be written ------------------------------------------------------------------------------------
 
 
@@ -180,6 +234,16 @@ async def test_a_batch_that_returns_another_number_of_results_fails_by_name() ->
         )
     assert first == Reward(value=1.0)
     assert all(isinstance(other, RewardError) and "for 2 responses" in str(other) for other in others)
+
+
+async def test_one_that_hangs_in_a_batch_is_given_up_alone() -> None:
+    async with pool("hangs_for_some", timeout_s=0.5) as rewards:
+        texts = ["a", "hang", "bb", "dddd"]
+        results = await asyncio.gather(
+            *(rewards.score("", text, told()) for text in ["first", *texts]), return_exceptions=True
+        )
+    assert isinstance(results[2], RewardTimeoutError)
+    assert [result.value for result in results if isinstance(result, Reward)] == [5.0, 1.0, 2.0, 4.0]
 
 
 # --- tried before the run ---------------------------------------------------------------------------------------------

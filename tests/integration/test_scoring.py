@@ -332,3 +332,17 @@ async def test_a_reward_is_tried_on_rows_of_the_data_before_anything_is_scored(
         await admit(broker, {"do": ""}, size=1)
         async with running(worker):
             await started(worker)
+
+
+async def test_a_reward_that_passed_its_trial_is_not_tried_again_when_its_worker_comes_back(
+    broker: Broker, model_dir: Path, clock: ManualClock
+) -> None:
+    """A judge that is down for a moment ends no run."""
+    settings = settings_for("tests.fakes.rewards:as_told")
+    for do in ("", "raise"):
+        await broker.put_meta(
+            keys.TRIAL, encode(TrialRows(rows=[TrialRow(prompt="", response="x", entry=json.dumps({"do": do}))]))
+        )
+        worker = worker_for(broker, settings, model_dir, clock)
+        async with running(worker):
+            await started(worker)

@@ -20,6 +20,8 @@ MODEL = "model"
 """Meta: which model all processes of the run must have (model_identity.ModelIdentity, MessagePack)."""
 TRIAL = "trial"
 """Meta: rows of the data that a reward is tried on before anything is scored (messages.TrialRows, MessagePack)."""
+TRIED = "tried"
+"""Meta: the reward (scoring.reward) that passed its trial on those rows, or scored without one."""
 
 # What the broker keeps for itself; the Lua scripts get these names from here (lua.py).
 EPOCHS = "epochs"

@@ -1,6 +1,7 @@
 """A jail for a child process: bubblewrap's namespaces with nothing in them but what Python needs, and limits.
 
-    seen        the interpreter, its packages, ours, system libraries and what is named, read-only; a /tmp of its own
+    seen        the interpreter, its packages, ours, system libraries and what is named, read-only
+    writable    a /tmp and a /dev/shm of its own, which are memory
     not there   the network, other processes and their /proc, other files, capabilities, the way to them (no_new_privs)
     limits      memory, processes, size of a file, open files, no core dump
 
@@ -30,10 +31,10 @@ from pathlib import Path
 from transport.programs import python_module
 
 BUBBLEWRAP = "bwrap"
-PROBE_S = 20.0
-"""It takes 30 ms; on a machine with ten busy processes a second."""
+PROBE_S = 60.0
+"""It takes .3 s, most of it imports; on a machine with ten busy processes several seconds."""
 TEMPORARY_BYTES = 256 * 1024**2
-"""Of the jail's own /tmp, which is memory."""
+"""Of the jail's own /tmp, and of its /dev/shm."""
 MAX_FILE_BYTES = 1024**3
 MAX_OPEN_FILES = 256
 MAX_PROCESSES = 256
@@ -54,35 +55,70 @@ def clean_environment(environ: Mapping[str, str], allowed: Sequence[str] = ()) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jail:
-    """readable: what is seen besides system and interpreter, where it lies.  hidden: directories in it that are not."""
+    """readable: what is seen besides system and interpreter, where it lies.
+
+    hidden: directories that are not seen, wherever they lie; but what is to be seen inside of one is.
+    """
 
     readable: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """``argv`` in the jail. Its environment is that of the command, which no other process can read there."""
-        binds = [("--ro-bind-try", path, path) for path in (*SYSTEM, *CONFIGURATION)]
-        for path in _outermost([*_interpreter(), *self.readable]):
-            binds += [("--ro-bind", str(path.resolve()), str(path))]
+        mounts, hidden = self._mounts()
         return [
             BUBBLEWRAP,
             *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
             *("--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail"),
-            *(word for bind in binds for word in bind),
-            *(word for path in self.hidden if path.is_dir() for word in ("--tmpfs", str(path))),
-            *("--proc", "/proc", "--dev", "/dev", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"),
+            *(word for path in CONFIGURATION for word in ("--ro-bind-try", path, path)),
+            *(word for mount in mounts for word in mount),
+            *("--proc", "/proc", "--dev", "/dev", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/dev/shm"),
+            *(word for path in (*hidden, "/dev", "/") for word in ("--remount-ro", str(path))),  # else half the memory
             *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp", "--chdir", "/tmp", "--"),
             *argv,
         ]
 
-    async def why_not(self) -> str:
-        """Why no process can be started in it on this machine, "" if one can: it is tried."""
+    def _mounts(self) -> tuple[list[tuple[str, ...]], list[Path]]:
+        """Arguments for what is seen and /tmp, shallowest first, as each covers what lies below it; what is hidden."""
+        system = [path for path in map(Path, SYSTEM) if path.exists()]
+        named = [path.absolute() for path in (*_interpreter(), *self.readable) if path.exists()]
+        covered = [
+            bind / one.resolve().relative_to(bind.resolve())
+            for one in self.hidden
+            for bind in (*system, *named)
+            if os.path.isdir(one) and one.resolve().is_relative_to(bind.resolve())
+        ]
+        wanted = [
+            *(("see", path) for path in system),
+            ("temporary", Path("/tmp")),
+            *(("hide", path) for path in covered),
+            *(("see", path) for path in named),
+        ]
+        mounts: list[tuple[str, ...]] = []
+        hidden: list[Path] = []
+        shows: dict[Path, bool] = {}
+        for what, path in sorted(wanted, key=lambda one: len(one[1].parts)):
+            outer = next((one for one in (path, *path.parents) if one in shows), path)
+            seen = shows.get(outer, False)
+            if what == "temporary":
+                mounts.append(("--size", str(TEMPORARY_BYTES), "--tmpfs", str(path)))
+            elif what == "see" and not seen:
+                mounts.append(("--ro-bind", str(path.resolve()), str(path)))
+            elif what == "hide" and seen and path.resolve() == outer.resolve() / path.relative_to(outer):
+                mounts.append(("--tmpfs", str(path)))
+                hidden.append(path)
+            else:  # seen or hidden already, or a link out of what is seen
+                continue
+            shows[path] = what == "see"
+        return mounts, [path for path in hidden if not shows[path]]
+
+    async def why_not(self, argv: Sequence[str], environment: Mapping[str, str]) -> str:
+        """Why ``argv`` does not run in it on this machine, "" if it does: it is tried, with nothing to read."""
         if shutil.which(BUBBLEWRAP) is None:
             return "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
-        command = self.command(python_module("keyword"))  # which does nothing
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=clean_environment(os.environ)
+            *self.command(argv), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True
         )
         try:
             async with asyncio.timeout(PROBE_S):
@@ -90,14 +126,17 @@ class Jail:
         except TimeoutError:
             process.kill()
             await process.wait()
-            return f"bubblewrap started nothing within {PROBE_S:.0f} s"
+            return f"nothing started in it within {PROBE_S:.0f} s"
         if process.returncode == 0:
             return ""
-        reason = said.decode(errors="replace").strip().splitlines()
+        lines = said.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {process.returncode}"
+        if not reason.startswith("bwrap: ") or "execvp" in reason:
+            return f"the reward's process does not start in it: {reason}"
         return (
-            f"bubblewrap cannot make it: {reason[-1] if reason else f'exit code {process.returncode}'} (it needs "
-            "unprivileged user namespaces: sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
-            "unprivileged_userns; in a container a seccomp profile that allows them)"
+            f"bubblewrap cannot make it: {reason} (it needs unprivileged user namespaces: "
+            "sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container a "
+            "seccomp profile that allows them)"
         )
 
 
@@ -106,17 +145,10 @@ def _interpreter() -> list[Path]:
     packages = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir() and Path(entry) != Path.cwd()]
     ours = Path(__file__).resolve().parents[2]
     found = [Path(sys.prefix), Path(sys.base_prefix), Path(python_module("")[0]).resolve().parents[1]]
-    found += [path for path in packages if path != ours and ours not in path.resolve().parents]
+    if not any(ours.glob("*.dist-info")):  # not installed (also by --user, --target), but a checkout, which holds runs
+        packages = [path for path in packages if path != ours and ours not in path.resolve().parents]
+    found += packages
     return [*found, *(path.resolve() for path in found), ours / "workers", ours / "transport"]
-
-
-def _outermost(paths: Sequence[Path]) -> list[Path]:
-    """Without those that lie in another one; /usr is there already. Shortest first, as they are mounted."""
-    kept: list[Path] = [Path(path) for path in SYSTEM]
-    for path in sorted({path.absolute() for path in paths if path.exists()}, key=lambda path: len(path.parts)):
-        if not any(path.is_relative_to(outer) for outer in kept):
-            kept.append(path)
-    return kept[len(SYSTEM) :]
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------

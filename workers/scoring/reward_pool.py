@@ -8,7 +8,8 @@ a reward costs a message there and back (well under 1 ms), not a process. What t
 there is without it protects from mistakes and keeps the worker's environment to itself, and is no protection from code.
 
 Owns: the children, and which samples share a call. Never: delivery, retries (consumer.py). Invariant: ``score`` ends
-within its limit plus GRACE_S, once it has a child, with a Reward or a RewardError.
+with a Reward or a RewardError: once it has a child that runs, within its limit plus GRACE_S, and as much for each of
+its batch where that as a whole took too long.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import msgspec
 import structlog
 
 from transport.programs import python_module
+from transport.secret import own_directories
 from transport.settings import Settings
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import Jail, clean_environment
@@ -45,6 +47,8 @@ MEMORY_BYTES = 4 * 1024**3
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_BATCH = 16
 """Samples in one call of a reward that takes a batch: as many as a worker holds (worker.AT_ONCE)."""
+
+COMMAND = python_module("workers.scoring.reward_process")
 
 _Unit: TypeAlias = tuple[Sample, asyncio.Future[Reward]]
 Answer: TypeAlias = Ready | Scores | Failed
@@ -70,37 +74,46 @@ class RewardChild:
 
     async def start(self) -> None:
         """Start the child and wait until the reward is imported. Raises RewardSetupError if it cannot be."""
-        environment = clean_environment(os.environ, self._allowed)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        environment["OMP_NUM_THREADS"] = "1"
-        command = python_module("workers.scoring.reward_process")
-        if self._jail is not None:
-            command = self._jail.command(command)
+        command = COMMAND if self._jail is None else self._jail.command(COMMAND)
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True
+            *command, stdin=PIPE, stdout=PIPE, env=_environment(self._allowed), start_new_session=True
         )
+        try:
+            self.takes_batches = await self._set_up()
+        except BaseException:
+            await self.kill()  # its Ready would be taken for the answer to the next request
+            raise
+
+    async def _set_up(self) -> bool:
+        """Whether the reward takes batches."""
         try:
             answer = await self._exchange(self._setup, STARTUP_S)
         except TimeoutError:
-            await self.kill()
             raise RewardSetupError(f"the reward was not ready after {STARTUP_S:.0f} s") from None
         except (OSError, asyncio.IncompleteReadError):
             code = await self._ended()
             raise RewardSetupError(f"the reward's process ended with {code} before it was ready") from None
+        except msgspec.MsgspecError as error:
+            raise RewardSetupError(f"the reward's process answered with nonsense: {error}") from None
         match answer:
             case Ready(takes_batches=takes_batches):
-                self.takes_batches = takes_batches
+                return takes_batches
             case Failed(reason=reason):
-                await self.kill()
                 raise RewardSetupError(reason)
             case Scores():
-                await self.kill()
                 raise RewardSetupError("the reward's process answered with nonsense")
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
-        """One call. Raises RewardError where it failed as a whole; the child is then alive only if it answered."""
+        """One call, in a new child where the last one died.
+
+        Raises RewardError where it failed as a whole, also where no child started; one is then alive only if it
+        answered.
+        """
         if self._process is None:
-            await self.start()
+            try:
+                await self.start()
+            except (RewardSetupError, OSError) as error:  # it did start once: no memory, a busy machine
+                raise RewardError(f"the reward's process did not start again: {error}") from error
         started_s = time.monotonic()
         try:
             answer = await self._exchange(ScoreRequest(samples=list(samples)), self._setup.timeout_s + GRACE_S)
@@ -228,9 +241,13 @@ class RewardPool:
         path = self._spec.path
         jail = Jail(
             readable=(Path(path),) if path else (),
-            hidden=tuple(one for one in self._hidden if path and one.is_relative_to(path) and one != Path(path)),
+            hidden=(*self._hidden, *own_directories()),
         )
-        reason = await jail.why_not() if self._wants_jail else 'scoring.jail is "off"'
+        reason = (
+            await jail.why_not(COMMAND, _environment(self._environment))
+            if self._wants_jail
+            else 'scoring.jail is "off"'
+        )
         if not reason:
             return jail
         if self._spec.executes_answers:
@@ -286,12 +303,11 @@ class RewardPool:
         taken = [first] if one_by_one else [first, *others[: MAX_BATCH - 1]]
         self._waiting = [unit for unit in self._waiting if unit not in taken]
         try:
-            results = await child.score([sample for sample, _ in taken])
-            for (_, future), result in zip(taken, results, strict=True):
-                _tell(future, result)
-        except RewardError as error:
-            for _, future in taken:
-                _tell(future, type(error)(str(error)))
+            if await _score_together(child, taken):
+                return
+            for unit in taken:  # one of them hangs, and which one is not known
+                if not unit[1].done():
+                    await _score_together(child, [unit])
         finally:
             for _, future in taken:
                 _tell(future, RewardError("the call for it was given up"))
@@ -305,6 +321,25 @@ class RewardPool:
     async def close(self) -> None:
         for child in self._children:
             await child.kill()
+
+
+async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:
+    """Tell each of one call's result. False: nobody was told, because more than one together took too long."""
+    try:
+        results: Sequence[Reward | RewardError] = await child.score([sample for sample, _ in units])
+    except RewardError as error:
+        if isinstance(error, RewardTimeoutError) and len(units) > 1:
+            return False
+        results = [type(error)(str(error)) for _ in units]
+    for (_, future), result in zip(units, results, strict=True):
+        _tell(future, result)
+    return True
+
+
+def _environment(allowed: Sequence[str]) -> dict[str, str]:
+    """A child's."""
+    search = os.pathsep.join(filter(None, sys.path))
+    return {**clean_environment(os.environ, allowed), "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
 
 
 def _tell(future: asyncio.Future[Reward], result: Reward | RewardError) -> None:

@@ -86,7 +86,9 @@ def frame(message: msgspec.Struct) -> bytes:
 def main() -> None:
     """Serve until stdin ends."""
     requests, answers = _take_over_streams()
-    setup = msgspec.msgpack.decode(_read(requests), type=Setup)
+    if not (raw := _read(requests)):  # tried only, whether it starts (Jail.why_not)
+        return
+    setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
     if setup.spec.path:
         sys.path.append(setup.spec.path)  # last: a file of the user's never takes the place of a library

@@ -71,6 +71,7 @@ class ScoringWorker:
             _, detokenize = await asyncio.gather(
                 self._pool.start(await self._trial()), asyncio.to_thread(load_detokenizer, self._model_dir)
             )
+            await self._broker.put_meta(keys.TRIED, self._settings.scoring.reward.encode())
             self._consumers = {
                 task: self._consumer(task, handle) for task, handle in (await self._tasks(detokenize)).items()
             }
@@ -83,6 +84,9 @@ class ScoringWorker:
             await self._pool.close()
 
     async def _trial(self) -> list[Sample]:
+        """Rows to try the reward on, none where it once passed: a judge that is down for a moment must end no run."""
+        if await self._broker.get_meta(keys.TRIED) == self._settings.scoring.reward.encode():
+            return []
         raw = await self._broker.get_meta(keys.TRIAL)
         rows = MessageDecoder(TrialRows).decode(raw).rows if raw is not None else []
         return [Sample(prompt=row.prompt, response=row.response, entry=row.entry.encode()) for row in rows]
