@@ -98,10 +98,13 @@ def prepare(
     model: Annotated[str, typer.Option("--model", help="model.path of the run")],
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Turn a model path into a local Hugging Face directory and print it."""
+    """Turn a model path into a local Hugging Face directory, try its chat template, and print the directory."""
+    from workers.chat_template import try_chat_template
     from workers.models import model_cache, prepare_model
 
-    print(prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code))
+    directory = prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
+    try_chat_template(directory)
+    print(directory)
 
 
 @app.command()

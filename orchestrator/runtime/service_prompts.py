@@ -103,7 +103,6 @@ class ServicePrompts:
             raise DataError(f"prompt {index} has messages, but the model has no chat template: send text or token ids")
         messages = [{"role": turn.role, "content": turn.content} for turn in chat.messages]
         try:
-            with self._lock:
-                return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise DataError(f"prompt {index}: the model's chat template refuses it: {error}") from error

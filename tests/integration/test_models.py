@@ -18,7 +18,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from workers import models, packaged_model
+from orchestrator.errors import ConfigError
+from orchestrator.runtime import provision
+from workers import chat_template, models, packaged_model
 from workers.errors import ModelError
 from workers.models import cached, check_model_dir, model_cache, prepare_model
 
@@ -139,6 +141,30 @@ def test_the_cache_follows_the_environment():
 
 
 # --- broken directories -----------------------------------------------------------------------------------------------
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+BOMB = "{{ messages[0].role * 10 ** 11 }}"
+
+
+@pytest.mark.parametrize("template", [LOOP, BOMB, "{{ 10 ** (10 ** 10) }}", "{{ messages[0].role * 10 ** 6 }}"])
+def test_a_chat_template_that_does_not_end_is_refused(copy: Path, template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "CPU_S", 1)
+    (copy / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=rf"the chat template of {copy} does not end within .*mend it"):
+        chat_template.try_chat_template(copy)
+
+
+@pytest.mark.parametrize("template", ["", "{{ raise_exception('no') }}", "{% broken", "{{ messages[0].content }}"])
+def test_a_chat_template_that_ends_is_no_matter_of_the_trial(copy: Path, template: str):
+    (copy / "chat_template.jinja").write_text(template)
+    chat_template.try_chat_template(copy)
+
+
+async def test_a_run_is_not_started_with_a_chat_template_that_does_not_end(copy: Path, tmp_path: Path):
+    (copy / "chat_template.jinja").write_text(BOMB)
+    with pytest.raises(ConfigError, match=rf"the chat template of {copy} does not end"):
+        await provision.prepare_model(str(copy), tmp_path, print)
 
 
 def test_a_healthy_directory(copy: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchestrator.api.generate import MAX_GENERATE_BYTES
+from orchestrator.api.generate import MAX_GENERATE_BYTES, Chat, ChatMessage
 from orchestrator.errors import DataError
 from orchestrator.runtime.journal import read_records
 from orchestrator.runtime.service_prompts import ServicePrompts
@@ -400,6 +401,28 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model_dir: P
     with pytest.raises(DataError, match="prompt 1 has 31000000 characters; there is room for"):
         prompts.encode(["1+2=", "1" * 31_000_000], 8)
     assert tokenised == ["1+2="]
+
+
+def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path):
+    """One may go on for ever for certain messages only, which no trial finds."""
+    prompts = ServicePrompts(settings_of(), model_dir)
+    rendering, over = threading.Event(), threading.Event()
+
+    def render(*_: object, **__: object) -> str:
+        rendering.set()
+        assert over.wait(60.0)
+        return "1+2="
+
+    prompts._tokenizer.apply_chat_template = render
+    chat = Chat(messages=[ChatMessage(role="user", content="1+2=")])
+    with ThreadPoolExecutor(2) as threads:
+        hung = threads.submit(prompts.encode, [chat], 8)
+        try:
+            assert rendering.wait(60.0)
+            other = threads.submit(prompts.encode, ["1+2="], 8).result(60.0)
+        finally:
+            over.set()
+        assert hung.result(60.0)[0].ids == other[0].ids
 
 
 def test_tokenising_ends_when_nobody_waits(model_dir: Path):

@@ -55,6 +55,7 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
+    "workers/chat_template.py",  # foreign code: whatever it raises, it has ended
     "workers/generation/publisher.py",  # the guard of one delivery: what it asks for is written by others
     "workers/generation/sglang_loader.py",  # SGLang ends its whole server when a loader raises
     "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
