@@ -108,6 +108,23 @@ def locked(path: Path) -> IO[bytes]:
     return lock
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a living process owns ``path`` (see ``locked``); False where there is no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # briefly: an owner that starts now tries again
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def remove_remains(directory: Path) -> None:
     """Remove what a process that was killed within ``replacing`` left here. For the owner of ``directory``."""
     for path in directory.glob(f".*{REMAINS}"):

@@ -149,25 +149,25 @@ class Admission:
         self._strangers: dict[str, dict[_Protocol, None]] = {}
         self._clients: set[_Protocol] = set()
 
-    def meet(self, connection: _Protocol) -> None:
-        """A connection begins."""
+    def opened(self, connection: _Protocol) -> None:
+        """A connection begins, as a stranger's."""
         if sum(map(len, self._strangers.values())) >= MAX_STRANGERS:
             oldest = next(iter(max(self._strangers.values(), key=len)))
-            self.part(oldest)
+            self.forget(oldest)
             oldest.transport.abort()
         self._strangers.setdefault(connection.peer, {})[connection] = None
 
-    def know(self, connection: _Protocol) -> bool:
+    def proved(self, connection: _Protocol) -> bool:
         """It has shown the key. Returns whether there is room for one more client."""
         if connection not in self._clients:
             if len(self._clients) >= MAX_CLIENTS or connection.transport.is_closing():
                 return False
-            self.part(connection)
+            self.forget(connection)
             self._clients.add(connection)
         return True
 
-    def part(self, connection: _Protocol) -> None:
-        """A connection has ended, or is about to."""
+    def forget(self, connection: _Protocol) -> None:
+        """The connection has ended, is about to, or changes sides."""
         self._clients.discard(connection)
         same_peer = self._strangers.get(connection.peer, {})
         same_peer.pop(connection, None)
@@ -181,8 +181,8 @@ class _Protocol(H11Protocol):
     def __init__(self, *args: Any, admission: Admission, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._admission = admission
-        self._patience: asyncio.TimerHandle | None = None
-        self.app_state = {PROVE: partial(admission.know, self)}
+        self._timer: asyncio.TimerHandle | None = None
+        self.app_state = {PROVE: partial(admission.proved, self)}
 
     @property
     def peer(self) -> str:
@@ -191,37 +191,37 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._admission.meet(self)
-        self._watch()
+        self._admission.opened(self)
+        self._run_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._run_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._run_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._admission.part(self)
-        self._stop_watching()
+        self._admission.forget(self)
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
+    def _run_timer(self) -> None:
         """Keep the time from when a head is waited for until it is whole; what comes in between does not stop it."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()
-        elif self._patience is None:
-            self._patience = self.loop.call_later(HEAD_S, self._let_go, READ_S)
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_S, self._time_out, READ_S)
 
-    def _stop_watching(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _let_go(self, more_s: float) -> None:
+    def _time_out(self, more_s: float) -> None:
         """more_s: for a client that still reads its answer."""
         if more_s and self.transport.get_write_buffer_size():
-            self._patience = self.loop.call_later(more_s, self._let_go, 0.0)
+            self._timer = self.loop.call_later(more_s, self._time_out, 0.0)
         else:
             self.transport.abort()

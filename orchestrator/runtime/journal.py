@@ -23,7 +23,6 @@ commands, nothing of it ever happened. Files without an epoch are of earlier ver
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import struct
@@ -38,7 +37,7 @@ from typing import IO, NamedTuple, Protocol
 import structlog
 
 from transport.errors import FatalError, FencedError, MessageError
-from transport.files import LockedError, locked, replace, writing
+from transport.files import LockedError, is_locked, locked, replace, writing
 from transport.messages import MAX_MESSAGE_BYTES, JournalRecord, MessageDecoder, encode
 
 log = structlog.get_logger(__name__)
@@ -155,14 +154,7 @@ def _lock(directory: Path) -> IO[bytes]:
 
 def is_written(directory: Path) -> bool:
     """Whether somebody holds the lock of ``directory``, a journal's or a run's: a run that goes on."""
-    try:
-        with (directory / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who starts just now tries again
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return is_locked(directory / "lock")
 
 
 def is_new(directory: Path) -> bool:

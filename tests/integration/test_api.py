@@ -311,7 +311,7 @@ ANSWERED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("said", [b"", HALF, ANSWERED, ANSWERED + HALF, HALF[:9]])
-async def test_a_client_that_never_asks_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes):
+async def test_a_client_that_never_asks_is_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes):
     monkeypatch.setattr(server, "HEAD_S", 0.05)
     async with serving(tmp_path) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -398,11 +398,11 @@ def test_one_hosts_strangers_do_not_crowd_out_anothers(monkeypatch: pytest.Monke
     admission = server.Admission()
     quiet, *crowd = [Caller("10.0.0.1"), *(Caller("10.0.0.2") for _ in range(9))]
     for caller in (quiet, *crowd):
-        admission.meet(cast(Any, caller))
+        admission.opened(cast(Any, caller))
     assert not quiet.gone
     assert [caller.gone for caller in crowd] == [True] * 6 + [False] * 3
-    assert admission.know(cast(Any, quiet))
-    assert not admission.know(cast(Any, crowd[0])), "it was let go before it was heard"
+    assert admission.proved(cast(Any, quiet))
+    assert not admission.proved(cast(Any, crowd[0])), "it was let go before it was heard"
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path):

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.files import is_locked
 from workers.errors import RanksError
 
 MEETING = "trainer-ranks"
@@ -122,19 +123,7 @@ class Meeting:
     def _is_open(self, meeting: bytes) -> bool:
         """Whether its rank 0 lives. What the broker says becomes part of a path only in the form of an id."""
         name = meeting.decode("ascii", "replace")
-        if not _ID.fullmatch(name):
-            return False
-        try:
-            lock = os.open(self._lock_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+        return _ID.fullmatch(name) is not None and is_locked(self._lock_file(name))
 
     def _lock_file(self, meeting: str) -> Path:
         return self._directory / f"{meeting}.open"
