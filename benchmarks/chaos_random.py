@@ -10,8 +10,8 @@ follows, at once or after a while, also while a process of before is still stopp
 - leave no process, no shared memory and no listening socket.
 
 One seed draws the same modes and faults; moments are in seconds, so what they meet differs with the machine's load.
-A round that fell keeps its directory, and says how to draw it again. The last line is one JSON object; exit code 1 when
-anything fell.
+A round that failed keeps its directory, and says how to draw it again. The last line is one JSON object; exit code 1:
+some round failed.
 
     python -m benchmarks.chaos_random [--minutes 10] [--seed 0] [--round N] [--keep DIR]
 """
@@ -175,7 +175,7 @@ def draw_fault(chance: random.Random) -> Fault:
     )
 
 
-class Fell(Exception):
+class RunFailed(Exception):
     """The round's promise does not hold; the message says which."""
 
 
@@ -230,7 +230,7 @@ class ChaosRun:
         self.start("--resume", "--name", NAME)
 
     def go(self) -> Findings:
-        """From start to audit. Raises Fell."""
+        """From start to audit. Raises RunFailed."""
         self.start()
         for fault in self.round.faults:
             if not (self._settle(fault) and self._wait(fault.after_s)):
@@ -240,7 +240,7 @@ class ChaosRun:
             stopped.until_s = min(stopped.until_s, time.monotonic() + STOPPED_S[1])
         code = self._wait_for_end()
         if code != 0:
-            raise Fell(f"the run ended with exit code {code}")
+            raise RunFailed(f"the run ended with exit code {code}")
         self._check_nothing_left()
         return self._audit()
 
@@ -259,7 +259,7 @@ class ChaosRun:
         return True
 
     def _wait(self, seconds: float) -> bool:
-        """Let the run go on. Returns whether it still does; False once it is over. Raises Fell when it failed."""
+        """Let the run go on. Returns whether it still does; False once it is over. Raises RunFailed when it failed."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             self._look()
@@ -267,7 +267,7 @@ class ChaosRun:
             if code == 0:
                 return False
             if code is not None:
-                raise Fell(f"the run ended with exit code {code} between two faults")
+                raise RunFailed(f"the run ended with exit code {code} between two faults")
             time.sleep(POLL_S)
         return True
 
@@ -275,7 +275,7 @@ class ChaosRun:
         deadline_s = time.monotonic() + FINISH_S
         while (code := self._code()) is None:
             if time.monotonic() > deadline_s:
-                raise Fell(f"the run did not end within {FINISH_S:.0f} s of its last fault")
+                raise RunFailed(f"the run did not end within {FINISH_S:.0f} s of its last fault")
             self._look()
             time.sleep(POLL_S)
         return code
@@ -318,7 +318,7 @@ class ChaosRun:
         return there[int(which * len(there))] if there else None
 
     def _end_of_supervisor(self, fault: Fault) -> None:
-        """Wait for it and resume. Raises Fell for any exit code but the one that its signal has."""
+        """Wait for it and resume. Raises RunFailed for any exit code but the one that its signal has."""
         deadline_s = time.monotonic() + FINISH_S
         while (code := self._code()) is None and time.monotonic() < deadline_s:
             self._look()
@@ -326,7 +326,7 @@ class ChaosRun:
         if code == 0:
             return  # it was through already
         if code not in CODES_OF_ENDS:
-            raise Fell(f"the supervisor, hit by {fault.how}, ended with exit code {code}")
+            raise RunFailed(f"the supervisor, hit by {fault.how}, ended with exit code {code}")
         self._pass(fault.resume_s)
         self.resume()
 
@@ -374,15 +374,15 @@ class ChaosRun:
             self._look()
             time.sleep(POLL_S)
         if left:
-            raise Fell(f"processes outlive the run: {[' '.join(process.cmdline()[:6]) for process in left]}")
+            raise RunFailed(f"processes outlive the run: {[' '.join(process.cmdline()[:6]) for process in left]}")
         pids = {str(pid) for pid, _ in self._seen}
         segments = [path.name for path in Path("/dev/shm").glob("streamrl-*@*") if path.name.split("@")[1] in pids]
         segments += [str(path) for path in self.run_dir.rglob("streamrl-*@*")]
         if segments:
-            raise Fell(f"shared memory is left: {segments}")
+            raise RunFailed(f"shared memory is left: {segments}")
         answering = [str(path) for path in self.run_dir.rglob("*") if path.is_socket() and _answers(path)]
         if answering:
-            raise Fell(f"sockets are left that answer: {answering}")
+            raise RunFailed(f"sockets are left that answer: {answering}")
 
     def _audit(self) -> Findings:
         with served(self.run_dir / "broker" / "aof") as broker:
@@ -456,7 +456,7 @@ class Tally:
     resumes: int = 0
     batches: int = 0
     rows: int = 0
-    fell: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 def play(seed: int, number: int, base: Path, tally: Tally) -> None:
@@ -473,7 +473,7 @@ def play(seed: int, number: int, base: Path, tally: Tally) -> None:
         problems = found.problems
         tally.rows += found.rows
         said = ", ".join(f"{name} {count}" for name, count in [("rows", found.rows), *sorted(found.counts.items())])
-    except Fell as error:
+    except RunFailed as error:
         problems = [str(error), *run.last_words()]
     finally:
         run.clear()
@@ -493,7 +493,7 @@ def play(seed: int, number: int, base: Path, tally: Tally) -> None:
     for problem in problems:
         print(f"    ! {problem}")
     print(f"    its directory: {directory}; to draw it again: {again}", flush=True)
-    tally.fell.append(f"round {number} ({drawn.mode}): {problems[0]}")
+    tally.failed.append(f"round {number} ({drawn.mode}): {problems[0]}")
 
 
 def main() -> None:
@@ -521,12 +521,12 @@ def main() -> None:
         "resumes": tally.resumes,
         "batches": tally.batches,
         "rows": tally.rows,
-        "fell": tally.fell,
+        "failed": tally.failed,
     }
-    if not tally.fell and arguments.keep is None:
+    if not tally.failed and arguments.keep is None:
         shutil.rmtree(base)
     print(json.dumps(figures))
-    sys.exit(1 if tally.fell else 0)
+    sys.exit(1 if tally.failed else 0)
 
 
 if __name__ == "__main__":

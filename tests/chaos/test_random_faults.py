@@ -35,7 +35,7 @@ def test_what_is_drawn_is_a_run_and_the_same_for_the_same_seed():
 def test_one_round_is_whole(tmp_path: Path):
     tally = Tally()
     play(7, 0, tmp_path, tally)
-    assert tally.fell == []
+    assert tally.failed == []
     assert tally.struck.total() > 0
 
 

@@ -1,6 +1,6 @@
-"""``make fuzz MINUTES=5 SEED=1``: each target for its share of the time. The last line is JSON; exit code 1: some fell.
+"""``make fuzz MINUTES=5 SEED=1``: each target for its share of the time. The last line is JSON; exit code 1: failures.
 
-What fell is kept in a directory outside of the sources, and tried again with ``--input FILE --target NAME``.
+What failed is kept in a directory outside of the sources, and tried again with ``--input FILE --target NAME``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.harness import Target, Tried, fall_of, fuzz, save
+from tests.fuzz.harness import Target, Tried, failure_of, fuzz, save
 from tests.fuzz.targets import TARGETS
 
 
@@ -31,10 +31,10 @@ def main() -> int:
         share_s = (end_s - time.monotonic()) / (len(chosen) - place)
         done.append(fuzz(target, seed, max_s=max(1.0, share_s)))
         _say(done[-1], found)
-    fallen = {tried.target: len(tried.fallen) for tried in done}
-    summary = {"seed": seed, "inputs": {tried.target: tried.num_inputs for tried in done}, "fallen": fallen}
+    failures = {tried.target: len(tried.failures) for tried in done}
+    summary = {"seed": seed, "inputs": {tried.target: tried.num_inputs for tried in done}, "failures": failures}
     print(json.dumps(summary | {"seconds": round(sum(tried.seconds for tried in done), 1)}))
-    return 1 if any(fallen.values()) else 0
+    return 1 if any(failures.values()) else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -52,19 +52,19 @@ def _arguments() -> argparse.Namespace:
 
 def _say(tried: Tried, directory: Path) -> None:
     print(
-        f"{tried.target:<12} {tried.num_inputs:>9,} inputs in {tried.seconds:.0f} s, {len(tried.fallen)} fell",
+        f"{tried.target:<12} {tried.num_inputs:>9,} inputs in {tried.seconds:.0f} s, {len(tried.failures)} failed",
         flush=True,
     )
-    for fallen in tried.fallen.values():
-        path = save(fallen, directory / tried.target)
-        print(f"  {fallen.place}\n    python -m tests.fuzz --target {tried.target} --input {path}", flush=True)
+    for failure in tried.failures.values():
+        path = save(failure, directory / tried.target)
+        print(f"  {failure.place}\n    python -m tests.fuzz --target {tried.target} --input {path}", flush=True)
 
 
 def _again(target: Target, content: bytes) -> int:
     with target.opened() as check:
-        fallen = fall_of(check, content)
-    print(fallen.report if fallen else "it holds")
-    return 1 if fallen else 0
+        failure = failure_of(check, content)
+    print(failure.report if failure else "it holds")
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

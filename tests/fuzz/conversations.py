@@ -20,7 +20,7 @@ from random import Random
 import msgspec
 import psutil
 
-from tests.fuzz.harness import Check, FellError, Target
+from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, packed, raw_message
 from transport.tensors.address import Address, host_id, parse_address
 from transport.tensors.base import Deadline
@@ -61,12 +61,12 @@ class Servers:
             client.drop(group_ids=[GroupId(f"0/{slot}") for slot in range(4)])
             client.put([GroupParts(group_id=GroupId("9/9"), parts=(part,))], [CONTENT])
             if client.get([part]) != [CONTENT] or client.drop(keys=[key]) != len(CONTENT):
-                raise FellError("the unit gives other bytes")
+                raise CheckFailedError("the unit gives other bytes")
         finally:
             client.close()
         segment = reader_for(self.weights, SECRET).open(self.weights, len(CONTENT), Deadline(ANSWER_S))
         if bytes(segment.buffer) != CONTENT:
-            raise FellError("other weights")
+            raise CheckFailedError("other weights")
         segment.close()
 
 
@@ -94,11 +94,11 @@ def _opened() -> Iterator[Check]:
             number = next(tried)
             told = _converse(servers, content)
             if MARKER in told:
-                raise FellError("a file that is none of the server's")
+                raise CheckFailedError("a file that is none of the server's")
             if not 0 <= unit.retained_bytes <= MAX_BYTES:
-                raise FellError("the unit holds more than it may, or less than nothing")
+                raise CheckFailedError("the unit holds more than it may, or less than nothing")
             if process.memory_info().rss - before > MAX_GROWTH_BYTES:
-                raise FellError("the servers' memory grows")
+                raise CheckFailedError("the servers' memory grows")
             if number % GOOD_EVERY == 0:
                 servers.check_good()
 
@@ -126,7 +126,7 @@ def _converse(servers: Servers, content: bytes) -> bytes:
             pass
         hearing.join(ANSWER_S)
         if hearing.is_alive() or hearing.waited:
-            raise FellError("neither an answer nor an end")
+            raise CheckFailedError("neither an answer nor an end")
     return b"".join(hearing.heard)
 
 

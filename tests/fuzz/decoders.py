@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tests.fuzz.harness import FellError, Target, unopened
+from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import damaged, packed, raw_message, text
 from transport import locators, messages, rows, units, user_columns
 from transport.broker.base import parse_entry_id
@@ -43,7 +43,7 @@ def _of_message(decoder: messages.MessageDecoder[Any], kind: object) -> Decoder:
         decoded = decoder.decode(raw)
         again = messages.encode(decoded)
         if len(again) <= messages.MAX_MESSAGE_BYTES and messages.encode(decoder.decode(again)) != again:
-            raise FellError(f"{type(decoded).__name__} is another after it was sent on")
+            raise CheckFailedError(f"{type(decoded).__name__} is another after it was sent on")
 
     return Decoder(decode=there_and_back, make=lambda random: raw_message(random, kind))
 

@@ -15,7 +15,7 @@ import msgspec
 from orchestrator.core.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
-from tests.fuzz.harness import FellError, Target, unopened
+from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import Maker, packed
 from transport.errors import MessageError
 from transport.messages import PromptRef, PromptsSubmitted, ToldEvent, event_decoder
@@ -115,7 +115,7 @@ def check(content: bytes) -> None:
         state.check_invariants()
         state.view()
         if twin is not None and twin.handle(event, 10.0 + at) != commands:
-            raise FellError("a restored state decides otherwise")
+            raise CheckFailedError("a restored state decides otherwise")
 
 
 TARGET = Target(name="events", make=make, opened=unopened(check), num_inputs=800)

@@ -29,7 +29,7 @@ from orchestrator.runtime.problems import load_problems
 from ranker import store
 from ranker.errors import LengthLogError, RankerFileError
 from ranker.logs import read_log
-from tests.fuzz.harness import Check, FellError, Target
+from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
 from transport.errors import FatalError, LengthFileError
 from transport.ledger import FILE_NAME, read_ledger
@@ -290,7 +290,7 @@ def check(content: bytes, directory: Path) -> None:
         kind.read(path)
     except kind.errors as error:
         if kind.named and name not in str(error):
-            raise FellError(f"the error of {name} does not name the file: {str(error)[:80]}") from error
+            raise CheckFailedError(f"the error of {name} does not name the file: {str(error)[:80]}") from error
 
 
 TARGET = Target(name="files", make=make, opened=_opened, num_inputs=1500)

@@ -1,7 +1,7 @@
-"""One harness for every fuzz target: inputs from a seed, what fell by its place in the code, and the input kept.
+"""One harness for every fuzz target: inputs from a seed, failures by their place in the code, and the input kept.
 
 A target makes an input out of a random source and says whether the product took it well. An input is bytes, so that it
-can be kept and tried again: those that once fell lie in ``corpus/<target>/`` and come first.
+can be kept and tried again: those that once failed lie in ``corpus/<target>/`` and come first.
 
 Owns: seeds, bounds, counting. Invariant: input ``index`` of a seed is the same on every machine and in any order.
 """
@@ -33,11 +33,11 @@ MAX_CPU_S = 5.0
 """Of one input: a hundred times what any takes on a slow machine, and far below what a quadratic reader does."""
 
 
-class FellError(AssertionError):
+class CheckFailedError(AssertionError):
     """The product took an input badly without raising."""
 
 
-SAYING = (FellError, BrokenInvariantError)
+SAYING = (CheckFailedError, BrokenInvariantError)
 """Errors whose place says less than their words."""
 
 
@@ -65,7 +65,7 @@ def unopened(check: Check) -> Callable[[], AbstractContextManager[Check]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fallen:
+class Failure:
     """An input that the product did not take. place: where in the code, one of which is kept for each."""
 
     content: bytes
@@ -75,12 +75,12 @@ class Fallen:
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """What became of a target. fallen: by place."""
+    """What became of a target. failures: by place."""
 
     target: str
     num_inputs: int = 0
     seconds: float = 0.0
-    fallen: dict[str, Fallen] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
 
 
 def fuzz(
@@ -91,7 +91,7 @@ def fuzz(
     max_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tried:
-    """Try what once fell, then inputs of ``seed``, until one of the bounds."""
+    """Try what once failed, then inputs of ``seed``, until one of the bounds."""
     tried = Tried(target=target.name)
     with quiet(), target.opened() as check:
         start = clock()
@@ -99,9 +99,9 @@ def fuzz(
             if max_s is not None and clock() - start >= max_s:
                 break
             tried.num_inputs += 1
-            fallen = fall_of(check, content)
-            if fallen is not None:
-                tried.fallen.setdefault(fallen.place, fallen)
+            failure = failure_of(check, content)
+            if failure is not None:
+                tried.failures.setdefault(failure.place, failure)
         tried.seconds = clock() - start
     return tried
 
@@ -127,11 +127,11 @@ def _inputs(target: Target, seed: int, max_inputs: int | None) -> Iterator[bytes
 
 
 def kept(target: str) -> list[Path]:
-    """Inputs that once fell."""
+    """Inputs that once failed."""
     return sorted((CORPUS / target).glob("*"))
 
 
-def fall_of(check: Check, content: bytes) -> Fallen | None:
+def failure_of(check: Check, content: bytes) -> Failure | None:
     """Try one input; None where it was taken well."""
     try:
         with _limited():
@@ -143,7 +143,7 @@ def fall_of(check: Check, content: bytes) -> Fallen | None:
         at = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
         detail = re.sub(r"\W*\w*\d[\w/.]*", "", f" {error}") if isinstance(error, SAYING) else ""
         report = "".join(traceback.format_exception(error, limit=-12))
-        return Fallen(content=content, place=f"{type(error).__name__} {at}{detail}"[:200], report=report)
+        return Failure(content=content, place=f"{type(error).__name__} {at}{detail}"[:200], report=report)
     return None
 
 
@@ -163,10 +163,10 @@ def _limited() -> Generator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def save(fallen: Fallen, directory: Path) -> Path:
-    """Keep an input that fell; named by its content, so that the same one is kept once."""
+def save(failure: Failure, directory: Path) -> Path:
+    """Keep an input that failed; named by its content, so that the same one is kept once."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / hashlib.blake2b(fallen.content, digest_size=6).hexdigest()
-    path.write_bytes(fallen.content)
-    path.with_suffix(".txt").write_text(fallen.report, encoding="utf-8", errors="backslashreplace")
+    path = directory / hashlib.blake2b(failure.content, digest_size=6).hexdigest()
+    path.write_bytes(failure.content)
+    path.with_suffix(".txt").write_text(failure.report, encoding="utf-8", errors="backslashreplace")
     return path

@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.api.control import Change
 from orchestrator.api.generate import Generate, Taken, Update
 from tests.fakes.service_run import ServiceRun, service_run
-from tests.fuzz.harness import Check, FellError, Target
+from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, nested, text
 from workers.models import prepare_model
 
@@ -68,7 +68,7 @@ class Served:
             return
         raw = self.ask(b"GET /status HTTP/1.1\r\nHost: 127.0.0.1:@PORT@\r\nAuthorization: Bearer @KEY@\r\n\r\n")
         if status_of(raw) != 200:
-            raise FellError(f"a good client is not answered: {raw[:60]!r}")
+            raise CheckFailedError(f"a good client is not answered: {raw[:60]!r}")
 
 
 async def _ask(port: int, raw: bytes) -> bytes:
@@ -87,7 +87,7 @@ async def _ask(port: int, raw: bytes) -> bytes:
     except ConnectionError:
         pass
     except TimeoutError:
-        raise FellError("no answer and no end") from None
+        raise CheckFailedError("no answer and no end") from None
     finally:
         writer.transport.abort()
     return answer
@@ -139,7 +139,7 @@ def _opened() -> Iterator[Check]:
             answer = service.ask(content)
             expected = b"/update" in content.split(b"\r\n", 1)[0]  # its weights do not come in time
             if status_of(answer) >= 500 and not (expected and status_of(answer) == 504):
-                raise FellError(f"status {status_of(answer)} {content.split(b' HTTP', 1)[0][:60]!r}")
+                raise CheckFailedError(f"status {status_of(answer)} {content.split(b' HTTP', 1)[0][:60]!r}")
             service.check_alive()
 
         yield check

@@ -16,7 +16,7 @@ from random import Random
 
 import msgspec
 
-from tests.fuzz.harness import Check, FellError, Target
+from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import packed, text
 from workers.errors import RewardError
 from workers.scoring.reward_pool import RewardPool
@@ -63,7 +63,7 @@ def _opened() -> Iterator[Check]:
             runner.run(_scored(rewards, answer.replace(MARK, str(mark)), gold))
             if mark.exists():
                 mark.unlink()
-                raise FellError("an answer was executed")
+                raise CheckFailedError("an answer was executed")
 
         try:
             yield check
@@ -78,9 +78,9 @@ async def _scored(rewards: RewardPool, answer: str, gold: str) -> None:
         except RewardError:
             reward = Reward(value=0.0)
         if reward.value not in (0.0, 0.1, 1.0):
-            raise FellError(f"a reward of {reward.value}")
+            raise CheckFailedError(f"a reward of {reward.value}")
         if (await _score(rewards, "42", "42")).value != 1.0:
-            raise FellError("the answer after it is scored otherwise")
+            raise CheckFailedError("the answer after it is scored otherwise")
 
 
 async def _score(rewards: RewardPool, answer: str, gold: str) -> Reward:

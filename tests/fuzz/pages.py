@@ -25,7 +25,7 @@ from orchestrator.report.record import RunRecord, read_run
 from orchestrator.runtime.history import LaneHistory
 from orchestrator.runtime.journal import Journal
 from orchestrator.toml_source import to_toml
-from tests.fuzz.harness import Check, FellError, Target
+from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import packed, text
 from transport.messages import (
     Event,
@@ -143,11 +143,11 @@ def check(content: bytes, directory: Path, plain: RunRecord, pages: tuple[_Marku
     for page, expected in zip((render_report(run), render_comparison([plain, run])), pages, strict=True):
         markup = _Markup(page)
         if more := markup.tags - expected.tags:
-            raise FellError(f"a string became markup: {sorted(more)[:3]}")
+            raise CheckFailedError(f"a string became markup: {sorted(more)[:3]}")
         if any("script:" in value or "url(" in value for value in markup.values):
-            raise FellError("a string became a link or a style")
+            raise CheckFailedError("a string became a link or a style")
         if odd := {char for char in page if not char.isprintable()} - {"\n"}:
-            raise FellError(f"control characters: {sorted(odd)!r}")
+            raise CheckFailedError(f"control characters: {sorted(odd)!r}")
     write_trace(run.timeline, directory / "trace.json")
     json.loads((directory / "trace.json").read_text(encoding="utf-8"))
     _check_live(strings)
@@ -168,7 +168,7 @@ def _check_live(strings: list[str]) -> None:
     lanes.note({worker_id: status}, 1.0)
     response = answer({"lanes": lanes.as_dict(), "strings": strings})
     if response.media_type != "application/json" or json.loads(bytes(response.body))["strings"] != strings:
-        raise FellError("the live page is told something else")
+        raise CheckFailedError("the live page is told something else")
 
 
 def make(random: Random) -> bytes:

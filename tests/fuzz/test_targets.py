@@ -1,6 +1,6 @@
-"""A short slice of every fuzz target: what once fell, inputs of a fixed seed, and as many of a fresh one.
+"""A short slice of every fuzz target: what once failed, inputs of a fixed seed, and as many of a fresh one.
 
-``make fuzz`` goes on from here for minutes. A seed that fell is in the failure; the input is kept as it says.
+``make fuzz`` goes on from here for minutes. A seed that failed is in the failure; the input is kept as it says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.harness import FellError, Target, fall_of, fuzz, save, unopened
+from tests.fuzz.harness import CheckFailedError, Target, failure_of, fuzz, save, unopened
 from tests.fuzz.targets import TARGETS
 
 FRESH = random.randrange(2**31)
@@ -22,9 +22,9 @@ FRESH = random.randrange(2**31)
 def test_nothing_falls(target: Target, seed: int):
     tried = fuzz(target, seed, max_inputs=target.num_inputs)
     assert tried.num_inputs >= target.num_inputs
-    if tried.fallen:
+    if tried.failures:
         directory = Path(tempfile.mkdtemp(prefix="streamrl-fuzz-"))
-        kept = [f"{fallen.place}: {save(fallen, directory)}\n{fallen.report}" for fallen in tried.fallen.values()]
+        kept = [f"{failure.place}: {save(failure, directory)}\n{failure.report}" for failure in tried.failures.values()]
         again = f"python -m tests.fuzz --target {target.name} --input FILE"
         pytest.fail("\n".join([f"{target.name}, seed {seed}; to try one again: {again}", *kept]))
 
@@ -34,14 +34,14 @@ def test_what_falls_is_found_once_and_kept(tmp_path: Path):
 
     def check(content: bytes) -> None:
         if b"x" in content:
-            raise FellError("an x came")
+            raise CheckFailedError("an x came")
 
     target = Target(name="x", make=lambda source: source.choice((b"x", b"y")), opened=unopened(check), num_inputs=50)
     tried = fuzz(target, 3, max_inputs=50)
-    (fallen,) = tried.fallen.values()
+    (failure,) = tried.failures.values()
     assert tried.num_inputs == 50
-    assert fall_of(check, save(fallen, tmp_path).read_bytes()) is not None
-    assert fuzz(target, 3, max_inputs=50).fallen.keys() == tried.fallen.keys()
+    assert failure_of(check, save(failure, tmp_path).read_bytes()) is not None
+    assert fuzz(target, 3, max_inputs=50).failures.keys() == tried.failures.keys()
 
 
 def test_an_input_that_takes_too_long_is_stopped():
@@ -49,6 +49,6 @@ def test_an_input_that_takes_too_long_is_stopped():
         while True:
             pass
 
-    fallen = fall_of(check, b"")
-    assert fallen is not None
-    assert "HungError" in fallen.place
+    failure = failure_of(check, b"")
+    assert failure is not None
+    assert "HungError" in failure.place
