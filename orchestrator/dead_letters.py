@@ -29,7 +29,7 @@ DISPATCHED_AGAIN = "the orchestrator dispatches its group again by itself"
 GONE = "its group has ended: the rows are dropped, and another prompt took its place"
 UNKNOWN = "there is no such dead letter"
 FOREIGN = "it came from no queue of this run"
-NO_EVENT = "the orchestrator could not take it as an event, and would not now either"
+NO_EVENT = "the orchestrator could not apply it as an event, and a retry would fail again"
 
 
 def main(

@@ -5,8 +5,8 @@ StreamError (transport.errors)
 │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
 │   ├── DataError               2: the prompts cannot be read, or are not what the settings say
 │   └── DirectoryError          5: a directory cannot be written (transport.errors)
-├── BrokerFullError             5: the broker took no writes for ``broker.outage_s`` (transport.errors)
-├── EventFailedError            1, and a supervisor starts the orchestrator again: it passes over the event
+├── BrokerFullError             5: the broker refused writes for ``broker.outage_s`` (transport.errors)
+├── EventFailedError            1, and a supervisor starts the orchestrator again, which skips the event
 ├── RefusedError                never ends a command: the answer to one request over HTTP
 └── RunFailedError              1: the run cannot go on
     ├── ChildFailedError        the child's own 2, 3 or 5, else 1
@@ -52,10 +52,8 @@ class EventFailedError(StreamError):
 
     def __init__(self, event: object, entry_id: str, error: Exception) -> None:
         kind = type(event).__name__
-        where = (
-            f"{kind}, entry {entry_id} of the events log," if entry_id else f"{kind}, told by the orchestrator itself,"
-        )
-        after = "; it is among the dead letters now, and passed over from the next start on" if entry_id else ""
+        where = f"{kind}, entry {entry_id} of the events log," if entry_id else f"{kind}, of the orchestrator itself,"
+        after = "; it is among the dead letters now, and the next start skips it" if entry_id else ""
         super().__init__(f"{where} could not be applied: {type(error).__name__}: {error}{after}")
         self.event = event
         self.entry_id = entry_id

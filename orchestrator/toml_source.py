@@ -40,8 +40,8 @@ class Setting:
 MAX_DOCUMENT_BYTES = 1024 * 1024
 """Of a configuration: all settings with their comments are a hundredth of it."""
 MAX_NESTING, MAX_KEY_PARTS = 32, 16
-"""Of lists and inline tables, and of a dotted key: tomllib recurses into the former and takes the third power of the
-latter, 41 s for a file of 20 kB. No setting has more than two of either."""
+"""Of lists and inline tables, and of a dotted key: tomllib recurses into the former, and its time grows with the cube
+of the latter (41 s for a file of 20 kB). No setting has more than two of either."""
 INTEGERS = range(-(2**63), 2**63)
 """As TOML says; tomllib reads any number of digits, and Python then refuses to print some."""
 TOO_LARGE = "not valid TOML: a whole number of more than 64 bits"
@@ -57,7 +57,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""A string, also one that does not end (or each quote in it would be searched for its end), a comment, the rest."""
+"""A string, a comment, or the rest. A string that does not end is one token too, so that the time stays linear."""
 
 
 def read_document(document: str, name: str) -> list[Setting]:
@@ -80,7 +80,9 @@ def read_document(document: str, name: str) -> list[Setting]:
 def _parsed(document: str, name: str) -> dict[str, Any]:
     """Bounded first, so that tomllib takes time in proportion to the document."""
     if len(document) > MAX_DOCUMENT_BYTES:
-        raise ConfigError(f"is no configuration: it has more than {MAX_DOCUMENT_BYTES >> 20} MiB", where=name)
+        raise ConfigError(
+            f"it is larger than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a configuration may have", where=name
+        )
     for statement in _statements(document):
         if statement.depth > MAX_NESTING or statement.key_parts > MAX_KEY_PARTS:
             raise ConfigError(
@@ -142,7 +144,7 @@ class _Statement:
 
 
 def _statements(document: str) -> Iterator[_Statement]:
-    """Cut where a line ends outside of strings and brackets. One pass; what is no TOML is cut somehow."""
+    """Cut where a line ends outside of strings and brackets. One pass; invalid TOML may be cut anywhere."""
     start, line = 0, 1
     depth = deepest = dots = most_dots = 0
     for token in _TOKEN.finditer(document):

@@ -3,7 +3,7 @@
     StreamError
     ├── TransientError              retry with back-off
     │   ├── BrokerUnavailableError  the broker does not answer (down, restarting, network)
-    │   │   └── BrokerFullError     it answers, and takes no writes: its memory or its disk is full
+    │   │   └── BrokerFullError     it answers, and refuses writes: its memory or its disk is full
     │   └── PeerUnavailableError    the other end of a tensor connection does not answer or went away
     ├── FatalError                  stop, with a clear exit
     │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change

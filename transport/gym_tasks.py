@@ -2,7 +2,7 @@
 
 Some of its scorers ``eval`` the answer or hand it to sympy's parser, which does; a run on such a task runs what a model
 writes. So each scorer was read, with what it calls: whether it executes text, imports, opens or starts anything. The
-digest says which source was read; another release is refused until it was read, too.
+digest says which source was read; a scorer of another release is refused until somebody reads it.
 
 Owns: that list. Never: grades (workers/scoring/graders.py). Invariant: a task that is on neither list has no verifier.
 """
@@ -33,7 +33,7 @@ OURS = frozenset(
 workers/scoring/graders.py, do not."""
 
 REFUSED = {"composite": "it hands the answer to the scorer of another task; name that task"}
-"""Whose scorers nobody should run, and why."""
+"""Tasks whose scorers are not run here -> why."""
 
 _READ = """
 ab a232e9cbf1cc7fb20f913cca845504d8 algorithmic/ab
@@ -144,14 +144,12 @@ def refusal(task: str) -> str:
     if task in REFUSED:
         return f"reasoning_gym's task {task} is refused: {REFUSED[task]}"
     if task not in READ:
-        return (
-            f"reasoning_gym's task {task} is refused: nobody has read whether its scorer executes answers; {_INSTEAD}"
-        )
+        return f"reasoning_gym's task {task} is refused: nobody has checked if its scorer executes answers; {_INSTEAD}"
     digest, files = READ[task]
     if source_digest(files) != digest:
         return (
-            f"reasoning_gym's task {task} is refused: the installed scorer is not the one that was read, so it may "
-            f"execute answers; install the release that this one names (pip install -e .), or {_INSTEAD}"
+            f"reasoning_gym's task {task} is refused: the installed scorer is not the one that was checked, so it may "
+            f"execute answers; install the release that StreamRL requires (pip install -e .), or {_INSTEAD}"
         )
     return ""
 
@@ -160,7 +158,7 @@ _INSTEAD = "name a reward of your own (scoring.reward), which gets the same entr
 
 
 def source_digest(files: list[str]) -> str:
-    """Of the installed source; "" where there is none. A star stands for all files of a folder."""
+    """SHA-256 of the installed source, 32 digits; "" where there is none. A star stands for all files of a folder."""
     found = [path for name in files for path in _paths(name)]
     return (
         hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()[:32]

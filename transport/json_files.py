@@ -1,7 +1,8 @@
 """JSON in files from outside: one document, or rows of one object a line, gzipped where the name ends in .gz.
 
 Rows are read as a stream and never held together; a line is bounded, and so is what a small file may unpack to.
-Whatever is in a file, a value comes out or InputFileError names file and line. Owns: the bounds. Never: what it means.
+Whatever is in a file, the reader returns a value or raises InputFileError with file and line. Owns: the bounds. Never:
+what a value means.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 """The largest tokenizers have 30 MB."""
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_UNPACKED_RATIO = 100
-"""Text packs to a tenth or a thirtieth; gzip reaches 1,000 on nothing but repetition: 3 MB were 3 GiB."""
+"""gzip packs text to a tenth or a thirtieth, and nothing but repetition to a thousandth: 3 MB held 3 GiB."""
 FREE_UNPACKED_BYTES = 256 * 1024 * 1024
-"""Whatever its ratio, a file may unpack to so much: rows that repeat are slow to read then, not a danger."""
+"""A file may unpack to this much whatever its ratio: so much repetition takes time to read, and no more."""
 
 
 _decoder = msgspec.json.Decoder(dict[str, Any])

@@ -4,7 +4,7 @@ A text file has one number of tokens a line; ``#`` begins a comment. Workers are
 (``generation.lengths``), ``plan`` and ``simulate`` count with them. Logs with prompts are read by ``ranker/logs.py``.
 
 Real logs hold answers of no token, lines that were cut, and columns without a value. Invariant: such a value is skipped
-and counted, never repaired; a file in which more than MAX_SKIPPED are so is something else, and refused by its first.
+and counted, never repaired; a file in which more than MAX_SKIPPED are so is refused, and the first of them is named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A child process that ends with its parent, however that happens: Linux keeps the promise, not the parent's own code.
+"""A child process that ends with its parent, however the parent ends: the kernel ends it, not the parent's own code.
 
-SIGKILL, because nothing else reaches a child that is stopped: one that slept through its supervisor's death went on
-writing into the run of the next one. What a graceful end would have done is done by whoever goes on: leases run out,
-unlocked shared memory is swept, files are whole at every moment.
+The signal is SIGKILL, because no other one ends a stopped child: one that was stopped while its supervisor died went on
+writing into the resumed run. No clean-up in the child is lost by that: leases run out, unlocked shared memory is swept
+by others, and files are whole at every moment.
 
 Owns: the request to the kernel. Invariant: a parent that died before the request was made ends the child, too.
 """

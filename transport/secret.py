@@ -30,8 +30,8 @@ SHARED_SECRET = "STREAMRL_SECRET"
 ENGINE_KEY = "STREAMRL_ENGINE_KEY"
 """What an inference server that runs elsewhere asks for."""
 MIN_CHARACTERS = 16
-"""Of a shared secret. Whoever has seen one proof can try others at home, some 10^10 a second: 16 random hexadecimal
-digits are tried in 60 years, 8 letters in 20 seconds."""
+"""Of a shared secret. Whoever has recorded one handshake can try secrets offline, some 10^10 a second: all of 16 random
+hexadecimal digits take 60 years, all of 8 letters 20 seconds."""
 HOW_TO_MAKE = 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
 
@@ -64,7 +64,7 @@ def check_strength(secret: str | bytes, name: str) -> None:
     """Raises SecretError for a shared secret that is too short. name: where it was set."""
     if len(secret) < MIN_CHARACTERS:
         raise SecretError(
-            f"{name} has {len(secret)} characters, and {MIN_CHARACTERS} are the fewest: make one with {HOW_TO_MAKE}"
+            f"{name} has {len(secret)} characters and needs {MIN_CHARACTERS} or more: make one with {HOW_TO_MAKE}"
         )
 
 

@@ -24,8 +24,8 @@ from workers.errors import GpuError
 LOCKS_VARIABLE = "STREAMRL_GPU_LOCKS"
 """Directory of the locks; containers that share GPUs share it as a volume.
 
-Without it, one of this user's own: in one for all users, whoever came first kept all others from every GPU. Users are
-kept apart by the driver's compute mode, or by a scheduler.
+Without it, each user has a directory of their own: in one for all users, the first user kept all others from every GPU.
+The driver's compute mode, or a scheduler, keeps users apart.
 """
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_S = 30.0

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 NUMBER = re.compile(r"[0-9]{1,18}")
-"""More digits are more than there is of anything, and int() refuses to read very many."""
+"""No number here needs more digits, and int() refuses to read very many."""
 
 
 def number_of(text: str) -> int | None:

@@ -42,9 +42,9 @@ log = structlog.get_logger(__name__)
 MAX_GENERATE_BYTES = 32 * 1024 * 1024
 """Of a body with prompts: 10,000 of 500 tokens. One is read at a time, so this bounds what bodies take together."""
 BODY_S = 60.0
-"""How long a client's prompts may take, from its first byte to the last token id, its turn included."""
+"""How long a client's prompts may take, from the first byte to the last token id, with the wait for its turn."""
 BODY_LIMITS = {"/generate": BodyLimit(MAX_GENERATE_BYTES, BODY_S)}
-"""For the guard; whatever is not named here has its own, small limit."""
+"""For the guard, by path; any other path has the guard's own small limit."""
 MAX_PATH_CHARACTERS = 1024
 NO_CONTROL_CHARACTERS = r"^[^\x00-\x1f\x7f]*\Z"
 READER_S = 300.0
@@ -139,7 +139,7 @@ class ServiceApi:
                 self._service.check_room(name, len(asked.prompts))
                 prompts = await self._encode(asked, sampling.max_new_tokens)
         except TimeoutError as error:
-            reason = f"the prompts were not here and tokenised within {BODY_S:.0f} s: send fewer at a time"
+            reason = f"the prompts were not received and tokenised within {BODY_S:.0f} s: send fewer at a time"
             raise HTTPException(408, reason, {"connection": "close"}) from error
         except DataError as error:
             raise RefusedError(400, str(error)) from error

@@ -2,12 +2,12 @@
 
 Owns: the checks of host, origin and key, of a body's size and time, and the headers of every answer. Never: what a
 route does. Invariant: without the run's key nothing is answered but ``/health`` and the files of the live page, which
-tell nothing of a run; on loopback neither, because a machine has other users. What is open is named; a new route is
-closed by itself.
+tell nothing of a run. That holds on loopback too, because a machine has other users. Open paths are listed, so a new
+route asks for the key by default.
 Source: ours (DESIGN, trust).
 
-    everywhere  a request carries ``Authorization: Bearer <key>``; a browser never adds it by itself, as it does with
-                passwords that it once asked for, so a page of another origin has nothing to ride on
+    everywhere  a request carries ``Authorization: Bearer <key>``; no browser adds it by itself, as it does with cookies
+                and passwords, so a page of another origin cannot use it
     loopback    such a page may still reach us through its visitor's browser: Host and Origin are checked, too (DNS
                 rebinding, forged requests)
 """
@@ -39,13 +39,13 @@ class BodyLimit(NamedTuple):
 SMALL_BODY = BodyLimit()
 """More than anything that most routes read."""
 HEALTH = "/health"
-"""Said to anyone: a container's health check has no key, and learns nothing else."""
+"""Open to everybody, because a container's health check has no key. It says only whether the run is well."""
 READING = ("GET", "HEAD")
 KEY_WANTED = (
     "the key is missing or wrong: send 'Authorization: Bearer KEY'; it is in the file api.secret of the run's directory"
 )
 PROVE = "prove"
-"""In a request's ``state``: what the listener is told by when a client has shown the key. () -> whether it may stay."""
+"""Key of a request's ``state``: called when a client has shown the key. () -> whether there is room for it."""
 ANSWER_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -124,7 +124,7 @@ class Guard:
             if scope["method"] not in READING or scope["path"] not in self._open_paths:
                 return _refuse(401, KEY_WANTED, {"www-authenticate": 'Bearer realm="streamrl"'})
         elif not _stays(scope):
-            return _refuse(503, "too many clients are connected that know the key: close some")
+            return _refuse(503, "too many clients with the key are connected: close some connections")
         length = number_of(headers.get("content-length", "0"))
         limit = self._body_limit(scope["path"]).num_bytes
         if length is None or length > limit:

@@ -142,7 +142,7 @@ class Admission:
     """Which connections there may be: clients, which have shown the key, and strangers, each bounded on its own.
 
     Invariant: a stranger never takes a client's place, and one more is always let in: for it the oldest stranger of the
-    address that has most of them goes, so that one host's cannot crowd out another's.
+    address that has most of them goes, so that strangers of one host cannot crowd out those of another.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Admission:
 
 
 class _Protocol(H11Protocol):
-    """HTTP with a deadline for every request head, also for one that comes in drops or after an answer."""
+    """HTTP with a deadline for every request head, also for one that comes in pieces or after an answer."""
 
     def __init__(self, *args: Any, admission: Admission, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -208,7 +208,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _run_timer(self) -> None:
-        """Keep the time from when a head is waited for until it is whole; what comes in between does not stop it."""
+        """Limit the time from when a head is expected until it is complete; bytes in between do not extend it."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
         elif self._timer is None:

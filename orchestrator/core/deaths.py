@@ -7,7 +7,7 @@ meet again. Source: ours; as systemd's StartLimitIntervalSec and Erlang's max re
 from __future__ import annotations
 
 STABLE_S = 60.0
-"""What lived, or ran, for so long starts counting anew: far longer than a start takes that fails again."""
+"""A process that lived, or a dispatch that ran, longer resets the count: a start that fails again is far shorter."""
 
 
 def deaths_in_a_row(before: int, lived_s: float) -> int:

@@ -177,7 +177,7 @@ class EvaluationTries:
                 self._again(tried)
 
     def worker_lost(self, worker: Worker, lost: WorkerLost) -> None:
-        """What it had not answered goes to others that serve the pin; a problem that kills them is given up, too."""
+        """Its unanswered problems go to others that serve the pin; a problem that kills workers is given up, too."""
         current = self._p.evaluations.current
         for group_id in list(worker.evaluating):
             tried = self._try(group_id)

@@ -49,7 +49,7 @@ class Retention(msgspec.Struct, kw_only=True):
         return True
 
     def free(self, keep: int) -> Checkpoint | None:
-        """Choose what a trainer may still go back to. Returns it if it is newer than before: free what lies before."""
+        """Choose the oldest checkpoint that a trainer may go back to. Returns it if that frees older rows."""
         back = 1 if keep == 1 or self.over_budget else 2
         oldest = self.checkpoints[-back] if len(self.checkpoints) >= back else BASE_MODEL
         if oldest <= self.freed:

@@ -25,8 +25,8 @@ UNBOUNDED = 2**31
 """Of a service run: the number of a request says nothing of the age of weights; it starts with the newest there are."""
 
 MAX_DEATHS = 5
-"""Workers in a row that may die under one prompt; fewer where fewer restarts of a worker end the run (the default of
-``liveness.max_restarts`` is the same): a prompt that kills must go first. With more restarts it is still given up."""
+"""Workers in a row that may die under one prompt. It is lowered to ``liveness.max_restarts`` (same default), so that a
+prompt that kills workers is given up before their restarts are used up, and it is not raised with that setting."""
 
 Membership: TypeAlias = Literal["fixed", "rolling"]
 """Whether a group is trained in the batch that it was admitted to, or in the first one that waits when it is ready."""

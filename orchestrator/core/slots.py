@@ -248,9 +248,10 @@ class Slots:
     def retry_elsewhere(self, group: Group, reason: str) -> None:
         """Its worker died under it: generate again what is missing; its slot is dead after max_deaths in a row.
 
-        A worker may die of anything, so this is no attempt of the group's. But one that kills every worker it meets
-        must be given up before they have used up their restarts: deaths count in a row, as a process's do, and anew
-        once a sample of it came or it ran for long. One that kills late is given up after FAR_APART times as many.
+        A worker may die of anything, so its death is not counted as an attempt of the group. But a group that kills
+        every worker must be given up before the workers' restarts are used up. So deaths in a row are counted, and the
+        count starts again once a sample of the group arrived or it ran for STABLE_S. A group that kills late is given
+        up after FAR_APART times as many.
         """
         p = self._p
         group.deaths = deaths_in_a_row(group.deaths, p.now_s - group.started_s)

@@ -62,7 +62,7 @@ ENTRIES_PER_STEP = 512
 
 
 _UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
-"""Commands that the broker would take of anybody."""
+"""Commands that are carried out without a fenced commit of their own."""
 RESTATED_S = 60.0
 """How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
 RECENT_DROPS = 4096
@@ -176,7 +176,7 @@ class Executor:
         for writes in in_steps(appends):
             await self._append(writes)
         if not appends and any(isinstance(command, _UNFENCED) for _, command in batch):
-            await self._broker.commit(Commit(fence=self._fence))  # what was replaced frees nothing
+            await self._broker.commit(Commit(fence=self._fence))  # an orchestrator that was replaced must free nothing
         for _, command in batch:
             await self._apply(command)
 

@@ -34,7 +34,7 @@ CELL_S = 1.0
 CELLS = 300
 """Five minutes: two or three batches of a small model on two cores, and no more than a screen is wide."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
-"""Of a worker: it names itself, and ``int`` refuses some of what ``isdigit`` takes."""
+"""In the name that a worker gave itself: ``int`` refuses some of the characters that ``isdigit`` accepts."""
 MAX_LANES = 64
 """A page of more lanes cannot be read; the rest is only counted."""
 ABSENT = " "

@@ -27,7 +27,9 @@ def check_inputs(settings: Settings) -> None:
         return
     own_verifier = settings.data.source == "reasoning_gym" and not settings.scoring.reward
     reason = refusal(settings.data.task) if own_verifier else ""
-    if settings.data.task not in REFUSED or not reason:  # the name may be misspelt; but no parameter mends a refusal
+    if (
+        settings.data.task not in REFUSED or not reason
+    ):  # a misspelt name is reported first; a refused task is not even loaded
         load_problems(settings)
     if reason:
         raise ConfigError(f"data.task: {reason}", key="data.task")

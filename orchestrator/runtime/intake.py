@@ -1,8 +1,8 @@
 """Deliveries become events: the events log, the clock, the leases, the broker's memory.
 
 Owns: the loops that read. Never: decides; whatever they see goes into the inbox as an event. Invariant: the events log
-is read in order and each entry enters the inbox once, with the cursor that follows it; one that is no event, or that
-the core once failed on, never does: it is named, and kept among the dead letters.
+is read in order and each entry enters the inbox once, with the cursor that follows it; one that is not an event, or on
+which the core once failed, never does: it is logged, and kept among the dead letters.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ and one for the commands, cost more than deciding on what they bring."""
 TICK_S = 0.5
 USAGE_S = 2.0
 MAX_BURIED = 1000
-"""Bad entries that are kept by one process: who writes bad ones writes many. The others are counted."""
+"""Bad entries that one process keeps, because a writer of bad entries writes many. The others are only counted."""
 MAX_EVIDENCE_BYTES = 16 * 1024
-"""Of a bad entry that is kept: all of an event, and little of what is none."""
+"""Kept of one bad entry: enough for any event."""
 
 
 class Arrival(NamedTuple):
@@ -53,7 +53,7 @@ def new_inbox() -> Inbox:
 
 
 async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
-    """Forward the events log from ``cursor`` on, forever, but for what is no event, or was buried before."""
+    """Forward the events log from ``cursor`` on, forever, except what is not an event or was buried before."""
     passed_over = await _buried_events(broker)
     num_buried = 0
     while True:
@@ -61,13 +61,13 @@ async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
         for entry in entries:
             cursor = entry.entry_id
             if cursor in passed_over:
-                log.warning("an event that was buried is passed over", entry=cursor)
+                log.warning("skipped an event that is among the dead letters", entry=cursor)
                 continue
             try:
                 event = event_decoder.decode(entry.entry.payload)
             except MessageError as error:
                 num_buried += 1
-                log.warning("no event; it is passed over", entry=cursor, error=str(error), so_far=num_buried)
+                log.warning("skipped an entry that is not an event", entry=cursor, error=str(error), so_far=num_buried)
                 if num_buried <= MAX_BURIED:
                     await _bury(broker, cursor, entry.entry, str(error))
                 continue
@@ -77,7 +77,7 @@ async def read_events(broker: Broker, inbox: Inbox, cursor: str) -> None:
 
 
 async def burying(deciding: Coroutine[Any, Any, None], broker: Broker) -> None:
-    """``deciding``, and if the core fails on an event of the log, bury that: the next start passes over it.
+    """``deciding``; if the core fails on an event of the log, bury that event, so that the next start skips it.
 
     Source: ours. The event did not reach the journal, so without this it would be read, and fail, at every start.
     """
@@ -117,8 +117,8 @@ async def tick(inbox: Inbox) -> None:
 async def watch_usage(broker: Broker, fence: Fence, inbox: Inbox) -> None:
     """Tell the core how many bytes of rows the broker retains, when that changes, forever.
 
-    Asked in a step that only the newest orchestrator may make, so that one that was replaced hears of it soon, also
-    while it has nothing to write. Raises FencedError.
+    It asks in a fenced step, so that an orchestrator that was replaced learns of it soon, even with nothing to write.
+    Raises FencedError.
     """
     last = -1
     while True:

@@ -14,10 +14,10 @@ A crash can tear the last frames of the last segment: they are cut off, and thei
 because the journal is written first. Damage anywhere else is not a crash's doing and is never skipped.
 
 One writer. It takes its epoch from the broker, which from then on refuses all that an older one commands; then the
-lock, for which it waits until the older one is gone; then it reads, and begins a segment in its epoch. Should the lock
-not hold (a file system that knows none), an older writer that goes on does no harm either: what an epoch wrote from the
-place on where a later one began is void. Nobody reads it, the next start says so, and as the broker had refused its
-commands, nothing of it ever happened. Files without an epoch are of earlier versions. Source: ours.
+lock, for which it waits until the older one is gone; then it reads, and begins a segment in its epoch. On a file system
+without locks an older writer that goes on does no harm either: its records are void from the place on where a later
+epoch began. No reader returns them, the next start reports how many there were, and the broker refused their commands,
+so they had no effect. Files without an epoch are of earlier versions. Source: ours.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class JournalHeldError(FatalError):
     def __init__(self, directory: Path, holder: str) -> None:
         super().__init__(
             f"process {holder} still writes {directory}: an orchestrator of this run that is stopped, or hangs. End it "
-            f"(kill -9 {holder}), then go on with --resume"
+            f"(kill -9 {holder}), then continue with --resume"
         )
         self.holder = holder
 
@@ -153,7 +153,7 @@ def _lock(directory: Path) -> IO[bytes]:
 
 
 def is_written(directory: Path) -> bool:
-    """Whether somebody holds the lock of ``directory``, a journal's or a run's: a run that goes on."""
+    """Whether a living process holds the lock of ``directory``, a journal's or a run's: the run goes on."""
     return is_locked(directory / "lock")
 
 

@@ -5,8 +5,8 @@ Every key is explained in docs/metrics.md.
 
 Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariants: a line
 is written once per (incarnation of the trainer, batch) and per evaluation, however often a step is told, also over
-restarts of the orchestrator; one that is told late, behind a later batch's, has its line at the end and moves nothing
-else back. What a line says of samples is true of those that its batch trained, each once: a row that was generated
+restarts of the orchestrator; a step that is reported after that of a later batch gets its line at the end, and resets
+nothing. What a line says of samples is true of those that its batch trained, each once: a row that was generated
 again counts as it was last, and a group counts where it was trained, not where it was admitted.
 """
 
@@ -262,7 +262,7 @@ class MetricsLog:
         return line
 
     def _forget(self, before: int) -> None:
-        """A batch may be trained again after a restart of the trainer; one from so far back is not."""
+        """Forget batches before ``before``: no restart of the trainer goes back so far."""
         self._members = {batch: members for batch, members in self._members.items() if batch >= before}
         self._groups = {name: group for name, group in self._groups.items() if batch_of(name) >= before}
 
@@ -273,14 +273,14 @@ def _key(line: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _is_told(value: object) -> bool:
-    """JSON has no number for what is not finite: it is left out."""
+    """Whether JSON has a number for it: NaN and infinity are left out."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupScored]) -> dict[str, Any]:
-    """What is to be said of the samples that ``batch`` trained; nothing at all of an empty batch.
+    """Means and quantiles over the samples that ``batch`` trained; nothing for an empty batch.
 
-    filtered: scores of groups that were left out beside them, which tell of the policy, too.
+    filtered: scores of groups that were filtered meanwhile; they count where the policy is judged.
     """
     scores = [group.score for group in trained if group.score]
     line: dict[str, Any] = {"groups_trained": len(trained)} if trained else {}
@@ -381,7 +381,7 @@ class MetricsFile:
             return ""
         more = ", ..." if len(self.damaged) > MAX_NAMED else ""
         named = ", ".join(map(str, self.damaged[:MAX_NAMED])) + more
-        return f"metrics.jsonl: {len(self.damaged)} damaged, left out: line {named}"
+        return f"metrics.jsonl: {len(self.damaged)} damaged, skipped: line {named}"
 
 
 MAX_NAMED = 5
@@ -465,7 +465,7 @@ def _mend_tail(file: BinaryIO) -> None:
 
 
 class BatchLines:
-    """Any batches' lines of a growing metrics file, without reading the file again. May be used from several threads.
+    """Lines of any batches of a growing metrics file, without reading it all again. Safe for use by several threads.
 
     Keeps eight bytes a batch: where its line begins. Reads what was appended since it was last asked, line by line; a
     file that was replaced by a shorter one is read anew.

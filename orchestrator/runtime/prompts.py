@@ -92,7 +92,7 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
 
 
 TRIAL_ROWS = 4
-"""One row may be hard for a good reward; four are not."""
+"""A good reward may fail on one hard row, and hardly on four."""
 
 
 class ShuffledSource:
@@ -118,7 +118,7 @@ class ShuffledSource:
         return len(self._problems)
 
     def trial_rows(self, marker: str) -> TrialRows:
-        """The first of them, answered rightly after ``marker`` as far as the data tells."""
+        """The first rows, each with its right answer after ``marker`` where the data has one."""
         answers = [msgspec.json.decode(one.entry_json).get("answer") for one in self._problems[:TRIAL_ROWS]]
         return TrialRows(
             rows=[

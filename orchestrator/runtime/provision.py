@@ -50,11 +50,11 @@ class Restarts:
         return BACKOFF_S[min(max(0, self.in_a_row - 1), len(BACKOFF_S) - 1)]
 
     def started(self) -> None:
-        """It lives from now on."""
+        """The process was started now."""
         self._started_s = self._clock.now_s()
 
     def died(self) -> bool:
-        """Enter its death. Returns whether it may be started again."""
+        """Count its death. Returns whether it may be started again."""
         self.in_a_row = deaths_in_a_row(self.in_a_row, self._clock.now_s() - self._started_s)
         return self.in_a_row <= self._max_in_a_row
 

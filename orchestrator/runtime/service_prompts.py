@@ -53,7 +53,7 @@ class ServicePrompts:
     ) -> list[SpooledPrompt]:
         """Raises DataError naming the first prompt that cannot be generated from, and why.
 
-        wanted: when it is cleared nobody waits any more, and the work ends after the prompt at hand.
+        wanted: cleared when nobody waits any more; the work then ends after the current prompt.
         """
         encoded: list[SpooledPrompt] = []
         for index, prompt in enumerate(prompts):
@@ -74,8 +74,8 @@ class ServicePrompts:
         return SpooledPrompt(text=text, ids=np.asarray(ids, dtype="<i4").tobytes())
 
     def _text(self, index: int, prompt: str | Chat, room: int) -> str:
-        """As the model reads it. What is surely too long is refused before it is rendered and tokenised, which costs
-        140 bytes of memory a character.
+        """The text as the model reads it. One that must be too long is refused before it is rendered and tokenised,
+        which takes 140 bytes of memory a character.
         """
         if isinstance(prompt, str):
             self._check_length(index, len(prompt), room)

@@ -63,7 +63,7 @@ class Teller:
         self._shown = len(lines)
 
     async def _show_given_up(self, broker: Broker) -> None:
-        """The first unit that was given up, when it is; how many there are stands at the end."""
+        """Say the first unit that was given up at once; the last line of the run says how many there were."""
         number = await broker.length(keys.DEAD)
         if number > self._given_up:
             last = (await broker.dead_letters())[-1:]
@@ -80,17 +80,17 @@ class Teller:
                 self._view.note(f"damaged checkpoint, going on from the one before it: {text}")
 
     def _show_jail(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Which kind of isolation rewards have is part of a run's start, where it is the lesser one."""
+        """Say once that rewards run without a jail."""
         for worker in workers:
             if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING and not self._told_of_jail:
                 self._told_of_jail = True
                 self._view.note(
                     f"{worker['worker']} runs rewards without a jail, in a clean environment with limits: bubblewrap "
-                    "is not there or may not start one (docs/security.md)"
+                    "is not installed, or may not start a jail (docs/security.md)"
                 )
 
     def broker_is_away(self, error: StreamError, outage_s: float) -> None:
-        """It takes no writes: nothing goes on until it does. Said once, however long that lasts."""
+        """It takes no writes, and everything waits until it does. Said once an outage."""
         if not self._waits_for_broker:
             self._waits_for_broker = True
             self._view.note(f"{error}; everything waits for it, {outage_s:.0f} s at most")

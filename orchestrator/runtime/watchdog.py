@@ -2,7 +2,7 @@
 
     progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
                  still for stall_s ──► StalledError: exit code 3, everything kept for --resume
-    rewards that fail for most groups ──► RunFailedError: what is left would be trained, and called a success
+    rewards that fail for most groups ──► RunFailedError: training on the rest would be called a success
 
 Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
 the run waits for (``core/waits.py``). Invariant: what can repeat for ever while nothing gets done is no progress.
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
 SCORED_GROUPS, FEW_GROUPS = 32, 8
-"""Groups that tell whether rewards work: the last of them, and how few tell nothing yet."""
+"""Rewards are judged by the last SCORED_GROUPS groups, and not before there are FEW_GROUPS."""
 NO_PROGRESS = (
     Tick,
     BrokerUsage,
@@ -81,7 +81,7 @@ class Watchdog:
     """Counts seconds since the last event that means progress."""
 
     def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
-        """max_failed_share: of the last groups, those without rewards that are too many; 1: never too many."""
+        """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
         self._max_failed_share = max_failed_share
         self._failures: deque[str] = deque(maxlen=SCORED_GROUPS)
         self._liveness = liveness
@@ -127,7 +127,7 @@ class Watchdog:
             log.warning("no progress", seconds=round(still_s), **named, detail=state.describe_wait())
 
     def _check_rewards(self) -> None:
-        """What is left when most groups have no reward is no sample of what the policy does."""
+        """When most groups have no reward, the rest is a biased sample of what the policy does."""
         failed = [reason for reason in self._failures if reason]
         if len(self._failures) < FEW_GROUPS or self._max_failed_share == 1.0:
             return

@@ -596,7 +596,7 @@ def test_more_clients_than_are_served_at_once_are_told_to_come_again(served: Add
         for _ in range(MAX_CONNECTIONS):
             channel = connect(served.place, served.port, str(served), b"", Deadline(30))
             stack.callback(channel.close)
-        with pytest.raises(PeerUnavailableError, match="as many connections as it serves"):
+        with pytest.raises(PeerUnavailableError, match="all its connections are in use"):
             pull(str(served))
     for _ in range(100):  # each ends on a thread of its own
         with contextlib.suppress(PeerUnavailableError):

@@ -197,7 +197,7 @@ for fd in range(3, 20):
     except OSError: pass
 """
     made = RewardPool(written(tmp_path, code), timeout_s=5.0, processes=1, jailed=False)
-    with pytest.raises(RewardSetupError, match="answered with nonsense"):
+    with pytest.raises(RewardSetupError, match="sent an invalid answer"):
         await made.start()
     assert made.pids() == []
 

@@ -431,7 +431,7 @@ def test_reading_takes_time_in_proportion_to_the_document(line: str, monkeypatch
         ("[run]\nseed = " + "9" * 5000, "x.toml", "a whole number of more than 64 bits"),
         ("[run]\nseed = 0x" + "f" * 20, "x.toml:2", "a whole number of more than 64 bits"),
         ("[run]\nname = [[9999999999999999999]]", "x.toml:2", "a whole number of more than 64 bits"),
-        ("#" * 2_000_000, "x.toml", "it has more than 1 MiB"),
+        ("#" * 2_000_000, "x.toml", "it is larger than 1 MiB"),
     ],
 )
 def test_a_document_that_is_no_configuration_is_refused(tmp_path: Path, document: str, where: str, problem: str):

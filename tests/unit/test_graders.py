@@ -55,7 +55,7 @@ def test_the_installed_scorer_is_the_one_that_was_read(task: str) -> None:
 
 def test_another_source_and_an_unread_task_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(READ, "chain_sum", ("0" * 32, READ["chain_sum"][1]))
-    for task, problem in (("chain_sum", "not the one that was read"), ("brand_new", "nobody has read")):
+    for task, problem in (("chain_sum", "not the one that was checked"), ("brand_new", "nobody has checked")):
         assert problem in refusal(task)
         assert "scoring.reward" in refusal(task)
         with pytest.raises(RewardSetupError, match=problem):

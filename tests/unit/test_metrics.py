@@ -228,7 +228,7 @@ def test_a_damaged_line_costs_no_other_and_is_named(tmp_path: Path, bad: bytes):
     file = read_file(path)
     assert [line["batch"] for line in file.lines] == [0, 2]
     assert file.damaged == [2]
-    assert file.say() == "metrics.jsonl: 1 damaged, left out: line 2"
+    assert file.say() == "metrics.jsonl: 1 damaged, skipped: line 2"
     MetricsLog(path).observe(step(7), [], 1.0)
     assert [line["batch"] for line in read_metrics(path)] == [0, 2, 7]
 

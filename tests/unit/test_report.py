@@ -149,8 +149,8 @@ def test_damaged_metrics_are_named_and_stay_for_whoever_audits_the_run(tmp_path:
     before = path.read_bytes()
     page = finish.finish_run(RunDir(run_dir), notes.append).read_text()
     assert path.read_bytes() == before
-    assert any("1 damaged, left out: line 1" in note for note in notes)
-    assert "1 damaged, left out: line 1" in Tags(page).text
+    assert any("1 damaged, skipped: line 1" in note for note in notes)
+    assert "1 damaged, skipped: line 1" in Tags(page).text
 
 
 def test_one_run_is_no_comparison(tmp_path: Path):

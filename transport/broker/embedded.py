@@ -3,8 +3,8 @@
 Owns: the server process, its directory and its password. Never: talks to it beyond "are you ready".
 Invariants: one live server a directory (the server itself holds the lock, so a lock never outlives it); it listens on
 nothing but a socket in that directory, which its user alone may enter, so that nobody else reaches it, and nobody else
-can take its place and be sent the password; what lies in the directory decides about keys and values only, never about
-the server: it may be somebody else's run, which its user only looks at.
+can take its place and be sent the password; files in the directory set keys and values, never how the server runs: the
+run may be a copy of somebody else's, which its user only inspects.
 
     <directory>/broker.conf      0600, written at every start, without a word from the directory or its name
     <directory>/broker.password  0600:  REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock
@@ -49,14 +49,14 @@ REMOVED = (
     *("save", "script", "shutdown", "slaveof", "swapdb", "sync"),
 )
 """Commands that the server is started without: they change the server itself, its files, or where its data go. Nobody
-needs them here, and an access list would not do: while an append-only file is loaded its commands run unchecked, so
-that MODULE LOAD in the one of a foreign run was code that ran in the name of whoever looked at it."""
+needs them here. An access list would not be enough: while an append-only file is loaded, its commands run unchecked, so
+MODULE LOAD in somebody else's run was code that ran as the user who inspected that run."""
 READY_S = 60.0
 """Loading 1 GB of append-only file takes some 10 s."""
 STOP_S = 10.0
 LOCK_S = 20.0
 ROOM_BYTES = 64 * 1024
-"""A server that did not start with less room on its disk did not because of that: its log has no room either."""
+"""A server that fails to start with less free disk than this failed because of it: its log has no room to say so."""
 
 _CONFIGURATION, _PASSWORD, _SOCKET = "broker.conf", "broker.password", "broker.sock"
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -98,9 +98,9 @@ class EmbeddedServer:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
 
         Raises: RunExistsError when a live server owns the directory; ForeignError when what lies there is not this
-                user's; BrokerRejectedError, with the last lines of its log, when it ends instead; TransientError when
-                somebody ended it; DirectoryError for a full disk;
-                BrokerUnavailableError when it is not ready after ``ready_s``.
+                user's; BrokerRejectedError, with the last lines of its log, when it fails; TransientError when another
+                process ended it; DirectoryError for a full disk; BrokerUnavailableError when it is not ready after
+                ``ready_s``.
         """
         with writing(self._directory):
             self._directory.parent.mkdir(parents=True, exist_ok=True)
@@ -199,13 +199,13 @@ class EmbeddedServer:
             return self._read_password()
 
     def _read_password(self) -> str:
-        """Raises: FileNotFoundError; ForeignError: it is none that was made here, and may not enter a configuration."""
+        """Raises: FileNotFoundError; ForeignError: not of the form that we make, so it may not go into broker.conf."""
         path = self._directory / _PASSWORD
         password = read_own(path, max_bytes=1000).decode("utf-8", "replace").strip()
         if not is_made(password):
             raise ForeignError(
-                f"{path} holds no password of an embedded broker (32 or more of A-Z a-z 0-9 _ -): somebody else wrote "
-                "it; look at this directory before you use it, and remove the file to have another one made"
+                f"{path} holds no password of an embedded broker (32 to 64 of A-Z a-z 0-9 _ -), so StreamRL did not "
+                "write it; check where this directory comes from, then remove the file to get a new password"
             )
         return password
 
@@ -262,7 +262,7 @@ class EmbeddedServer:
             await link.close()
 
     def _why_ended(self, status: int) -> StreamError:
-        """What became of a server that was to be started. status: 0 or below where somebody else ended it."""
+        """Why a server ended while it started. status: its exit code; 0 or below: another process ended it."""
         if shutil.disk_usage(self._directory).free < ROOM_BYTES:
             return DirectoryError(
                 f"the embedded broker cannot start: the disk of {self._directory} is full; free some space there, or "

@@ -50,8 +50,8 @@ STATE_FINISHED = b"finished"
 SUPERVISOR = "supervisor"
 """Meta: pid of the supervisor, written all the time, so that it notices a broker that takes no writes."""
 TAKES_WRITES = "takes-writes"
-"""Meta: written by whoever is about to conclude something from missing leases. A full server answers reads, and takes
-no lease: silence then says nothing of a worker."""
+"""Meta: written before anything is concluded from missing leases. A full server answers reads and refuses leases, so
+that a worker's silence then says nothing about the worker."""
 SPAWN = "spawn"
 """Meta: how many more generation workers the run has asked its supervisor for (messages.SpawnWorkers)."""
 STATUS = "status"

@@ -45,11 +45,11 @@ _FULL = {
     "OOM": "its memory: raise its maxmemory or lower broker.max_retained_bytes",
     "MISCONF": "it cannot write its files: free some space on its disk",
 }
-"""Errors of a server that takes no writes until there is room again -> what is full."""
+"""Errors of a server that refuses writes until there is room again -> what is full."""
 _BUSY = ("READONLY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "LOADING", "BUSY")
 """Errors of a server that may be well again in a while: loading, failing over, in another client's script."""
 _CODE = re.compile(rf"(?:^|: )({'|'.join((*_FULL, *_BUSY))}) ")
-"""At the beginning of an answer; behind the line's number where a script raised what a command of it answered."""
+"""At the beginning of an answer, or after the line number where a script raised the answer of one of its commands."""
 _CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
     exceptions.OutOfMemoryError: "OOM",
     exceptions.ReadOnlyError: "READONLY",

@@ -67,7 +67,7 @@ class _ThreadingServer(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True  # a process that dies of an exception must not wait for its clients
-    request_queue_size = 512  # past it the kernel has clients wait for a second, and strangers fill it in one
+    request_queue_size = 512  # of connections not yet accepted; when it is full, the kernel lets a client wait for 1 s
 
     def __init__(self, address: tuple[str, int], serve: Callable[[_Connection, Callable[[], bool]], None]) -> None:
         self._serve = serve
@@ -142,7 +142,7 @@ class ChannelServer:
         Raises ListenError: none is, or the host is not ours.  SecretError: this user cannot have a secret.
         """
         if not self._endpoint.secret:
-            own_secret()  # or each connection would end without a word
+            own_secret()  # fails here rather than at each connection, where nobody would see why
         self._server = self._bind()
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="tensor-server", daemon=True

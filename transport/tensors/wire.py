@@ -39,7 +39,7 @@ HANDSHAKE_S = 10.0
 """A stranger who connects and says nothing is cut off after this."""
 PARTS_AT_ONCE = 64
 """Buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer."""
-ANOTHER_USER = ": it is another user's, or has another home; set STREAMRL_SECRET for both"
+ANOTHER_USER = ": the two ends run as two users, or with two home directories; set STREAMRL_SECRET for both"
 """Where no shared secret is set."""
 _SKIPPED_AT_ONCE = 256 * 1024
 _LENGTH = struct.Struct(">I")
@@ -159,7 +159,7 @@ class Channel:
 
     @property
     def peer_port(self) -> int:
-        """Raises PeerUnavailableError: it has left."""
+        """Raises PeerUnavailableError: the peer has disconnected."""
         with self._limited():
             return int(self._socket.getpeername()[1])
 
@@ -193,7 +193,7 @@ def greet_client(channel: Channel, secret: bytes, admit: Callable[[], bool] = la
         channel.send(Refused(reason="the secret differs"))
         raise PeerRejectedError(channel.address, "the secret differs")
     if not admit():
-        channel.send(Refused(reason="it has as many connections as it serves at once", retry=True))
+        channel.send(Refused(reason="all its connections are in use", retry=True))
         raise PeerUnavailableError(channel.address, "there is no room for one more connection")
     mac = _mac(secret, "server", channel.own_port, nonce, answer.nonce)
     channel.send(Proof(protocol=PROTOCOL_VERSION, nonce=nonce, mac=mac))

@@ -1,7 +1,8 @@
-"""Announcing a version of the weights, and once more where a broker was restarted and may have lost it.
+"""Announces a version of the weights, and again after a restart of the broker, which may have lost it.
 
 Owns: the newest announcement of one publisher, a service run's or a client's. Never: its bytes. Invariant: a version is
-announced under its publisher's fence, in one step with what is acknowledged by it; who is fenced off falls silent.
+announced under its publisher's fence, in one step with the acks that go with it; a publisher that was fenced off
+announces nothing more.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from workers.generation.publish import event_entry
 log = structlog.get_logger(__name__)
 
 ROLE = "trainer"
-"""As a trainer's: whoever publishes last has it, and a trainer's weights never mix with a publisher's unnoticed."""
+"""The trainer's role: the newest publisher of either kind holds it, so the weights of two never mix unnoticed."""
 BROKER_POLL_S = 1.0
 
 
 class Announcer:
-    """Speaks for one publisher. Whoever knows of a version passes over it, so saying it twice is harmless."""
+    """Announces for one publisher. Readers skip a version that they know, so announcing it twice is harmless."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -51,7 +52,7 @@ class Announcer:
         ]
         announced = Commit(fence=Fence(role=ROLE, epoch=weights.epoch), appends=appends)
         async with self._turn:
-            boot_id = (await self._broker.info()).boot_id  # before: a restart meanwhile is one that may have lost it
+            boot_id = (await self._broker.info()).boot_id  # read first: a restart from here on may lose it
             await self._broker.commit(replace(announced, acks=acks))
             self._announced, self._boot_id = announced, boot_id
 
@@ -69,10 +70,10 @@ class Announcer:
             self._boot_id = boot_id
 
     async def keep(self) -> None:
-        """``catch_up`` from time to time, forever; while the broker is away, later."""
+        """``catch_up`` every BROKER_POLL_S, forever; an outage of the broker is waited for."""
         while True:
             await asyncio.sleep(BROKER_POLL_S)
             try:
                 await self.catch_up()
             except BrokerUnavailableError as error:
-                log.warning("not known whether the weights are still announced", reason=str(error))
+                log.warning("cannot check whether the weights are still announced", reason=str(error))

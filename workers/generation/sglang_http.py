@@ -294,7 +294,7 @@ class SglangClient:
                 if response.status != 200:
                     reason = _shown(await response.read())
                     if response.status == UNAUTHORIZED:
-                        reason += f" (it asks for a key; that of a server elsewhere comes from {ENGINE_KEY})"
+                        reason += f" (it requires a key; set {ENGINE_KEY} for a server that runs elsewhere)"
                     raise ServerAnswerError(self.url, response.status, f"{path}: {reason}")
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

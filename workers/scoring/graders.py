@@ -1,10 +1,10 @@
 """Graders of our own for the reasoning_gym tasks whose own scorer executes what a model wrote, or what comes with it.
 
     data        the answer is compared with what the entry holds; only full marks count, which theirs gives for no more
-    expression  the answer is read by ``read_expression``, which walks Python's syntax tree and evaluates no text
+    expression  the answer is read by ``Reader``, which walks Python's syntax tree and evaluates no text
 
 Owns: what is right in these tasks. Invariant: nothing that comes with an answer or an entry is evaluated, and what
-an answer can make us compute is bounded by MAX_CHARACTERS and MAX_BITS, or ends at the reward's limits.
+an answer can make us compute is bounded by MAX_CHARACTERS and MAX_BITS, or by the reward's limits of time and memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CHARACTERS = 500
 MAX_BITS = 4096
 """Of a number in an expression: 9**9**9**9 does not fit into memory."""
 EXPRESSION = "<expression>"
-"""What ``read_expression`` gives for a file name: the one text that this process parses (see text_guard.py)."""
+"""File name that ``Reader`` gives to the text it parses: text_guard.py lets nothing else be parsed."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -84,19 +84,19 @@ class Reader:
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in self._functions:
                 return self._functions[name](self._value(argument))
             case _:
-                raise ValueError(f"{type(node).__name__} is nothing that may be in an expression")
+                raise ValueError(f"{type(node).__name__} is not allowed in an expression")
 
 
 def _bounded(value: Any) -> Any:
     if _bits(value) > MAX_BITS:
-        raise ValueError("a number too long to be meant")
+        raise ValueError(f"a number of more than {MAX_BITS} bits")
     return value
 
 
 def _power(base: Any, exponent: Any) -> Any:
     """Of sympy's expressions. A number as exponent may not make the base's number too long."""
     if exponent.is_number and abs(exponent) * max(1, _bits(base)) > MAX_BITS:
-        raise ValueError("a power too high to be meant")
+        raise ValueError(f"a power of more than {MAX_BITS} bits")
     return _bounded(base**exponent)
 
 

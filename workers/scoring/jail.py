@@ -5,9 +5,9 @@
     not there   the network, other processes and their /proc, other files, capabilities, the way to them (no_new_privs)
     limits      memory, processes, size of a file, open files, no core dump
 
-``why_not`` starts a process in the jail, so that whether it works is known and not supposed: default containers refuse
-user namespaces. Without it ``confine`` still limits the child and takes its capabilities, which is no jail: it reads
-and writes what its user may, reaches the network, and signals processes of its user.
+``why_not`` starts a process in the jail to find out whether it works: default containers refuse user namespaces. Where
+it does not, ``confine`` still limits the child and drops its capabilities, which is no jail: the child reads and writes
+what its user may, reaches the network, and signals processes of its user.
 
 Owns: what is around a child. Never: what runs in it, when it ends (reward_pool.py). Not held by the jail: bugs of the
 kernel, time on the CPU (the pool ends a child that does not answer).
@@ -48,7 +48,7 @@ PASSED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "TMPDIR
 
 
 def clean_environment(environ: Mapping[str, str], allowed: Sequence[str] = ()) -> dict[str, str]:
-    """What a child may know of ``environ``. No secret of ours is handed on, whoever allows it."""
+    """The part of ``environ`` that a child gets: PASSED and ``allowed``, and never a STREAMRL_ variable."""
     names = [name for name in (*PASSED, *allowed) if not name.startswith("STREAMRL_")]
     return {name: environ[name] for name in names if name in environ}
 
@@ -134,7 +134,7 @@ class Jail:
         if not reason.startswith("bwrap: ") or "execvp" in reason:
             return f"the reward's process does not start in it: {reason}"
         return (
-            f"bubblewrap cannot make it: {reason} (it needs unprivileged user namespaces: "
+            f"bubblewrap cannot make a jail: {reason} (it needs unprivileged user namespaces: "
             "sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container a "
             "seccomp profile that allows them)"
         )

@@ -4,8 +4,8 @@
     a reward that executes what a model wrote   in a jail of its own for each answer, or it is refused
 
 A reward may raise, hang, leak, print or crash; the worker goes on and the unit fails by name. The children persist, so
-a reward costs a message there and back (well under 1 ms), not a process. What the jail holds is said in jail.py; what
-there is without it protects from mistakes and keeps the worker's environment to itself, and is no protection from code.
+a reward costs a message there and back (well under 1 ms), not a process. jail.py says what the jail holds. Without it
+the limits protect from mistakes and the environment from being read, but not from hostile code.
 
 Owns: the children, and which samples share a call. Never: delivery, retries (consumer.py). Invariant: ``score`` ends
 with a Reward or a RewardError: once it has a child that runs, within its limit plus GRACE_S, and as much for each of
@@ -94,14 +94,14 @@ class RewardChild:
             code = await self._ended()
             raise RewardSetupError(f"the reward's process ended with {code} before it was ready") from None
         except msgspec.MsgspecError as error:
-            raise RewardSetupError(f"the reward's process answered with nonsense: {error}") from None
+            raise RewardSetupError(f"the reward's process sent an invalid answer: {error}") from None
         match answer:
             case Ready(takes_batches=takes_batches):
                 return takes_batches
             case Failed(reason=reason):
                 raise RewardSetupError(reason)
             case Scores():
-                raise RewardSetupError("the reward's process answered with nonsense")
+                raise RewardSetupError("the reward's process sent an invalid answer")
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
         """One call, in a new child where the last one died.
@@ -127,13 +127,13 @@ class RewardChild:
             raise RewardError(f"the reward's process ended with {code}") from None
         except msgspec.MsgspecError as error:
             await self.kill()
-            raise RewardError(f"the reward's process answered with nonsense: {error}") from None
+            raise RewardError(f"the reward's process sent an invalid answer: {error}") from None
         except asyncio.CancelledError:
             await self.kill()  # its answer would be taken for that to the next request
             raise
         if not isinstance(answer, Scores) or len(answer.results) != len(samples):
             await self.kill()
-            raise RewardError("the reward's process answered with nonsense")
+            raise RewardError("the reward's process sent an invalid answer")
         return [one.reward if isinstance(one, Scored) else RewardError(one.reason) for one in answer.results]
 
     def _too_slow(self) -> RewardTimeoutError:
@@ -259,7 +259,7 @@ class RewardPool:
         return None
 
     async def _try(self, trial: Sequence[Sample]) -> None:
-        """Some rows may be hard; a reward that computes nothing for any of them will compute nothing at all."""
+        """A reward may fail on a hard row; one that fails on all of ``trial`` would fail throughout the run."""
         failures: list[str] = []
         for sample in trial:
             try:
@@ -297,7 +297,7 @@ class RewardPool:
             mine.cancel()
 
     async def _call(self, child: RewardChild, first: _Unit) -> None:
-        """Score one, and what waits beside it where the reward takes a batch; each hears of it, whatever happens."""
+        """Score one unit, with others that wait if the reward takes batches; every future gets an outcome."""
         others = [unit for unit in self._waiting if unit is not first]
         one_by_one = not child.takes_batches or self._spec.executes_answers
         taken = [first] if one_by_one else [first, *others[: MAX_BATCH - 1]]
@@ -310,7 +310,7 @@ class RewardPool:
                     await _score_together(child, [unit])
         finally:
             for _, future in taken:
-                _tell(future, RewardError("the call for it was given up"))
+                _tell(future, RewardError("the call that scored it was cancelled"))
             if self._spec.executes_answers:
                 await child.kill()  # what an answer left behind is not there for the next one
 

@@ -151,8 +151,8 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What graders raise at an answer that they cannot read, so that it is not right. Too much memory or time is no answer:
-nobody knows what it would have been."""
+"""What graders raise at an answer that they cannot read, so that it is not right. Running out of memory or time is not
+among them: the answer may have been right."""
 
 
 def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:

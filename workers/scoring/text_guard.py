@@ -1,9 +1,9 @@
-"""Own verifiers make no code of text: whatever tries, in this process, is refused by the interpreter itself.
+"""No own verifier compiles text into code: the interpreter refuses it in the whole process.
 
-The list of scorers that were read (transport/gym_tasks.py) says that none of them evaluates an answer. This holds it,
-also against what a library does deep inside: sympy's parser evaluates text, its ``lambdify`` compiles symbols' names.
+The scorers that are used were read, and none evaluates an answer (transport/gym_tasks.py). This enforces it, also for
+what a library does inside: sympy's parser evaluates text, and its ``lambdify`` compiles names of symbols.
 
-Owns: an audit hook (PEP 578), which nothing removes again. Never: a sandbox; code that runs already is not held by it.
+Owns: an audit hook (PEP 578), which cannot be removed. Never: confines code that runs already (that is jail.py's).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAKES_CODE = ("sympy/polys/monomials.py",)
 
 
 class CodeFromTextError(RuntimeError):
-    """Something wanted to make code of text while an answer was graded."""
+    """Something tried to compile text into code while an answer was graded."""
 
 
 def forbid_code_from_text() -> None:

@@ -1,5 +1,5 @@
-"""Which processes are the ranks of a local trainer now, and how they end together. No torch: the emulated trainer,
-which starts in a blink, asks too.
+"""Which processes are the ranks of a local trainer now, and how they end together. Imports no torch, because the
+emulated trainer, which must start fast, uses it too.
 
 Rank 0 opens a meeting: a file of its own in a private directory of this machine, locked for as long as it lives, whose
 id it reports over the broker. The other ranks join by that id; nobody listens on a port. A rank that was replaced takes
@@ -92,7 +92,7 @@ class Meeting:
     async def follow(self) -> NoReturn:
         """Raise RanksError once another rank was replaced by a new process.
 
-        Until the next reduction nothing else would tell: of what a rank was training when it died, no end comes.
+        Until the next reduction nothing else shows it: the round that a rank was training when it died never ends.
         """
         while True:
             replaced = await (self._replaced_rank() if self._rank == 0 else self._replaced_rank_0())
@@ -101,7 +101,7 @@ class Meeting:
             await asyncio.sleep(POLL_S)
 
     async def _replaced_rank_0(self) -> int | None:
-        """A broker that lost the key says nothing."""
+        """None also where the broker lost the key."""
         return 0 if (await self._broker.get_meta(MEETING) or self._id.encode()) != self._id.encode() else None
 
     async def _replaced_rank(self) -> int | None:
