@@ -11,7 +11,6 @@ the run waits for (``core/waits.py``). Invariant: what can repeat for ever while
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Any, Protocol
 
 import msgspec
@@ -38,12 +37,13 @@ from transport.messages import (
     WorkerStarted,
 )
 from transport.settings import LivenessSettings
+from transport.types import GroupId
 
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
 SCORED_GROUPS, FEW_GROUPS = 32, 8
-"""Rewards are judged by the last SCORED_GROUPS groups, and not before there are FEW_GROUPS."""
+"""Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first FEW_GROUPS failed."""
 NO_PROGRESS = (
     Tick,
     BrokerUsage,
@@ -83,7 +83,7 @@ class Watchdog:
     def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
         """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
         self._max_failed_share = max_failed_share
-        self._failures: deque[str] = deque(maxlen=SCORED_GROUPS)
+        self._failures: dict[GroupId, str] = {}  # of the last groups, why: "" for one that has its rewards
         self._liveness = liveness
         self._clock = clock
         self._progress_s = clock.now_s()
@@ -91,8 +91,10 @@ class Watchdog:
         self._warned_of: Wait | None = None
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, GroupScored | ScoringFailed):
-            self._failures.append(event.reason if isinstance(event, ScoringFailed) else "")
+        if isinstance(event, GroupScored | ScoringFailed):  # one for each sample that failed, but a group counts once
+            self._failures[event.group_id] = event.reason if isinstance(event, ScoringFailed) else ""
+            for group_id in list(self._failures)[:-SCORED_GROUPS]:
+                del self._failures[group_id]
         if self._is_progress(event):
             self._progress_s = self._clock.now_s()
             self._warned_of = None
@@ -128,10 +130,10 @@ class Watchdog:
 
     def _check_rewards(self) -> None:
         """When most groups have no reward, the rest is a biased sample of what the policy does."""
-        failed = [reason for reason in self._failures if reason]
-        if len(self._failures) < FEW_GROUPS or self._max_failed_share == 1.0:
+        failed = [reason for reason in self._failures.values() if reason]
+        if len(failed) < FEW_GROUPS or self._max_failed_share == 1.0:
             return
-        if len(failed) >= self._max_failed_share * len(self._failures):
+        if len(failed) == len(self._failures) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
             raise RunFailedError(
                 f"rewards failed for {len(failed)} of the last {len(self._failures)} groups "
                 f"(scoring.max_failed_share is {self._max_failed_share:g}), last: {failed[-1]}"

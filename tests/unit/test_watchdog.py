@@ -136,3 +136,21 @@ def test_rewards_that_fail_for_most_groups_end_the_run_by_name():
         watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="reward of 0: NoneType, not a number"))
     with pytest.raises(RunFailedError, match=r"rewards failed for 18 of the last 30 groups.*NoneType, not a number"):
         watchdog.check(Waiting())
+
+
+def test_a_group_of_which_all_samples_fail_counts_once_and_all_of_few_are_enough():
+    """A quarter of the groups without rewards is no reason to end a run, however many samples each of them has."""
+    watchdog = Watchdog(LIMITS, ManualClock(), max_failed_share=0.5)
+    for number in range(64):
+        if number % 4 < 3:
+            scored = GroupScored(group_id=group_id(0, number), rewards=(1.0,), response_tokens=(1,), signal=True)
+            watchdog.observe(scored)
+        else:
+            for _ in range(8):
+                watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="cannot judge"))
+        watchdog.check(Waiting())
+    watchdog = Watchdog(LIMITS, ManualClock(), max_failed_share=0.5)
+    for number in range(8):
+        watchdog.observe(ScoringFailed(group_id=group_id(0, number), reason="cannot judge"))
+    with pytest.raises(RunFailedError, match="8 of the last 8 groups"):
+        watchdog.check(Waiting())
