@@ -83,7 +83,7 @@ class Watchdog:
     def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
         """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
         self._max_failed_share = max_failed_share
-        self._failures: dict[GroupId, str] = {}  # of the last groups, why: "" for one that has its rewards
+        self._judged: dict[GroupId, str] = {}  # of the last groups, why: "" for one that has its rewards
         self._liveness = liveness
         self._clock = clock
         self._progress_s = clock.now_s()
@@ -92,9 +92,9 @@ class Watchdog:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GroupScored | ScoringFailed):  # one for each sample that failed, but a group counts once
-            self._failures[event.group_id] = event.reason if isinstance(event, ScoringFailed) else ""
-            for group_id in list(self._failures)[:-SCORED_GROUPS]:
-                del self._failures[group_id]
+            self._judged[event.group_id] = event.reason if isinstance(event, ScoringFailed) else ""
+            for group_id in list(self._judged)[:-SCORED_GROUPS]:
+                del self._judged[group_id]
         if self._is_progress(event):
             self._progress_s = self._clock.now_s()
             self._warned_of = None
@@ -130,12 +130,12 @@ class Watchdog:
 
     def _check_rewards(self) -> None:
         """When most groups have no reward, the rest is a biased sample of what the policy does."""
-        failed = [reason for reason in self._failures.values() if reason]
+        failed = [reason for reason in self._judged.values() if reason]
         if len(failed) < FEW_GROUPS or self._max_failed_share == 1.0:
             return
-        if len(failed) == len(self._failures) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
+        if len(failed) == len(self._judged) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
             raise RunFailedError(
-                f"rewards failed for {len(failed)} of the last {len(self._failures)} groups "
+                f"rewards failed for {len(failed)} of the last {len(self._judged)} groups "
                 f"(scoring.max_failed_share is {self._max_failed_share:g}), last: {failed[-1]}"
             )
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 
 from transport import faults
 from transport.errors import MessageError
+from transport.files import sync_directory
 from transport.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
 from transport.messages import StepDone
 from transport.settings import Settings
@@ -140,10 +141,10 @@ class CheckpointStore:
             self._clear_remains()
             self._require_space(target, needed)
             aside.mkdir()
-            again = self._saved is not None and self._saved[:2] == (meta.epoch, meta.version)
+            same = self._saved[2] if self._saved and self._saved[:2] == (meta.epoch, meta.version) else None
             for name, file in files.items():
-                if self._saved is not None and again:
-                    os.link(self._saved[2] / name, aside / name)  # with a later cursor
+                if same is not None:
+                    os.link(same / name, aside / name)  # the last save again, with a later cursor
                 else:
                     file.write(aside / name)
             marks = {name: _mark(aside / name) for name in files}
@@ -156,10 +157,10 @@ class CheckpointStore:
             (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
             for path in aside.iterdir():
                 _sync(path)
-            _sync(aside)
+            sync_directory(aside)
             faults.point("train.checkpoint_written")
             aside.rename(target)
-            _sync(self._directory)
+            sync_directory(self._directory)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(target, needed, str(error)) from error
