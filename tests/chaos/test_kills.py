@@ -24,9 +24,9 @@ pytestmark = pytest.mark.chaos
 @pytest.mark.parametrize(
     "faults",
     [
-        {"generate.claimed": 2, "score.claimed": 3, "train.round_accumulated": 2, "orchestrator.applied": 20},
-        {"generate.row_ready": 5, "score.committed": 7, "train.stepped": 2, "orchestrator.journaled": 25},
-        {"generate.row_committed": 9, "train.published": 3, "orchestrator.executed": 30},
+        {"generate.claimed": 2, "score.claimed": 3, "train.round_accumulated": 2, "orchestrator.applied": 12},
+        {"generate.row_ready": 5, "score.committed": 7, "train.stepped": 2, "orchestrator.journaled": 15},
+        {"generate.row_committed": 9, "train.published": 3, "orchestrator.executed": 12},
         {"generate.weights_loaded": 2, "train.checkpoint_written": 1, "train.checkpoint_saved": 2},
     ],
     ids=lambda faults: "+".join(faults),

@@ -82,11 +82,14 @@ async def test_what_a_reward_prints_or_reads_is_not_the_conversation() -> None:
 
 @JAILED
 async def test_a_killed_child_is_replaced(jailed: bool) -> None:
-    async with pool(jailed=jailed) as rewards:
+    async with pool(timeout_s=60.0, jailed=jailed) as rewards:
         (pid,) = rewards.pids()
+        # What it scores never ends: a child that is only waiting may still answer before the signal reaches it.
+        scoring = asyncio.create_task(rewards.score("", "x", told("hang")))
+        await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RewardError, match="ended with -9"):
-            await rewards.score("", "x", told())
+            await scoring
         assert await rewards.score("", "x", told()) == Reward(value=1.0)
         assert rewards.pids() != [pid]
 
