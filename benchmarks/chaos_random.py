@@ -62,9 +62,9 @@ CODES_OF_ENDS = (-signal.SIGKILL, 130, -signal.SIGTERM)
 
 ALWAYS: dict[str, object] = {
     "run.name": NAME,
-    "generation.engine": "replay",
+    "generation.engine": "emulated",
     "trainer.engine": "emulated",
-    "replay.time_scale": 0.2,
+    "emulated.time_scale": 0.2,
     "trainer.checkpoint_every": 2,
     "data.size": 128,
     "eval.problems": 8,
@@ -86,7 +86,7 @@ MODES: dict[str, dict[str, object]] = {
     "stale_2": {"pipeline.max_staleness": 2},
     "rolling": {"pipeline.max_staleness": 1, "pipeline.membership": "rolling"},
     "oversampled": {"pipeline.max_staleness": 1, "pipeline.oversampled_groups": 2},
-    "planned": {"pipeline.max_staleness": 1, "pipeline.dispatch": "scored", "pipeline.move_running": True},
+    "planned": {"pipeline.max_staleness": 1, "pipeline.dispatch": "scored", "pipeline.migrate_running": True},
 }
 BESIDE: list[dict[str, object]] = [
     {"eval.every": 3},

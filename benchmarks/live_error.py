@@ -1,7 +1,7 @@
 """Simulation against reality: seconds per iteration of live runs, and of the simulator for the same settings.
 
 Both sides decide with the same code from the same settings and forced lengths. What the simulator must be told is how
-long things take: of the replay engine and the emulated trainer, what they were told themselves; of the embedded engine
+long things take: of the emulated engine and trainer, what their settings say; of the embedded engine
 and the real trainer, what ``streamrl-orchestrator profile`` measures here, also of both at once. From one run of each
 kind that is not among those predicted come the seconds between them (a plan on its way, scoring, publishing).
 
@@ -10,7 +10,7 @@ something held up does not decide.
 
 It wants the machine for itself, for less than ten minutes, and says how much of it other programs took.
 
-    python -m benchmarks.live_error [--only replay|embedded]      called by ``make bench NAME=sim``
+    python -m benchmarks.live_error [--only emulated|embedded]      called by ``make bench NAME=sim``
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ COMMON = (
     "eval.problems=0",
 )
 ENGINES: Mapping[str, Sequence[str]] = {
-    "replay": ("generation.engine=replay", "trainer.engine=emulated", "replay.time_scale=0.2"),
+    "emulated": ("generation.engine=emulated", "trainer.engine=emulated", "emulated.time_scale=0.2"),
     "embedded": ("model.path=random:qwen3-small",),
 }
 
@@ -119,18 +119,18 @@ class Setting:
 MAX_TOKENS = 400
 LENGTHS = "lengths.txt"
 CALIBRATION = {
-    "replay": Setting(engine="replay", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
+    "emulated": Setting(engine="emulated", mode="in_flight", workers=2, slots=16, mean=90, sigma=0.5),
     "embedded": Setting(engine="embedded", mode="stream", workers=1, slots=16, mean=70, sigma=0.4),
 }
 SETTINGS = (
-    Setting(engine="replay", mode="synchronous", workers=2, slots=16, mean=100, sigma=0.6),
-    Setting(engine="replay", mode="stream", workers=1, slots=32, mean=120, sigma=0.3),
-    Setting(engine="replay", mode="mini_batch", workers=3, slots=16, mean=150, sigma=0.6),
-    Setting(engine="replay", mode="one_step", workers=2, slots=32, mean=150, sigma=0.5),
-    Setting(engine="replay", mode="fully_async", workers=2, slots=16, mean=140, sigma=0.7),
-    Setting(engine="replay", mode="in_flight", workers=3, slots=8, mean=110, sigma=0.4),
-    Setting(engine="replay", mode="staggered", workers=2, slots=32, mean=150, sigma=0.6),
-    Setting(engine="replay", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
+    Setting(engine="emulated", mode="synchronous", workers=2, slots=16, mean=100, sigma=0.6),
+    Setting(engine="emulated", mode="stream", workers=1, slots=32, mean=120, sigma=0.3),
+    Setting(engine="emulated", mode="mini_batch", workers=3, slots=16, mean=150, sigma=0.6),
+    Setting(engine="emulated", mode="one_step", workers=2, slots=32, mean=150, sigma=0.5),
+    Setting(engine="emulated", mode="fully_async", workers=2, slots=16, mean=140, sigma=0.7),
+    Setting(engine="emulated", mode="in_flight", workers=3, slots=8, mean=110, sigma=0.4),
+    Setting(engine="emulated", mode="staggered", workers=2, slots=32, mean=150, sigma=0.6),
+    Setting(engine="emulated", mode="two_old", workers=1, slots=64, mean=120, sigma=0.8),
     Setting(engine="embedded", mode="synchronous", workers=1, slots=16, mean=100, sigma=0.3),
     Setting(engine="embedded", mode="stream", workers=1, slots=32, mean=80, sigma=0.6),
     Setting(engine="embedded", mode="fully_async", workers=1, slots=16, mean=90, sigma=0.5),
@@ -287,15 +287,15 @@ def predicted(
 
 
 def emulated(settings: Settings) -> tuple[DecodeCost, TrainCost, float]:
-    """What the replay engine and the emulated trainer are told."""
-    replay, scale = settings.replay, settings.replay.time_scale
-    decode = DecodeCost(fixed_s=replay.step_s * scale, sample_s=replay.sample_step_s * scale)
+    """What the emulated engine and the emulated trainer are told."""
+    emulated, scale = settings.emulated, settings.emulated.time_scale
+    decode = DecodeCost(fixed_s=emulated.step_s * scale, sample_s=emulated.sample_step_s * scale)
     train = TrainCost(
-        round_s=replay.round_s * scale,
-        token_s=replay.train_token_s * scale,
-        optimizer_s=replay.optimizer_s * scale,
+        round_s=emulated.round_s * scale,
+        token_s=emulated.train_token_s * scale,
+        optimizer_s=emulated.optimizer_s * scale,
     )
-    return decode, train, replay.load_s * scale
+    return decode, train, emulated.load_s * scale
 
 
 def measured(profile: Profile) -> tuple[DecodeCost, TrainCost, float]:
@@ -312,7 +312,7 @@ def compare(engine: str, settings: Iterable[Setting], work: Path) -> tuple[list[
     """(relative errors of the simulator, a line each; the largest share of the machine that others took)."""
     profile = profiled(work) if engine == "embedded" else None
     calibrated = live(CALIBRATION[engine], work / "calibration")
-    found = overheads(calibrated.run_dir, 0.02 if engine == "replay" else (profile.load_s if profile else 0.0))
+    found = overheads(calibrated.run_dir, 0.02 if engine == "emulated" else (profile.load_s if profile else 0.0))
     print(f"{engine}: between the parts, from one other run: {found}", flush=True)
     errors: list[float] = []
     others = calibrated.others

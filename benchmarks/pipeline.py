@@ -1,8 +1,9 @@
 """Figure ``pipeline``: seconds per iteration of each pipeline mode over the slower stage's own time.
 
-Real processes (orchestrator, broker, two generation workers, scoring, trainer) with the replay engine and the emulated
-trainer: what is emulated is only how long decoding, training and the transfer of weights take. Lengths are pinned in
-``long_tail_lengths.txt``, the same in every batch; the training cost is set so that both stages take equally long.
+Real processes (orchestrator, broker, two generation workers, scoring, trainer) with the emulated engine and the
+emulated trainer: what is emulated is only how long decoding, training and the transfer of weights take. Lengths are
+pinned in ``long_tail_lengths.txt``, the same in every batch; the training cost is set so that both stages take equally
+long.
 
 A stage's own time is what it needs for one batch when nothing else takes any time: of generation, from the first
 dispatch of a batch to its last sample; of training, the trainer's busy seconds in the serial run.
@@ -35,7 +36,7 @@ LIMIT_S = 300.0
 ROUND_S = 0.02
 
 WORKLOAD: dict[str, object] = {
-    "generation.engine": "replay",
+    "generation.engine": "emulated",
     "generation.workers": 2,
     "generation.slots": 32,
     "generation.lengths": LENGTHS,
@@ -47,15 +48,15 @@ WORKLOAD: dict[str, object] = {
     "pipeline.group_size": 4,
     "data.size": 512,
     "eval.problems": 0,
-    "replay.time_scale": TIME_SCALE,
-    "replay.step_s": 0.015,
-    "replay.sample_step_s": 0.0003,
+    "emulated.time_scale": TIME_SCALE,
+    "emulated.step_s": 0.015,
+    "emulated.sample_step_s": 0.0003,
 }
 NOTHING_ELSE: dict[str, object] = {
-    "replay.round_s": 0,
-    "replay.train_token_s": 0,
-    "replay.optimizer_s": 0,
-    "replay.load_s": 0,
+    "emulated.round_s": 0,
+    "emulated.train_token_s": 0,
+    "emulated.optimizer_s": 0,
+    "emulated.load_s": 0,
 }
 
 SYNCHRONOUS: dict[str, object] = {"pipeline.max_staleness": 0, "pipeline.update": "barrier"}
@@ -117,11 +118,11 @@ def training_costs(stage_s: float, tokens: int) -> dict[str, object]:
     emulated_s = stage_s / TIME_SCALE
     fixed_s = 0.02 * emulated_s
     return {
-        "replay.optimizer_s": round(fixed_s, 3),
-        "replay.round_s": ROUND_S,
-        "replay.train_token_s": round((emulated_s - fixed_s - ROUND_S * 6) / tokens, 8),
-        "replay.transfer_s": round(0.05 * emulated_s, 3),
-        "replay.load_s": round(0.005 * emulated_s, 3),
+        "emulated.optimizer_s": round(fixed_s, 3),
+        "emulated.round_s": ROUND_S,
+        "emulated.train_token_s": round((emulated_s - fixed_s - ROUND_S * 6) / tokens, 8),
+        "emulated.transfer_s": round(0.05 * emulated_s, 3),
+        "emulated.load_s": round(0.005 * emulated_s, 3),
     }
 
 

@@ -1,6 +1,6 @@
 """Figure ``soak``: emulated hardware at full speed for long, a fault every few seconds, nothing lost and nothing grown.
 
-Real processes with the replay engine and the emulated trainer, whose hardware takes almost no time: the orchestrator,
+Real processes with the emulated engine and the emulated trainer, whose hardware takes almost no time: the orchestrator,
 the broker and the workers' own code are what works. Every ``--every`` seconds comes one fault, drawn with a fixed seed:
 a kill of any process of the run but the supervisor, or a stall (SIGSTOP for some seconds). At the end the audit must be
 clean; memory, open descriptors and the broker's size are read all along and compared between the second quarter and the
@@ -39,7 +39,7 @@ SAMPLE_S = 5.0
 SETTINGS: dict[str, object] = {
     "run.name": "soak",
     "run.batches": 1_000_000,
-    "generation.engine": "replay",
+    "generation.engine": "emulated",
     "generation.workers": 2,
     "generation.slots": 32,
     "trainer.engine": "emulated",
@@ -54,12 +54,12 @@ SETTINGS: dict[str, object] = {
     "liveness.stall_s": 120.0,
     "liveness.max_restarts": 1000,
     "scoring.lease_s": 4.0,
-    "replay.step_s": 0.0005,
-    "replay.sample_step_s": 0.0,
-    "replay.round_s": 0.001,
-    "replay.train_token_s": 0.0,
-    "replay.optimizer_s": 0.005,
-    "replay.load_s": 0.001,
+    "emulated.step_s": 0.0005,
+    "emulated.sample_step_s": 0.0,
+    "emulated.round_s": 0.001,
+    "emulated.train_token_s": 0.0,
+    "emulated.optimizer_s": 0.005,
+    "emulated.load_s": 0.001,
 }
 
 

@@ -47,6 +47,14 @@ FIXED_ON_RESUME = (
 """Another value would train something else under the same name: the position in the data would mean another prompt."""
 
 
+RENAMED = {
+    "replay": "emulated",
+    "pipeline.move_running": "pipeline.migrate_running",
+    'generation.engine = "replay"': 'generation.engine = "emulated"',
+}
+"""What 0.1 called a section, a setting or a value -> its name since 0.2. The old name is an error that says the new."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A configuration that can be started. origins: dotted key -> where its value came from, for every key."""
@@ -185,17 +193,26 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError as error:
         shown = "" if key in SECRET else f", not {_shown(setting.value)}"
-        expected = expected_type(key)
-        raise ConfigError(f"{setting.key} must be {expected}{shown}", key=key, where=setting.where) from error
+        problem = _renamed(f"{key} = {_shown(value)}") or f"{setting.key} must be {expected_type(key)}{shown}"
+        raise ConfigError(problem, key=key, where=setting.where) from error
 
 
 def _shown(value: object) -> str:
     return to_toml(value) if isinstance(value, str | int | float | bool | list | dict) else str(value)
 
 
+def _renamed(old: str) -> str | None:
+    """What to say of a section, setting or value of 0.1 that has another name now."""
+    section, dot, key = old.partition(".")
+    new = RENAMED.get(old) or (RENAMED[section] + dot + key if section in RENAMED else None)
+    return new and f"{old} is called {new} since version 0.2"
+
+
 def _unknown(setting: Setting) -> ConfigError:
     section = setting.path[0]
-    if section not in SECTIONS:
+    if problem := _renamed(setting.key):
+        pass
+    elif section not in SECTIONS:
         hint = nearest(section, SECTIONS) or nearest(setting.key, list(FIELDS))
         problem = f"unknown section {section}{hint}; sections: {', '.join(SECTIONS)}"
     elif len(setting.path) == 1:

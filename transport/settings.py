@@ -72,7 +72,7 @@ SERVER_ENGINES = ("sglang", "vllm")
 class GenerationSettings(Section, frozen=True, kw_only=True):
     """Generation workers."""
 
-    engine: Literal["embedded", "sglang", "vllm", "replay"] = "embedded"  # replay: emulated, see the section replay
+    engine: Literal["embedded", "sglang", "vllm", "emulated"] = "embedded"  # emulated: see that section
     engine_url: str = ""  # sglang, vllm: a server that runs elsewhere; empty: every worker starts one of its own
     server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
     server_args: list[str] = msgspec.field(default_factory=list[str])  # of that server, e.g. ["--tp-size", "2"]
@@ -123,7 +123,7 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
 class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer."""
 
-    engine: Literal["torch", "emulated", "none"] = "torch"  # emulated: see replay; none: see docs/service.md
+    engine: Literal["torch", "emulated", "none"] = "torch"  # emulated: see that section; none: see docs/service.md
     lr: float = 1e-5
     warmup_batches: int = 0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -160,7 +160,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
         "auto", "least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"
     ] = "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
     plan_wait_s: float = 1.0  # a batch waits so long for its plan, then its groups go one after another
-    move_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
+    migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 
 
 class RankerSettings(Section, frozen=True, kw_only=True):
@@ -180,7 +180,9 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
 
     engine: str = ""  # that it was profiled with, which must be the run's; empty: any
     model: str = ""  # likewise, the run's model.path
-    fixed_s: float = 0.02  # the same relation to sample_s as in [replay]: a batch of 40 takes twice as long as one of 1
+    fixed_s: float = (
+        0.02  # the same relation to sample_s as in [emulated]: a batch of 40 takes twice as long as one of 1
+    )
     weights_s: float = 0.0  # reading the weights
     gemm_sample_s: float = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them
     sample_s: float = 0.0005
@@ -199,8 +201,8 @@ class TensorSettings(Section, frozen=True, kw_only=True):
     ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
 
 
-class ReplaySettings(Section, frozen=True, kw_only=True):
-    """How fast the hardware is that the replay engine and the emulated trainer stand for, in its own seconds."""
+class EmulatedSettings(Section, frozen=True, kw_only=True):
+    """How fast the hardware is that the emulated engine and the emulated trainer stand for, in its own seconds."""
 
     time_scale: float = 1.0  # seconds of ours that one of its seconds takes
     step_s: float = 0.02  # a decode step, whatever its size
@@ -286,7 +288,7 @@ class Settings(Section, frozen=True, kw_only=True):
     ranker: RankerSettings = RankerSettings()
     decode_cost: DecodeCostSettings = DecodeCostSettings()
     tensors: TensorSettings = TensorSettings()
-    replay: ReplaySettings = ReplaySettings()
+    emulated: EmulatedSettings = EmulatedSettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
     api: ApiSettings = ApiSettings()

@@ -95,8 +95,8 @@ def generation_worker(
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         lengths = await asyncio.to_thread(_forced_lengths, settings)
-        if settings.generation.engine == "replay":
-            return _replay_worker(broker, settings, worker_id, lengths, secret)
+        if settings.generation.engine == "emulated":
+            return _emulated_worker(broker, settings, worker_id, lengths, secret)
         from workers.generation.stop_tokens import stop_token_ids
         from workers.generation.weights import WeightPuller
         from workers.generation.worker import GenerationWorker
@@ -163,7 +163,7 @@ def _forced_lengths(settings: Settings) -> ForcedLengths | None:
     )
 
 
-def _replay_worker(
+def _emulated_worker(
     broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None, secret: bytes
 ) -> Worker:
     """Without torch, so that it starts in well under a second."""
@@ -172,8 +172,8 @@ def _replay_worker(
     from workers.generation.worker import GenerationWorker
 
     clock = MonotonicClock()
-    engine = ReplayEngine(settings.replay, settings.generation.slots, clock)
-    link = SlowLink(settings.replay.transfer_s * settings.replay.time_scale, clock, secret=secret)
+    engine = ReplayEngine(settings.emulated, settings.generation.slots, clock)
+    link = SlowLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
     worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     return LinkedWorker(worker, link, broker)
 
@@ -270,7 +270,7 @@ def _learner(
     if settings.trainer.engine == "emulated":
         from workers.trainer.emulated import EmulatedLearner
 
-        return EmulatedLearner(settings.replay, publisher, time.sleep)
+        return EmulatedLearner(settings.emulated, publisher, time.sleep)
     from workers.trainer.policy_learner import PolicyLearner
 
     return PolicyLearner(

@@ -50,7 +50,7 @@ async def profile(settings: Settings, directory: Path, say: Callable[[str], None
             decode=decode,
             prefill=prefill,
         )
-        if settings.trainer.engine != "torch" or settings.generation.engine == "replay":
+        if settings.trainer.engine != "torch" or settings.generation.engine == "emulated":
             return found  # there is no real trainer, or no engine that could take its weights
         found = await _with_trainer(found, settings, directory, engine, say)
         say("engine and trainer at once, then in turn")

@@ -54,10 +54,10 @@ shorter ones take beside the longer ones."""
 def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
     """The engine that ``generation.engine`` names, without a run around it."""
     generation = settings.generation
-    if generation.engine == "replay":
+    if generation.engine == "emulated":
         from workers.generation.replay import ReplayEngine
 
-        return ReplayEngine(settings.replay, generation.slots, MonotonicClock())
+        return ReplayEngine(settings.emulated, generation.slots, MonotonicClock())
     if generation.engine == "embedded":
         from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
 

@@ -24,7 +24,7 @@ class Experience:
         The batch is taken as the mean of what its share began with and what is left now.
         """
         p = self._p
-        if not (p.settings.plans or p.settings.move_running):
+        if not (p.settings.plans or p.settings.migrate_running):
             return
         group, worker = p.groups.get(parse_row_id(event.row_id)[0]), p.fleet.workers.get(event.worker_id)
         if group is None or worker is None or group.worker_id != event.worker_id:

@@ -30,7 +30,7 @@ class Moving:
     def consider(self) -> None:
         """Move one group for each idle worker, those first that would take longest where they are."""
         p = self._p
-        if not p.settings.move_running or p.paused or p.stopping or p.plans.planned or self._assignments.head():
+        if not p.settings.migrate_running or p.paused or p.stopping or p.plans.planned or self._assignments.head():
             return
         idle = [worker for worker in p.fleet.workers.values() if worker.fit and not worker.in_flight]
         if not idle or not p.plans.paces:

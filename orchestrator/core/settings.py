@@ -47,7 +47,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``evaluation_schedule.py``.
     dispatch: policy, see ``dispatch/policies.py``.  plan_wait_s: a batch waits so long for its plan.
-    move_running: running groups of slow workers start over on idle ones, see ``moving.py``.
+    migrate_running: running groups of slow workers start over on idle ones, see ``moving.py``.
     decode_cost: of a worker of pace 1.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
     scaling: when generation workers come and go; None: never.
@@ -87,7 +87,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_timeout_s: float = 300.0
     dispatch: str = LEAST_LOADED
     plan_wait_s: float = 1.0
-    move_running: bool = False
+    migrate_running: bool = False
     decode_cost: DecodeCost = DecodeCost(fixed_s=0.02, sample_s=0.0005)
     train_token_s: float = 0.0
     max_response_tokens: int = 0
@@ -140,7 +140,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         eval_timeout_s=settings.eval.timeout_s,
         dispatch=chosen_dispatch(settings),
         plan_wait_s=pipeline.plan_wait_s,
-        move_running=pipeline.move_running,
+        migrate_running=pipeline.migrate_running,
         decode_cost=decode_cost_of(settings.decode_cost),
         train_token_s=settings.decode_cost.train_token_s,
         max_response_tokens=settings.sampling.max_new_tokens,

@@ -33,7 +33,7 @@ OnBroker = Callable[[Broker], Awaitable[None]]
 
 def test_a_run_that_goes_on_is_clean_at_every_look(tmp_path: Path):
     """Short batches, a checkpoint after each: whatever moves while it is read, moves here."""
-    settings = (*EMULATED, "replay.time_scale=0.002", "trainer.checkpoint_every=1", "run.batches=10000")
+    settings = (*EMULATED, "emulated.time_scale=0.002", "trainer.checkpoint_every=1", "run.batches=10000")
     with LiveRun(tmp_path, *settings) as run:
         run.wait_for_batch(2)
         looks = [audited(RunDir(run.run_dir)) for _ in range(14)]

@@ -74,7 +74,7 @@ def test_events_of_rows_that_cannot_be_are_buried_and_the_run_goes_on(tmp_path: 
 
 @pytest.mark.parametrize("which", OWN)
 def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, which: str):
-    with LiveRun(tmp_path, *EMULATED, "replay.time_scale=0.1", "run.batches=400") as run:
+    with LiveRun(tmp_path, *EMULATED, "emulated.time_scale=0.1", "run.batches=400") as run:
         run.wait_for_batch(2)
         client = run.redis()
         (stream, *_) = [name for name in streams(client, own=True) if which in name]
@@ -86,7 +86,7 @@ def test_a_foreign_writer_of_the_orchestrators_streams_is_named(tmp_path: Path, 
 
 
 def test_a_second_run_of_a_live_name_is_refused_and_the_first_goes_on(tmp_path: Path):
-    with LiveRun(tmp_path, *EMULATED, "replay.time_scale=0.1", "run.batches=400") as run:
+    with LiveRun(tmp_path, *EMULATED, "emulated.time_scale=0.1", "run.batches=400") as run:
         run.wait_for_batch(1)
         same = ("run", "--preset", "tiny", "--name", "tiny")
         again = run.command(*same)

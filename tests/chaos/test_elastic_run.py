@@ -34,8 +34,8 @@ ELASTIC = (
     "generation.slots=8",
     "generation.workers=1",
     "generation.max_workers=3",
-    "replay.time_scale=0.05",
-    "replay.optimizer_s=8.0",
+    "emulated.time_scale=0.05",
+    "emulated.optimizer_s=8.0",
     "ranker.kind=none",
 )
 

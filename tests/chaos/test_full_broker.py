@@ -12,7 +12,7 @@ from tests.fakes.redis_servers import ServerProcess, filled, find_binary, small_
 
 pytestmark = pytest.mark.chaos
 
-SLOW = (*QUICK, *EMULATED, "replay.time_scale=0.1")
+SLOW = (*QUICK, *EMULATED, "emulated.time_scale=0.1")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The pipeline modes in real processes, with the replay engine and the emulated trainer, both of which are killed."""
+"""The pipeline modes in real processes, with the emulated engine and the emulated trainer, both of which are killed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REPLAY = (
     *EMULATED,
     f"run.batches={BATCHES}",
     "generation.workers=2",
-    "replay.time_scale=0.1",
-    "replay.transfer_s=1.0",
+    "emulated.time_scale=0.1",
+    "emulated.transfer_s=1.0",
 )
 MODES = {
     "serial": ("pipeline.max_staleness=0", "pipeline.release=batch", "pipeline.update=barrier"),

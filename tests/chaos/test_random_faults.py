@@ -126,7 +126,7 @@ def look(run_dir: Path, act: Callable[[Path, redis.Redis], None] | None = None) 
 
 
 def test_the_plain_audit_sees_each_act_of_sabotage_and_nothing_else(tmp_path: Path):
-    with LiveRun(tmp_path, *EMULATED, "replay.time_scale=0.1") as run:
+    with LiveRun(tmp_path, *EMULATED, "emulated.time_scale=0.1") as run:
         assert run.wait_for_end() == 0, run.describe()
         found = look(run.run_dir)
         assert found.problems == []

@@ -26,7 +26,7 @@ FAST = (
     "sampling.max_new_tokens=400",
     "generation.workers=2",
     "trainer.checkpoint_every=20",
-    "replay.time_scale=0.01",
+    "emulated.time_scale=0.01",
     "ranker.kind=history",
 )
 

@@ -18,9 +18,9 @@ from transport.messages import RolloutFinished, WeightsLoaded, WorkerLost
 
 QUICK = (
     "run.batches=5000",
-    "generation.engine=replay",
+    "generation.engine=emulated",
     "trainer.engine=emulated",
-    "replay.time_scale=0.2",
+    "emulated.time_scale=0.2",
     "liveness.lease_s=60.0",
     "trainer.checkpoint_every=1000",
 )

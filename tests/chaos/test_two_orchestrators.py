@@ -13,7 +13,7 @@ from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 pytestmark = pytest.mark.chaos
 
 BATCHES = 24
-SLOW = (*EMULATED, *QUICK, "replay.time_scale=0.1", f"run.batches={BATCHES}")
+SLOW = (*EMULATED, *QUICK, "emulated.time_scale=0.1", f"run.batches={BATCHES}")
 
 
 def check_emulated(run: LiveRun) -> None:

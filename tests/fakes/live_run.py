@@ -21,7 +21,7 @@ from transport.broker.redis_link import short_path
 POLL_S = 0.05
 QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeout_s=20.0", "liveness.stall_s=90.0")
 """Settings with which a run soon notices who is gone."""
-EMULATED = ("generation.engine=replay", "trainer.engine=emulated")
+EMULATED = ("generation.engine=emulated", "trainer.engine=emulated")
 """Settings of a run without a model: it starts in half the time, and its workers are otherwise the same."""
 BATCHES = 6
 """Of the preset."""

@@ -30,13 +30,13 @@ BEAT_S = 0.2
 
 
 def settings_of(**sections: Mapping[str, Any]) -> Settings:
-    """A service of replayed answers at full speed, changed by ``sections``."""
+    """A service of emulated answers at full speed, changed by ``sections``."""
     chosen: dict[str, dict[str, Any]] = {
         "run": {"name": NAME},
         "trainer": {"engine": "none"},
-        "generation": {"engine": "replay", "slots": 64},
+        "generation": {"engine": "emulated", "slots": 64},
         "sampling": {"max_new_tokens": 8},
-        "replay": {"time_scale": 1e-4},
+        "emulated": {"time_scale": 1e-4},
     }
     for name, section in sections.items():
         chosen.setdefault(name, {}).update(section)
@@ -96,7 +96,7 @@ class ServiceRun:
     def generate(self, name: str = "generate-0.1", clock: Clock | None = None) -> None:
         """Let a worker join."""
         clock = clock or MonotonicClock()
-        engine = ReplayEngine(self.settings.replay, 64, clock)
+        engine = ReplayEngine(self.settings.emulated, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
         link = SlowLink(0.0, clock)
         self._run(

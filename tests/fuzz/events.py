@@ -44,7 +44,7 @@ KINDS = (
         eval_every=1,
         eval_problems=5,
         dispatch="even",
-        move_running=True,
+        migrate_running=True,
     ),
     CoreSettings(num_batches=4, groups_per_batch=3, group_size=2, service=True, max_staleness=2**31),
 )

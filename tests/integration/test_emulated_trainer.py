@@ -14,14 +14,14 @@ from transport.broker import keys
 from transport.clock import MonotonicClock
 from transport.ledger import read_ledger
 from transport.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady, WeightManifest, manifest_decoder
-from transport.settings import ReplaySettings
+from transport.settings import EmulatedSettings
 from transport.types import WorkerId
 from workers.generation.slow_link import SlowLink
 from workers.trainer.emulated import EmulatedLearner
 from workers.trainer.publish import WeightPublisher
 from workers.trainer.worker import TrainerWorker
 
-COSTS = ReplaySettings(time_scale=0.5, round_s=1.0, train_token_s=0.1, optimizer_s=3.0)
+COSTS = EmulatedSettings(time_scale=0.5, round_s=1.0, train_token_s=0.1, optimizer_s=3.0)
 ROWS, TOKENS = 9, 34
 """Of a batch that ``TrainerRun.send_batch`` sends in two rounds."""
 

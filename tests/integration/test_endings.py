@@ -22,7 +22,7 @@ from transport.broker.embedded import EmbeddedServer
 from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock, MonotonicClock
 from transport.messages import encode
-from transport.settings import BrokerSettings, ReplaySettings
+from transport.settings import BrokerSettings, EmulatedSettings
 from transport.tensors.shm import SHARED_MEMORY
 from transport.types import RunName, WorkerId
 from workers.generation.publisher import PublishingWorker
@@ -92,7 +92,7 @@ async def test_a_trainer_that_is_stopped_within_a_round_does_not_wait_for_it(tmp
     run = trainer_run(tmp_path)
     await run.send_batch(0)
     hold = Hold()
-    learner = EmulatedLearner(run.settings.replay, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
+    learner = EmulatedLearner(run.settings.emulated, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
     worker = TrainerWorker(
         run.broker, run.settings, WorkerId("train-0.1"), run.model_dir, run.run_dir, learner, MonotonicClock()
     )
@@ -109,7 +109,7 @@ async def test_a_trainer_is_busy_while_it_computes_and_not_only_once_the_round_i
     run = trainer_run(tmp_path)
     await run.send_batch(0)
     hold, clock = Hold(), ManualClock()
-    learner = EmulatedLearner(run.settings.replay, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
+    learner = EmulatedLearner(run.settings.emulated, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
     worker = TrainerWorker(run.broker, run.settings, WorkerId("train-0.1"), run.model_dir, run.run_dir, learner, clock)
     working = asyncio.create_task(worker.run())
     await asyncio.to_thread(hold.reached.wait, 30)
@@ -129,7 +129,9 @@ def trainer_run(directory: Path) -> TrainerRun:
     (directory / "run").mkdir()
     settings = tiny_settings(engine="emulated")
     section = msgspec.structs.replace(settings.run, name="endings")
-    settings = msgspec.structs.replace(settings, run=section, replay=ReplaySettings(time_scale=1.0, round_s=NEVER_S))
+    settings = msgspec.structs.replace(
+        settings, run=section, emulated=EmulatedSettings(time_scale=1.0, round_s=NEVER_S)
+    )
     return TrainerRun(model_dir, directory / "run", settings)
 
 

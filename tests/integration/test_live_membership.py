@@ -14,7 +14,7 @@ FEW = (
     f"run.batches={BATCHES}",
     f"pipeline.groups_per_batch={GROUPS}",
     "pipeline.max_staleness=2",
-    "replay.time_scale=0.2",
+    "emulated.time_scale=0.2",
 )
 
 

@@ -1,4 +1,4 @@
-"""``streamrl-orchestrator profile`` with real workers: it finds what the replay engine was told, and writes it."""
+"""``streamrl-orchestrator profile`` with real workers: it finds what the emulated engine was told, and writes it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def profile(directory: Path, *settings: str) -> subprocess.CompletedProcess[str]
     return orchestrator("profile", "--preset", "tiny", "--out", str(directory / "here"), *changes, cwd=directory)
 
 
-def test_the_replay_engine_is_measured_as_it_was_told(tmp_path: Path):
-    told = ("generation.engine=replay", "generation.slots=8", "replay.time_scale=0.01", "replay.step_s=0.05")
-    done = profile(tmp_path, *told, "replay.sample_step_s=0.005")
+def test_the_emulated_engine_is_measured_as_it_was_told(tmp_path: Path):
+    told = ("generation.engine=emulated", "generation.slots=8", "emulated.time_scale=0.01", "emulated.step_s=0.05")
+    done = profile(tmp_path, *told, "emulated.sample_step_s=0.005")
     assert done.returncode == 0, done.stderr
     found = read_profile(tmp_path / "here.json").measured.decode
     for batch in (1, 5, 8):
@@ -30,7 +30,7 @@ def test_the_replay_engine_is_measured_as_it_was_told(tmp_path: Path):
 
 
 def test_an_engine_of_too_few_slots_is_refused(tmp_path: Path):
-    done = profile(tmp_path, "generation.engine=replay", "generation.slots=1", "replay.time_scale=0.01")
+    done = profile(tmp_path, "generation.engine=emulated", "generation.slots=1", "emulated.time_scale=0.01")
     assert done.returncode == 2
     assert "generation.slots must be at least" in done.stderr
     assert not (tmp_path / "here.json").exists()

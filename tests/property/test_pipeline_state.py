@@ -64,7 +64,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         eval_timeout_s=st.sampled_from([8.0, 60.0]),
         dispatch=st.sampled_from(["least_loaded", "even", "two_class_max", "slicing", "scored"]),
         plan_wait_s=st.sampled_from([0.0, 5.0]),
-        move_running=st.booleans(),
+        migrate_running=st.booleans(),
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 

@@ -15,6 +15,8 @@ from orchestrator import toml_source
 from orchestrator.config import (
     FIELDS,
     PASSWORD_VARIABLE,
+    RENAMED,
+    SECTIONS,
     Resolved,
     check_resume,
     preset_names,
@@ -158,6 +160,29 @@ def test_unknown_key_in_a_file(tmp_path: Path):
 )
 def test_nearest_key(argument: str, meant: str):
     assert f"did you mean {meant}?" in error_of(argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("replay.step_s=1", "replay.step_s is called emulated.step_s since version 0.2"),
+        ("pipeline.move_running=true", "pipeline.move_running is called pipeline.migrate_running since"),
+        ("generation.engine=replay", 'generation.engine = "replay" is called generation.engine = "emulated" since'),
+    ],
+)
+def test_a_name_of_the_version_before_is_answered_with_the_new_one(argument: str, answer: str):
+    assert error_of(argument).startswith(f"--set: {answer}")
+
+
+def test_an_old_name_in_a_file_is_answered_with_its_line(tmp_path: Path):
+    error = file_error(tmp_path, "[run]\nseed = 1\n[replay]\nload_s = 1.0\n")
+    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:4: replay.load_s is called emulated.load_s since")
+
+
+def test_old_names_are_free_and_new_ones_are_real():
+    known = {*FIELDS, *SECTIONS}
+    assert not known & set(RENAMED)
+    assert {new.partition(" = ")[0] for new in RENAMED.values()} <= known
 
 
 def test_a_key_like_no_other_lists_those_there_are():

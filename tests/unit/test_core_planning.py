@@ -149,7 +149,7 @@ def running_on_a_slow_worker(**changes: object) -> PipelineWorld:
 
 
 def test_running_work_moves_to_an_idle_worker_that_ends_it_much_sooner():
-    world = running_on_a_slow_worker(move_running=True)
+    world = running_on_a_slow_worker(migrate_running=True)
     world.tell(Tick())
     moved = held(world)
     assert sorted(moved["generate-0"] + moved["generate-1"]) == ["0", "1"]
@@ -163,7 +163,7 @@ def test_running_work_stays_by_default_and_where_starting_over_gains_little():
     world = running_on_a_slow_worker()
     world.tell(Tick())
     assert held(world)["generate-1"] == []
-    world = running_on_a_slow_worker(move_running=True)
+    world = running_on_a_slow_worker(migrate_running=True)
     world.state._p.plans.paces.update({FIRST: 15.0, SECOND: 10.0})
     world.tell(Tick())
     assert held(world)["generate-1"] == []

@@ -27,7 +27,7 @@ def simulated_s(setting: Setting, found: Overheads = NO_OVERHEADS) -> float:
 
 
 def test_there_are_enough_settings_and_none_of_them_calibrates():
-    assert len([one for one in SETTINGS if one.engine == "replay"]) >= 8
+    assert len([one for one in SETTINGS if one.engine == "emulated"]) >= 8
     assert len([one for one in SETTINGS if one.engine == "embedded"]) >= 4
     assert len(set(SETTINGS)) == len(SETTINGS) >= 12
     assert not set(CALIBRATION.values()) & set(SETTINGS)
@@ -41,7 +41,7 @@ def test_neither_the_first_batches_nor_one_that_was_held_up_count():
 @pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[5]], ids=lambda setting: setting.mode)
 def test_a_prediction_follows_its_setting(setting: Setting):
     longer = Setting(
-        engine="replay",
+        engine="emulated",
         mode=setting.mode,
         workers=setting.workers,
         slots=setting.slots,

@@ -1,4 +1,4 @@
-"""The replay engine: exact lengths, continuous batching, time that passes as its costs say."""
+"""The emulated engine: exact lengths, continuous batching, time that passes as its costs say."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from transport.clock import MonotonicClock
-from transport.settings import ReplaySettings
+from transport.settings import EmulatedSettings
 from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 from workers.generation.replay import ReplayEngine
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
-COSTS = ReplaySettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load_s=0.0)
+COSTS = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load_s=0.0)
 
 
 class Engine:
     """An engine as a context, and the results of it."""
 
-    def __init__(self, slots: int, costs: ReplaySettings = COSTS) -> None:
+    def __init__(self, slots: int, costs: EmulatedSettings = COSTS) -> None:
         self.engine = ReplayEngine(costs, slots, MonotonicClock(), weights=OLD)
 
     async def __aenter__(self) -> Engine:
@@ -87,7 +87,7 @@ async def test_a_slot_that_falls_free_is_filled_at_once_by_priority():
 
 
 async def test_running_samples_go_on_under_new_weights_and_say_from_which_token():
-    async with Engine(slots=2, costs=ReplaySettings(time_scale=0.1, step_s=0.02, load_s=0.0)) as engine:
+    async with Engine(slots=2, costs=EmulatedSettings(time_scale=0.1, step_s=0.02, load_s=0.0)) as engine:
         engine.submit(0, 3, 100)
         (first,) = await engine.results(1)
         await engine.engine.load_weights(NEW, {})
@@ -102,7 +102,7 @@ async def test_running_samples_go_on_under_new_weights_and_say_from_which_token(
 
 
 async def test_decoding_stands_still_while_weights_are_taken():
-    costs = ReplaySettings(time_scale=0.01, step_s=0.02, sample_step_s=0.0, load_s=10.0)
+    costs = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.0, load_s=10.0)
     async with Engine(slots=1, costs=costs) as engine:
         clock = MonotonicClock()
         engine.submit(0, 5)
@@ -115,7 +115,7 @@ async def test_decoding_stands_still_while_weights_are_taken():
 
 
 async def test_what_is_aborted_comes_out_once_running_or_waiting():
-    async with Engine(slots=1, costs=ReplaySettings(time_scale=1.0, step_s=1.0)) as engine:
+    async with Engine(slots=1, costs=EmulatedSettings(time_scale=1.0, step_s=1.0)) as engine:
         engine.submit(0, 100, 100)
         engine.submit(1, 1, 1)
         await asyncio.sleep(0)
@@ -128,7 +128,7 @@ async def test_what_is_aborted_comes_out_once_running_or_waiting():
 
 
 async def test_a_prompt_is_paid_once_for_its_group():
-    costs = ReplaySettings(time_scale=0.001, step_s=0.02, sample_step_s=0.0, prefill_token_s=1.0)
+    costs = EmulatedSettings(time_scale=0.001, step_s=0.02, sample_step_s=0.0, prefill_token_s=1.0)
     async with Engine(slots=4, costs=costs) as engine:
         clock = MonotonicClock()
         started_s = clock.now_s()

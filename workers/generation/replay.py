@@ -1,4 +1,4 @@
-"""The replay engine: continuous batching in real time, without a model.
+"""The emulated engine: continuous batching in real time, without a model.
 
 It "generates" the length that each request forces, one token a decode step, at the speed of the hardware it stands for:
 a step of ``n`` samples takes ``step_s + n * sample_step_s``, so what waits, what fills a slot and when each sample ends
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.clock import Clock
-from transport.settings import ReplaySettings
+from transport.settings import EmulatedSettings
 from transport.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from workers.generation.delivery import Delivery
 from workers.generation.engine import (
@@ -78,7 +78,7 @@ class ReplayEngine:
     """A GenerationEngine (engine.py). slots: samples decoded together.  weights: served from the start."""
 
     def __init__(
-        self, costs: ReplaySettings, slots: int, clock: Clock, *, weights: WeightIdentity = BASE_WEIGHTS
+        self, costs: EmulatedSettings, slots: int, clock: Clock, *, weights: WeightIdentity = BASE_WEIGHTS
     ) -> None:
         self._costs = costs
         self._slots = slots
@@ -98,7 +98,7 @@ class ReplayEngine:
     async def start(self) -> EngineInfo:
         self._at_s = self._clock.now_s()
         self._delivery.serving = asyncio.create_task(self._decode(), name="replay")
-        return EngineInfo(name="replay", capacity=self._slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY)
+        return EngineInfo(name="emulated", capacity=self._slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY)
 
     def submit(self, request: GenerationRequest) -> None:
         queued_at_s = self._clock.now_s()

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from transport.broker.base import Broker
 from transport.messages import TensorSpec, WeightManifest
-from transport.settings import ReplaySettings
+from transport.settings import EmulatedSettings
 from transport.tensors.base import SegmentWriter
 from transport.tensors.manifest import checksum, plan_layout
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
@@ -36,7 +36,7 @@ Sleep = Callable[[float], None]
 class EmulatedLearner:
     """A Learner (learner.py) of one rank. sleep: lets that many of our seconds pass."""
 
-    def __init__(self, costs: ReplaySettings, publisher: WeightPublisher, sleep: Sleep) -> None:
+    def __init__(self, costs: EmulatedSettings, publisher: WeightPublisher, sleep: Sleep) -> None:
         self._costs = costs
         self._publisher = publisher
         self._sleep = sleep
