@@ -36,11 +36,11 @@ import torch
 import uvloop
 from safetensors.torch import load_file
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.sglang_servers import VENV, command
 from tests.fakes.tiny_models import VOCAB, tiny_model
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import GroupPlan, encode
 from transport.rows import encode_array

@@ -8,10 +8,10 @@ from itertools import count
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.stored_rows import new_unit
 from transport.broker.base import Broker
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.fakes.engine import FakeEngine
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import (
     GroupPlan,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.runtime.app import serve
-from transport.broker.memory import MemoryBroker, MemoryServer
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.clock import Clock, MonotonicClock
 from transport.messages import WorkerStatus, encode
 from transport.settings import Settings

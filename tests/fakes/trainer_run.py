@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, GroupWrite, RowWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import (
     CloseMiniBatch,

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from orchestrator.runtime.process import see_off
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
 from transport.broker import keys
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock, MonotonicClock
 from transport.messages import encode
 from transport.settings import BrokerSettings, EmulatedSettings

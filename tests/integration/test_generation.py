@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import (
     GroupPlan,

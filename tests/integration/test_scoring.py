@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.unscored_group import GROUP, PROMPT, admit, all_events, generate, next_event, settings_for
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.clock import ManualClock

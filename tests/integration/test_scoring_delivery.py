@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.unscored_group import GROUP, admit, generate, next_event
 from transport.broker import keys
 from transport.broker.base import Broker, RowWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.messages import ScoringFailed
 from transport.rows import BrokerRows, decode_scalar, encode_array

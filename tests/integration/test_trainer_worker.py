@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FencedError
 from transport.ledger import read_ledger
 from transport.messages import (

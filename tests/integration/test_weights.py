@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 
 from tests.fakes.engine import FakeEngine
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.messages import TensorSpec, WeightManifest, WeightsFailed, WeightsLoaded, encode, manifest_decoder

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Ack, Entry
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FencedError
 from transport.messages import WeightManifest, WeightsPublished, event_decoder, manifest_decoder
 from transport.types import RunName, WeightIdentity

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.rows import BrokerRows
 from transport.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id

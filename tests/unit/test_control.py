@@ -17,11 +17,11 @@ from orchestrator.core.state import PipelineState
 from orchestrator.errors import ConfigError
 from orchestrator.runtime.control import REQUESTS, append_event, change
 from orchestrator.runtime.watchdog import Watchdog
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.broker import keys
 from transport.broker.base import ZERO_ID
-from transport.broker.memory import MemoryBroker
-from transport.broker.memory_server import MemoryServer
 from transport.clock import ManualClock
 from transport.messages import (
     BrokerUsage,

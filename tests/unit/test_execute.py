@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from orchestrator.core.outbox import CommandId
 from orchestrator.runtime.execute import ENTRIES_PER_STEP, Executor, in_steps
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, Fence, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.messages import Command, DispatchGroups, DropRows, GroupPlan
 from transport.types import Column, GroupId, PromptId, RunName, WorkerId
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from transport.broker.memory import MemoryBroker
-from transport.broker.memory_server import MemoryServer
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
 from transport.types import RunName, WorkerId, WorkerKind
 from workers.lifecycle import free_index
 

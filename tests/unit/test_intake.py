@@ -22,9 +22,9 @@ from orchestrator.runtime.journal import Journal, read_records
 from orchestrator.runtime.metrics import MetricsLog
 from orchestrator.runtime.trimming import Trimmer
 from orchestrator.runtime.watchdog import Watchdog
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, DeadLetter, Entry, Fence
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import MonotonicClock
 from transport.messages import Event, StopRequested, WorkerStarted, encode
 from transport.settings import LivenessSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.broker.memory import MemoryBroker, MemoryServer
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.types import RunName
 from workers.errors import RanksError
 from workers.trainer.meeting import MEETING, Meeting

@@ -8,8 +8,8 @@ import msgspec
 
 from orchestrator.runtime.intake import new_inbox
 from orchestrator.runtime.membership import RETURN_POLLS, Membership, Newcomers, SilenceClock
-from transport.broker.memory import MemoryBroker
-from transport.broker.memory_server import MemoryServer
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
 from transport.clock import ManualClock
 from transport.messages import STARTING, WorkerJoined, WorkerStatus, encode
 from transport.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind

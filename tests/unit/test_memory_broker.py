@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.errors import BrokerUnavailableError
 from transport.types import Column, GroupId, RunName

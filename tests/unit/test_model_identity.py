@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FatalError
 from transport.messages import WorkerLost, encode, event_decoder
 from transport.model_identity import ModelIdentity, identify_model

@@ -15,9 +15,9 @@ from orchestrator.runtime.decide import restated
 from orchestrator.runtime.intake import new_inbox
 from orchestrator.runtime.reconcile import keep_reconciled
 from orchestrator.runtime.rundir import RunDir
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry, Fence
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.errors import FencedError, RunExistsError
 from transport.messages import CheckpointSaved, RowsMissing, RunResumed, Tick, TrainerReady, TrimRounds, encode
 from transport.model_identity import ModelIdentity

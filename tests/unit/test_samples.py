@@ -19,8 +19,8 @@ from orchestrator.runtime.samples import (
     RecentSamples,
     best_and_worst,
 )
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.messages import Event, GroupScored, RolloutInfo, encode
 from transport.rows import BrokerRows, encode_array

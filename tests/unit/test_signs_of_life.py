@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from orchestrator.runtime.signs_of_life import SignsOfLife
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.errors import BrokerFullError, BrokerUnavailableError
 from transport.messages import STARTING, WorkerStatus, encode

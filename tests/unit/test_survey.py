@@ -11,10 +11,10 @@ from orchestrator.core.settings import CoreSettings
 from orchestrator.dead_letters import DISPATCHED_AGAIN, FOREIGN, GONE, why_not
 from orchestrator.inspect import follow_run
 from orchestrator.survey import survey_line, survey_view, take_survey
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, GroupWrite
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.messages import GroupScored, ScoringFailed, WorkerStatus, encode
 from transport.types import Column, GroupId, RunName, WorkerId, WorkerKind

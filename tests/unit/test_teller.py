@@ -10,10 +10,10 @@ import pytest
 from orchestrator.runtime.live import PlainView
 from orchestrator.runtime.rundir import RunDir
 from orchestrator.runtime.teller import Teller
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.broker.entries import buried
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.clock import ManualClock
 from transport.settings import Settings
 from transport.types import RunName

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Fence
-from transport.broker.memory import MemoryBroker, MemoryServer
 from transport.messages import (
     CheckpointSaved,
     Event,

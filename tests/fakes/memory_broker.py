@@ -1,8 +1,8 @@
-"""The broker's contract in this process: for tests, the simulator and single-process runs.
+"""The broker's contract in this process, for tests and for benchmarks of one process.
 
-Owns: the same behaviour as redis_streams.py (one contract suite runs over both), and knobs to make it fail. Never: I/O,
-other clocks than the one it is given. Invariant: every step is synchronous between two awaits, hence atomic.
-Leases and idle times follow the injected clock; ``wait_s`` follows the event loop, because someone really waits.
+Owns: the same behaviour as transport/broker/redis_streams.py (one contract suite runs over both), and knobs to make it
+fail. Never: I/O, other clocks than the one it is given. Invariant: every step is synchronous between two awaits, hence
+atomic. Leases and idle times follow the injected clock; ``wait_s`` follows the event loop, because a caller waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+from tests.fakes.memory_server import Group, MemoryServer, RunState
 from transport.broker import keys
 from transport.broker.base import (
     ZERO_ID,
@@ -41,7 +42,6 @@ from transport.broker.entries import (
     dead_letter,
     without_blocks,
 )
-from transport.broker.memory_server import Group, MemoryServer, RunState
 from transport.errors import FencedError, TailLostError
 from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
