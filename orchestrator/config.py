@@ -8,7 +8,6 @@ Invariant: what ``resolve`` returns is complete, of the right types, in range an
 
 from __future__ import annotations
 
-import enum
 import importlib.resources
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
-from orchestrator.config_checks import Violation, unit_of, value_of, violations
+from orchestrator.config_checks import Violation, value_of, violations
 from orchestrator.core.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.toml_source import MAX_DOCUMENT_BYTES, Setting, nearest, parse_override, read_document, to_toml
@@ -187,18 +187,26 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
         if typing.get_origin(field.type) is not dict:
             raise _unknown(setting)
         value = {**typing.cast("dict[str, object]", values.get(key, {})), setting.path[2]: value}
-    elif field.type is str and setting.text is not None and not isinstance(value, str):
+    elif _is_string(field) and setting.text is not None and not isinstance(value, str):
         value = setting.text  # --set run.name=7
     try:
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError as error:
         shown = "" if key in SECRET else f", not {_shown(setting.value)}"
-        problem = _renamed(f"{key} = {_shown(value)}") or f"{setting.key} must be {expected_type(key)}{shown}"
+        problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}"
         raise ConfigError(problem, key=key, where=setting.where) from error
 
 
+def _is_string(field: msgspec.structs.FieldInfo) -> bool:
+    of_pattern = typing.get_origin(field.type) is typing.Annotated and typing.get_args(field.type)[0] is str
+    return field.type is str or of_pattern
+
+
 def _shown(value: object) -> str:
-    return to_toml(value) if isinstance(value, str | int | float | bool | list | dict) else str(value)
+    try:
+        return to_toml(value)
+    except TypeError:  # a date, which no setting can be
+        return str(value)
 
 
 def _renamed(old: str) -> str | None:
@@ -223,23 +231,47 @@ def _unknown(setting: Setting) -> ConfigError:
     return ConfigError(problem, key=setting.key, where=setting.where)
 
 
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+"""A unit is the end of a setting's name."""
+
+
 def expected_type(key: str) -> str:
-    """What the setting ``key`` must be, in words, with its unit: ``a number (seconds)``."""
-    return _in_words(FIELDS[key].type) + unit_of(key)
+    """What the setting ``key`` must be, in words, with its range and unit: ``a number > 0 (seconds)``."""
+    unit = next((f" ({unit})" for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
+    return _in_words(FIELDS[key].type) + unit
 
 
 def _in_words(kind: Any) -> str:
+    arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in typing.get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return "one of " + ", ".join(f'"{choice.value}"' for choice in kind)
+        return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
     if typing.get_origin(kind) is tuple:
-        return f"a list of {len(typing.get_args(kind))} numbers"
+        return f"a list of {len(arguments)}, each {_in_words(arguments[0])}"
     if typing.get_origin(kind) is list:
-        return f"a list, each {_in_words(typing.get_args(kind)[0])}"
-    if typing.get_origin(kind) is dict:
-        return "a table of numbers, strings, true or false, or lists of whole numbers"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+        return f"a list, each {_in_words(arguments[0])}"
+    match msgspec.inspect.type_info(kind):
+        case msgspec.inspect.Metadata(extra_json_schema={"description": str(words)}):
+            return words
+        case msgspec.inspect.EnumType(cls=choices):
+            return "one of " + ", ".join(f'"{choice.value}"' for choice in choices)
+        case msgspec.inspect.IntType() as number:
+            return "a whole number" + _range(number)
+        case msgspec.inspect.FloatType() as number:
+            return "a number" + _range(number)
+        case msgspec.inspect.DictType():
+            return "a table of numbers, strings, true or false, or lists of whole numbers"
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case _:
+            return "a string"
+
+
+def _range(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    """`` > 0``, or `` in [0, 1)``; "" without limits."""
+    least, most = (kind.gt if kind.ge is None else kind.ge), (kind.lt if kind.le is None else kind.le)
+    if least is None or most is None:
+        return "" if least is None else f" {'>' if kind.ge is None else '>='} {least}"
+    return f" in {'(' if kind.ge is None else '['}{least}, {most}{')' if kind.le is None else ']'}"
 
 
 def _build(values: Mapping[str, object]) -> Settings:

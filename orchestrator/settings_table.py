@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 
 from orchestrator.config import FIELDS, FROM_ENVIRONMENT, SECTIONS, expected_type
-from orchestrator.config_checks import RANGES, value_of
+from orchestrator.config_checks import value_of
 from orchestrator.toml_source import to_toml
 from transport import settings as schema
 from transport.settings import Section, Settings
@@ -44,11 +44,10 @@ def _section(section: str, comments: dict[tuple[str, str], str]) -> Iterator[str
     yield "|---|---|---|---|"
     for key in (key for key in FIELDS if key.startswith(f"{section}.")):
         name = key.partition(".")[2]
-        allowed = f", {RANGES[key]}" if key in RANGES else ""
         about = comments.get((kind.__name__, name), "")
         if key in FROM_ENVIRONMENT:
             about = f"{about} (environment: {FROM_ENVIRONMENT[key]})".strip()
-        yield _row(f"`{name}`", f"`{_default(key)}`", expected_type(key) + allowed, about)
+        yield _row(f"`{name}`", f"`{_default(key)}`", expected_type(key), about)
     yield ""
 
 

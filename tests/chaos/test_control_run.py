@@ -18,7 +18,7 @@ MANY = ("run.batches=5000", "trainer.checkpoint_every=5000")
 
 REFUSED = {
     "trainer.lr=1": "trainer.lr cannot change while a run goes on",
-    "pipeline.max_staleness=99": "pipeline.max_staleness must be in [0, 16]",
+    "pipeline.max_staleness=99": "pipeline.max_staleness must be a whole number in [0, 16]",
     "run.batches=1": "run.batches must be at least ",
 }
 

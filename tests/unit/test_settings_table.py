@@ -18,7 +18,7 @@ def test_the_document_is_up_to_date():
 def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
     rows = [line for line in settings_table().splitlines() if line.startswith("| `")]
     assert len(rows) == len(FIELDS)
-    lease = next(row for row in rows if "silent for so long" in row)
-    assert lease.startswith("| `lease_s` | `10.0` | a number (seconds), > 0 | a worker silent")
+    lease = next(row for row in rows if "a worker silent for so long" in row)
+    assert lease.startswith("| `lease_s` | `10.0` | a number > 0 (seconds) | a worker silent")
     assert "(environment: STREAMRL_BROKER_PASSWORD)" in next(row for row in rows if "`password`" in row)
     assert not [row for row in rows if row.endswith("\\ |")]
