@@ -28,6 +28,7 @@ from ranker.model import TextModel
 from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
 from ranker.quality import TRUSTED_RECALL, RunningQuality
 from ranker.refit import refit_in_process
+from transport.messages import RankerJudged
 
 MAX_KNOWN = 20_000
 """Prompts whose text is kept for refits, at most 8,000 characters each; the one not met for longest goes first."""
@@ -51,26 +52,6 @@ class KnownPrompt:
     predicted_tokens: float
     tokens: tuple[int, ...] = ()
     drift: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankerQuality:
-    """What to show. Recalls and tau are of predictions made before the lengths were known, over the newest groups.
-
-    trusted: dispatch may rely on the order; otherwise it should dispatch evenly.  measured: that rests on these groups.
-    drift: how far log lengths have moved since the start, e.g. 0.69 = doubled.  refits: models trained during the run.
-    """
-
-    num_groups: int
-    recall_20: float
-    recall_10: float
-    recall_5: float
-    kendall_tau: float
-    trusted: bool
-    measured: bool
-    drift: float
-    known_prompts: int
-    refits: int
 
 
 class OnlineRanker:
@@ -150,11 +131,11 @@ class OnlineRanker:
                 known.tokens, known.drift = tokens, self._history.drift
             self._history.observe(prompt_id, tokens, known.prior if known is not None else self._unknown)
 
-    def quality(self) -> RankerQuality:
+    def quality(self) -> RankerJudged:
         """How right the newest predictions were; about 2 ms."""
         with self._lock:
             recall_20, recall_10, recall_5 = self._quality.recalls()
-            return RankerQuality(
+            return RankerJudged(
                 num_groups=self._quality.num_groups,
                 recall_20=recall_20,
                 recall_10=recall_10,

@@ -28,7 +28,7 @@ class StoredRanker(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     model: StoredModel | None = None
     history: StoredHistory | None = None
-    trusted: bool | None = msgspec.field(default=None, name="worth_it")  # as files have always had it
+    trusted: bool | None = None
 
 
 def encode(ranker: StoredRanker) -> bytes:

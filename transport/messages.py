@@ -334,16 +334,17 @@ class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
-    """How right the predictions of response lengths were, on the newest groups that ended. See ranker/quality.py.
+    """How right the predictions of response lengths were before the lengths were known. See ranker/quality.py.
 
-    trusted: dispatch may rely on their order.  measured: that rests on enough groups of the run.
+    trusted: dispatch may rely on their order; otherwise it dispatches evenly.  measured: that rests on enough groups of
+    the run.
     num_groups: judged since the ranker was started.
     recall_20, _10, _5: of the longest so many percent, how many are among the predicted longest.
-    drift: how far log lengths have moved since the run began.  known_prompts: with lengths of their own.
-    refits: models trained during the run.
+    drift: how far log lengths have moved since the run began, e.g. 0.69 = doubled.
+    known_prompts: with lengths of their own.  refits: models trained during the run.
     """
 
-    trusted: bool = msgspec.field(name="worth_it")  # as journals have always had it
+    trusted: bool
     num_groups: int = 0
     recall_20: float = 0.0
     recall_10: float = 0.0
@@ -646,9 +647,10 @@ class TrimRounds(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FinishRun(Struct, frozen=True, kw_only=True, tag=True):
-    """The run is over: the trainer has its last command, workers may go."""
+    """The run is over: the trainer has its last command, workers may go. failed: it cannot go on."""
 
     reason: str
+    failed: bool = False
 
 
 Command: TypeAlias = (

@@ -11,28 +11,13 @@ import heapq
 from orchestrator.core.batches import NOBODY, Group, PendingEntry, Stage
 from orchestrator.core.dispatch import Order, Placement, plan_priority, with_room
 from orchestrator.core.fleet import Worker
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.outbox import AbortKey, CommandId, DispatchKey
 from orchestrator.core.pipeline import Deadline, Pipeline
 from orchestrator.core.rolling import Rolling
 from orchestrator.core.staleness import may_dispatch
 from orchestrator.core.work_stealing import WorkStealing
 from transport.messages import AbortRollouts, DispatchGroups, GroupPlan
 from transport.types import GroupId, WorkerId
-
-
-def admit_key(group_id: GroupId) -> str:
-    """Key in the outbox of the admission of one group by itself."""
-    return f"admit {group_id}"
-
-
-def plan_key(group_id: GroupId) -> str:
-    """Key of a group's dispatch in the outbox."""
-    return f"plan {group_id}"
-
-
-def abort_key(worker_id: WorkerId, group_id: GroupId) -> str:
-    """Key of an abort in the outbox."""
-    return f"abort {worker_id} {group_id}"
 
 
 class Assignments:
@@ -114,7 +99,7 @@ class Assignments:
         p = self._p
         worker = p.fleet.workers[group.worker_id]
         worker.release(group)
-        p.outbox.confirm(plan_key(group.group_id))
+        p.outbox.confirm(DispatchKey(group.group_id))
         if reason:
             self._abort(worker, group, reason)
         group.worker_id = NOBODY
@@ -141,14 +126,14 @@ class Assignments:
 
     def _forget_abort(self, worker: Worker, group_id: GroupId) -> None:
         del worker.aborting[group_id]
-        self._p.outbox.confirm(abort_key(worker.worker_id, group_id))
+        self._p.outbox.confirm(AbortKey(worker.worker_id, group_id))
 
     def _abort(self, worker: Worker, group: Group, reason: str) -> None:
         """Named with its attempt: a later dispatch of the same group to this worker must survive the abort."""
         abort = AbortRollouts(
             worker_id=worker.worker_id, group_ids=(group.group_id,), reason=reason, attempts=(group.attempt,)
         )
-        self._p.outbox.emit_until(abort_key(worker.worker_id, group.group_id), abort)
+        self._p.outbox.emit_until(AbortKey(worker.worker_id, group.group_id), abort)
         worker.aborting[group.group_id] = None
 
     def assign(self, group: Group, worker: Worker) -> None:
@@ -180,4 +165,4 @@ class Assignments:
             sampling=group.sampling,
         )
         command = DispatchGroups(worker_id=group.worker_id, plans=(plan,))
-        return self._p.outbox.emit_until(plan_key(group.group_id), command)
+        return self._p.outbox.emit_until(DispatchKey(group.group_id), command)

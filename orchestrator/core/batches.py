@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.batching import Phase
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.outbox import AdmissionKey, CommandId
 from transport.types import GroupId, PromptId, SamplingParams, WorkerId
 
 MISSING = -1
@@ -54,6 +54,7 @@ class Group(msgspec.Struct, kw_only=True):
     attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
     deaths: of workers in a row that ran it, against max_deaths.  all_deaths: the same however far apart, since a sample
     of it came.  started_s: of its last dispatch.
+    admission: of its prompt columns, until they are known to exist.
     newest_version: of the newest weights in any of its rows, -1 without rows.
     oldest_version: of the oldest weights that any of its samples was started under.
     sampling: how its request wants it sampled, None: as the settings say.
@@ -81,7 +82,7 @@ class Group(msgspec.Struct, kw_only=True):
     worker_id: WorkerId = NOBODY
     avoid: WorkerId = NOBODY
     dispatched: CommandId = CommandId(0, 0)
-    admit_key: str = ""
+    admission: AdmissionKey | None = None
     newest_version: int = -1
     oldest_version: int = -1
     num_tokens: int = 0

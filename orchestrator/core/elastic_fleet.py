@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orchestrator.core.batches import MISSING, Batch
+from orchestrator.core.outbox import DrainKey
 from orchestrator.core.scaling import Change, Iteration, estimate_of
 from transport.messages import DrainWorker, Event, RolloutFinished, RoundDone, SpawnWorkers
 from transport.types import WorkerId, is_evaluation
@@ -28,11 +29,6 @@ RETURN_S = 60.0
 """A dead worker that is not back by then is not started again: a supervisor waits at most 8 s between two tries."""
 START_S = 300.0
 """A worker that was asked for and has not joined by then is not coming (the default of ``liveness.startup_s``)."""
-
-
-def drain_key(worker_id: WorkerId) -> str:
-    """Key in the outbox of the word that a worker shall leave."""
-    return f"drain {worker_id}"
 
 
 def place_of(worker_id: WorkerId) -> str:
@@ -150,16 +146,16 @@ class ElasticFleet:
         p = self._p
         for worker_id in p.elastic.draining:
             worker = p.fleet.workers[worker_id]
-            if not worker.groups and not worker.evaluating and drain_key(worker_id) not in p.outbox.open:
+            if not worker.groups and not worker.evaluating and DrainKey(worker_id) not in p.outbox.open:
                 reason = p.elastic.last.reason if p.elastic.last is not None else ""
-                p.outbox.emit_until(drain_key(worker_id), DrainWorker(worker_id=worker_id, reason=reason))
+                p.outbox.emit_until(DrainKey(worker_id), DrainWorker(worker_id=worker_id, reason=reason))
 
     def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone, in whatever way."""
         p = self._p
         if worker_id in p.elastic.draining:
             p.elastic.draining.remove(worker_id)
-            p.outbox.confirm(drain_key(worker_id))
+            p.outbox.confirm(DrainKey(worker_id))
         elif p.settings.scaling is not None:
             p.elastic.lost_s[place_of(worker_id)] = p.now_s
 

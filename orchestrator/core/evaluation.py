@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.core.batches import MISSING
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.outbox import AdmissionKey, CommandId
 from transport.messages import EvaluationOutcome, GroupScored, PromptRef
 from transport.types import GroupId, WeightIdentity, WorkerId
 
@@ -28,6 +28,7 @@ class Try(msgspec.Struct, kw_only=True):
     group_id: GroupId
     problem: int
     worker_id: WorkerId
+    admission: AdmissionKey
     dispatched: CommandId
     deadline_s: float
     tokens: int = MISSING

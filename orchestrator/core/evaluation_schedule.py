@@ -18,10 +18,9 @@ from __future__ import annotations
 from orchestrator.core.evaluation import Evaluation
 from orchestrator.core.evaluation_tries import EvaluationTries
 from orchestrator.core.fleet import age
+from orchestrator.core.outbox import HeldOutPromptsKey
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import HeldOutPromptsArrived, RequestHeldOutPrompts
-
-REQUEST_KEY = "held-out prompts"
 
 
 class EvaluationSchedule:
@@ -70,7 +69,7 @@ class EvaluationSchedule:
         if evaluations.problems is None:
             if not evaluations.requested:
                 evaluations.requested = True
-                p.outbox.emit_until(REQUEST_KEY, RequestHeldOutPrompts(count=p.settings.eval_problems))
+                p.outbox.emit_until(HeldOutPromptsKey(), RequestHeldOutPrompts(count=p.settings.eval_problems))
             return
         problems = evaluations.problems[: p.settings.eval_problems]
         longest_first = sorted(range(len(problems)), key=lambda place: -problems[place].predicted_tokens)
@@ -85,7 +84,7 @@ class EvaluationSchedule:
     def problems_arrived(self, event: HeldOutPromptsArrived) -> None:
         """They are the same for the whole run."""
         evaluations = self._p.evaluations
-        self._p.outbox.confirm(REQUEST_KEY)
+        self._p.outbox.confirm(HeldOutPromptsKey())
         if evaluations.problems is None:
             evaluations.problems = list(event.prompts)
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from orchestrator.core.assignments import abort_key, admit_key, plan_key
 from orchestrator.core.batches import MISSING, NOBODY
 from orchestrator.core.evaluation import Evaluation, Try
 from orchestrator.core.fleet import Worker, age
-from orchestrator.core.outbox import CommandId, parse_entry_id
+from orchestrator.core.outbox import AbortKey, AdmissionKey, CommandId, DispatchKey, parse_entry_id
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import (
     EVALUATION,
@@ -93,21 +92,23 @@ class EvaluationTries:
         current.num_slots += 1
         if current.opened_s is None:
             current.opened_s = p.now_s
-        dispatched = self._emit_plan(group_id, prompt, worker)
+        admission, dispatched = self._emit_plan(group_id, prompt, worker)
         worker.evaluate(group_id, prompt.predicted_tokens)
         current.tries[group_id] = Try(
             group_id=group_id,
             problem=problem,
             worker_id=worker.worker_id,
+            admission=admission,
             dispatched=dispatched,
             deadline_s=p.now_s + p.settings.rollout_timeout_s,
         )
 
-    def _emit_plan(self, group_id: GroupId, prompt: PromptRef, worker: Worker) -> CommandId:
+    def _emit_plan(self, group_id: GroupId, prompt: PromptRef, worker: Worker) -> tuple[AdmissionKey, CommandId]:
         """A group of one sample, beside the batches."""
         outbox = self._p.outbox
         admitted = GroupAdmitted(group_id=group_id, prompt_id=prompt.prompt_id, group_size=1)
-        outbox.emit_until(admit_key(group_id), AdmitGroups(groups=(admitted,)))
+        admission = AdmissionKey(outbox.next_id)
+        outbox.emit_until(admission, AdmitGroups(groups=(admitted,)))
         plan = GroupPlan(
             group_id=group_id,
             batch=EVALUATION,
@@ -117,7 +118,9 @@ class EvaluationTries:
             predicted_tokens=prompt.predicted_tokens,
             priority=PRIORITY + prompt.predicted_tokens,
         )
-        return outbox.emit_until(plan_key(group_id), DispatchGroups(worker_id=worker.worker_id, plans=(plan,)))
+        return admission, outbox.emit_until(
+            DispatchKey(group_id), DispatchGroups(worker_id=worker.worker_id, plans=(plan,))
+        )
 
     def _keep_waiting_workers(self, current: Evaluation) -> None:
         """Workers without a try are kept from newer weights only while one may be given to them."""
@@ -253,8 +256,8 @@ class EvaluationTries:
     def _release(self, tried: Try, *, abort: bool = False) -> None:
         """Its worker is free of it."""
         p, group_id = self._p, tried.group_id
-        p.outbox.confirm(admit_key(group_id))
-        p.outbox.confirm(plan_key(group_id))
+        p.outbox.confirm(tried.admission)
+        p.outbox.confirm(DispatchKey(group_id))
         worker = p.fleet.workers.get(tried.worker_id)
         tried.worker_id = NOBODY
         if worker is None:
@@ -265,5 +268,5 @@ class EvaluationTries:
             command = AbortRollouts(
                 worker_id=worker.worker_id, group_ids=(group_id,), reason="not wanted any more", attempts=(0,)
             )
-            p.outbox.emit_until(abort_key(worker.worker_id, group_id), command)
+            p.outbox.emit_until(AbortKey(worker.worker_id, group_id), command)
             worker.aborting[group_id] = None

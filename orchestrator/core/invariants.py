@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from orchestrator.core.assignments import plan_key
 from orchestrator.core.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.outbox import DispatchKey
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import TrainRound
 from transport.types import is_evaluation
@@ -105,8 +105,8 @@ def _group(p: Pipeline, group: Group) -> Iterator[str]:
         yield f"{name} runs on {group.worker_id}, which does not list it"
     if group.stage is not Stage.RUNNING and group.worker_id:
         yield f"{name} is {group.stage} and bound to {group.worker_id}"
-    if (plan_key(name) in p.outbox.open) != (group.stage is Stage.RUNNING):
-        yield f"{name} is {group.stage}, its plan is {'' if plan_key(name) in p.outbox.open else 'not '}outstanding"
+    if (DispatchKey(name) in p.outbox.open) != (group.stage is Stage.RUNNING):
+        yield f"{name} is {group.stage}, its plan is {'' if DispatchKey(name) in p.outbox.open else 'not '}outstanding"
     if group.stage in (Stage.SCORING, Stage.READY) and group.num_missing:
         yield f"{name} is {group.stage} without all of its rows"
     if group.stage in (Stage.PENDING, Stage.RUNNING) and not group.num_missing:

@@ -7,11 +7,12 @@ orchestrator that restarts are served alike: execute everything outstanding agai
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from transport.messages import CloseMiniBatch, Command, FinishTraining, TrainRound
+from transport.types import GroupId, WorkerId
 
 
 class CommandId(NamedTuple):
@@ -37,6 +38,72 @@ def parse_entry_id(entry: str) -> CommandId:
     return CommandId(int(seq), int(number))
 
 
+class _Key(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What an outstanding command is about. Keys of two types are never equal, whatever they hold."""
+
+
+class PromptsKey(_Key, frozen=True):
+    """Prompts that were requested of the source."""
+
+
+class HeldOutPromptsKey(_Key, frozen=True):
+    """The held-out problems that were requested."""
+
+
+class AdmissionKey(_Key, frozen=True):
+    """The prompt columns of the groups that the command with this id admits."""
+
+    command: CommandId
+
+
+class DispatchKey(_Key, frozen=True):
+    """The dispatch of one group."""
+
+    group_id: GroupId
+
+
+class AbortKey(_Key, frozen=True):
+    """The abort of one group on one worker."""
+
+    worker_id: WorkerId
+    group_id: GroupId
+
+
+class LoadKey(_Key, frozen=True):
+    """The load of newer weights by one worker."""
+
+    worker_id: WorkerId
+
+
+class DrainKey(_Key, frozen=True):
+    """The departure of one worker."""
+
+    worker_id: WorkerId
+
+
+class BatchPlanKey(_Key, frozen=True):
+    """The plan of dispatch of one batch."""
+
+    batch: int
+
+
+class FinishKey(_Key, frozen=True):
+    """The end of the run."""
+
+
+Key: TypeAlias = (
+    PromptsKey
+    | HeldOutPromptsKey
+    | AdmissionKey
+    | DispatchKey
+    | AbortKey
+    | LoadKey
+    | DrainKey
+    | BatchPlanKey
+    | FinishKey
+)
+
+
 class Issued(NamedTuple):
     """A command and the id it was issued under."""
 
@@ -54,25 +121,30 @@ class Open(msgspec.Struct):
 class Outbox(msgspec.Struct, kw_only=True):
     """Commands of the event being handled, and all that are outstanding.
 
-    open: by a key of the caller's choice, until confirmed.
+    open: by what each is about, until confirmed.
     rounds: what was appended to the rounds log and is not yet in the oldest kept checkpoint, in order.
     """
 
     seq: int = 0
     emitted: list[Command] = msgspec.field(default_factory=list[Command])
-    open: dict[str, Open] = msgspec.field(default_factory=dict[str, Open])
+    open: dict[Key, Open] = msgspec.field(default_factory=dict[Key, Open])
     rounds: list[Issued] = msgspec.field(default_factory=list[Issued])
 
     def begin(self) -> None:
         """Start the next event."""
         self.seq += 1
 
+    @property
+    def next_id(self) -> CommandId:
+        """The id of the command that is decided next."""
+        return CommandId(self.seq, len(self.emitted))
+
     def emit(self, command: Command) -> CommandId:
         """Decide ``command``."""
         self.emitted.append(command)
         return CommandId(self.seq, len(self.emitted) - 1)
 
-    def emit_until(self, key: str, command: Command, holders: int = 1) -> CommandId:
+    def emit_until(self, key: Key, command: Command, holders: int = 1) -> CommandId:
         """Decide ``command`` and keep it outstanding until ``confirm(key)`` was called ``holders`` times."""
         issued = Issued(self.emit(command), command)
         self.open[key] = Open(issued, holders)
@@ -84,7 +156,7 @@ class Outbox(msgspec.Struct, kw_only=True):
         self.rounds.append(issued)
         return issued.id
 
-    def confirm(self, key: str) -> None:
+    def confirm(self, key: Key) -> None:
         """One holder of ``key`` has what it waited for. Unknown keys are duplicates: ignored."""
         entry = self.open.get(key)
         if entry is None:

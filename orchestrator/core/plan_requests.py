@@ -10,7 +10,7 @@ from __future__ import annotations
 from orchestrator.core.assignments import Assignments
 from orchestrator.core.batches import Group, Stage
 from orchestrator.core.fleet import Worker
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.outbox import BatchPlanKey
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare
 from transport.types import GroupId
@@ -22,11 +22,6 @@ FALLBACK = "even_longest_first"
 compared with lengths: a bad ranker must not lose to none."""
 WITHOUT_PREDICTIONS = ("even", "random")
 """Policies that look at none."""
-
-
-def request_key(batch: int) -> str:
-    """Key of a batch's plan in the outbox."""
-    return f"plan of batch {batch}"
 
 
 class PlanRequests:
@@ -58,7 +53,7 @@ class PlanRequests:
 
     def _asked(self, batch: int) -> ComputePlan | None:
         """The open request for a plan of ``batch``."""
-        found = self._p.outbox.open.get(request_key(batch))
+        found = self._p.outbox.open.get(BatchPlanKey(batch))
         command = found.issued.command if found is not None else None
         return command if isinstance(command, ComputePlan) else None
 
@@ -69,14 +64,14 @@ class PlanRequests:
         if not groups:
             return
         command = ComputePlan(
-            plan_id=CommandId(p.outbox.seq, len(p.outbox.emitted)).entry,
+            plan_id=p.outbox.next_id.entry,
             batch=batch,
             policy=self._policy(),
             groups=tuple(self._planned_group(group) for group in groups),
             workers=tuple(self._planned_worker(worker) for worker in workers),
             prompt_tokens=sum(group.prompt_tokens for group in groups) / len(groups),
         )
-        p.outbox.emit_until(request_key(batch), command)
+        p.outbox.emit_until(BatchPlanKey(batch), command)
 
     def _policy(self) -> str:
         """As configured, unless it would rely on predictions that are not (or no longer) trusted."""
@@ -147,4 +142,4 @@ class PlanRequests:
 
     def _settle(self, batch: int) -> None:
         self._p.plans.awaited.pop(batch, None)
-        self._p.outbox.confirm(request_key(batch))
+        self._p.outbox.confirm(BatchPlanKey(batch))

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.assignments import admit_key
 from orchestrator.core.batches import MISSING, Group, Outcome, Stage
 from orchestrator.core.fleet import age
+from orchestrator.core.outbox import AdmissionKey
 from orchestrator.core.request import Request
 from orchestrator.core.slots import Slots
 from transport.messages import (
@@ -90,10 +90,10 @@ class Requests(Slots):
         """As for slots, with the size of each group."""
         outbox = self._p.outbox
         for group in groups:
-            outbox.confirm(group.admit_key)
-            group.admit_key = admit_key(group.group_id)
+            self.confirm_admission(group)
+            group.admission = AdmissionKey(outbox.next_id)
             admitted = GroupAdmitted(group_id=group.group_id, prompt_id=group.prompt_id, group_size=len(group.tokens))
-            outbox.emit_until(group.admit_key, AdmitGroups(groups=(admitted,)))
+            outbox.emit_until(group.admission, AdmitGroups(groups=(admitted,)))
 
     def _start(self, request: Request) -> None:
         """Let groups pass while the reader's window has room; always one, or a large group would never start."""

@@ -50,8 +50,7 @@ class Rollouts:
         group = self._p.live(group_id)
         if group is None or sample >= len(group.tokens) or group.tokens[sample] != MISSING:
             return
-        if group.admit_key:
-            self._slots.confirm_admission(group)
+        self._slots.confirm_admission(group)
         unusable = self._why_unusable(group, event)
         if unusable:
             self._slots.end(group, "stale", unusable, free=unusable == LOST_WEIGHTS)

@@ -12,7 +12,7 @@ from itertools import islice
 
 from orchestrator.core.batches import Batch, Group
 from orchestrator.core.batching import Phase, num_released, pack_as_recorded, pack_round
-from orchestrator.core.outbox import CommandId, parse_entry_id
+from orchestrator.core.outbox import CommandId, FinishKey, parse_entry_id
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.retention import Checkpoint
 from orchestrator.core.slots import Slots
@@ -31,8 +31,6 @@ from transport.types import GroupId
 
 MAX_ROUNDS_AHEAD = 2
 """Rounds at the trainer: one that it works on, one that waits. More would fix small rounds too early."""
-
-FINISH_KEY = "finish run"
 
 
 class Rounds:
@@ -235,7 +233,7 @@ class Rounds:
         """A resumed run goes on. If its end stands on the log, the trainer must first have read past it."""
         p = self._p
         p.finish_reason = ""
-        p.outbox.confirm(FINISH_KEY)
+        p.outbox.confirm(FinishKey())
         if p.training.finish_id is not None and p.retention.reaches(p.training.finish_id):
             p.training.finish_id = None
 
@@ -255,11 +253,11 @@ class Rounds:
         self._p.retention.use(retained_bytes, self._p.settings.max_retained_bytes)
         self._free()
 
-    def finish_run(self, reason: str) -> None:
-        """The run is over."""
+    def finish_run(self, reason: str, *, failed: bool = False) -> None:
+        """The run is over. failed: it cannot go on."""
         if not self._p.finished:
             self._p.finish_reason = reason
-            self._p.outbox.emit_until(FINISH_KEY, FinishRun(reason=reason))
+            self._p.outbox.emit_until(FinishKey(), FinishRun(reason=reason, failed=failed))
 
     def _end_training(self) -> None:
         """The trainer has read its last command: the run is over, unless it was resumed meanwhile."""

@@ -11,6 +11,7 @@ from orchestrator.core.assignments import Assignments
 from orchestrator.core.batches import MISSING, Batch, Group, Outcome, Stage
 from orchestrator.core.batching import Phase, part_of_slot
 from orchestrator.core.deaths import deaths_in_a_row
+from orchestrator.core.outbox import AdmissionKey, PromptsKey
 from orchestrator.core.pipeline import Pipeline
 from orchestrator.core.prompts import WaitingPrompt
 from orchestrator.core.staleness import may_admit
@@ -25,7 +26,6 @@ from transport.messages import (
 )
 from transport.types import RowId, group_id
 
-REQUEST_KEY = "prompts"
 OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
 FAR_APART = 2
@@ -45,7 +45,7 @@ class Slots:
     def prompts_arrived(self, event: PromptsArrived) -> None:
         """The prompt source answers."""
         if self._p.prompts.arrive(event):
-            self._p.outbox.confirm(REQUEST_KEY)
+            self._p.outbox.confirm(PromptsKey())
 
     def admit(self) -> None:
         """Bind waiting prompts to slots: first to replacements that are owed, then to the next batches; ask for more.
@@ -65,17 +65,18 @@ class Slots:
         if not groups:
             return
         outbox, size = self._p.outbox, self._p.settings.group_size
-        key = f"admit {outbox.seq} {len(outbox.emitted)}"
+        key = AdmissionKey(outbox.next_id)
         for group in groups:
-            outbox.confirm(group.admit_key)
-            group.admit_key = key
+            self.confirm_admission(group)
+            group.admission = key
         admitted = [GroupAdmitted(group_id=g.group_id, prompt_id=g.prompt_id, group_size=size) for g in groups]
         outbox.emit_until(key, AdmitGroups(groups=tuple(admitted)), holders=len(groups))
 
     def confirm_admission(self, group: Group) -> None:
         """Its columns exist, or no longer matter."""
-        self._p.outbox.confirm(group.admit_key)
-        group.admit_key = ""
+        if group.admission is not None:
+            self._p.outbox.confirm(group.admission)
+            group.admission = None
 
     @property
     def _per_batch(self) -> int:
@@ -170,7 +171,7 @@ class Slots:
         count = max(0, reachable - p.next_batch) * per_batch + owed - len(p.prompts.waiting)
         if count > 0:
             p.prompts.requested = count
-            p.outbox.emit_until(REQUEST_KEY, RequestPrompts(count=count))
+            p.outbox.emit_until(PromptsKey(), RequestPrompts(count=count))
 
     # -- rows
 

@@ -100,7 +100,7 @@ class TrainerReports:
         """
         p, version = self._p, report.weights.version
         if not self._can_replay(version):
-            self._rounds.finish_run(f"failed: the trainer came back with version {version}: {self._reach()}")
+            self._rounds.finish_run(f"the trainer came back with version {version}: {self._reach()}", failed=True)
             return
         if not p.batches:
             p.next_batch = p.training.batch = max(p.next_batch, version)

@@ -80,18 +80,10 @@ RankerState: TypeAlias = Literal["not_yet_measured", "trusted", "not_trusted"]
 """Whether dispatch relies on the order of predicted lengths; plans are even where it does not."""
 
 
-class RankerView(msgspec.Struct, frozen=True, kw_only=True):
-    """How right predictions of lengths were, see ``transport.messages.RankerJudged``."""
+class RankerView(RankerJudged, frozen=True, kw_only=True, tag=False, omit_defaults=False):
+    """How right predictions of lengths were, and whether dispatch relies on them."""
 
     state: RankerState
-    num_groups: int
-    recall_20: float
-    recall_10: float
-    recall_5: float
-    kendall_tau: float
-    drift: float
-    known_prompts: int
-    refits: int
 
 
 class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,17 +247,8 @@ def _evaluation_view(p: Pipeline) -> EvaluationView | None:
 def _ranker_view(judged: RankerJudged | None) -> RankerView | None:
     if judged is None:
         return None
-    return RankerView(
-        state="trusted" if judged.trusted else "not_trusted" if judged.measured else "not_yet_measured",
-        num_groups=judged.num_groups,
-        recall_20=judged.recall_20,
-        recall_10=judged.recall_10,
-        recall_5=judged.recall_5,
-        kendall_tau=judged.kendall_tau,
-        drift=judged.drift,
-        known_prompts=judged.known_prompts,
-        refits=judged.refits,
-    )
+    state: RankerState = "trusted" if judged.trusted else "not_trusted" if judged.measured else "not_yet_measured"
+    return RankerView(state=state, **msgspec.structs.asdict(judged))
 
 
 def _scaling_view(p: Pipeline) -> ScalingView | None:

@@ -7,14 +7,10 @@ serve a version only after it said so, and it never goes back to an older one.
 from __future__ import annotations
 
 from orchestrator.core.fleet import Worker, age
+from orchestrator.core.outbox import LoadKey
 from orchestrator.core.pipeline import Pipeline
 from transport.messages import LoadWeights, WeightsFailed, WeightsLoaded
-from transport.types import UpdateMode, WeightIdentity, WorkerId
-
-
-def load_key(worker_id: WorkerId) -> str:
-    """Key of a worker's load in the outbox."""
-    return f"load {worker_id}"
+from transport.types import UpdateMode, WeightIdentity
 
 
 class Weights:
@@ -37,7 +33,7 @@ class Weights:
             worker.loading = p.fleet.newest
             worker.load_deadline_s = p.now_s + p.settings.rollout_timeout_s
             command = LoadWeights(worker_id=worker.worker_id, weights=p.fleet.newest)
-            p.outbox.emit_until(load_key(worker.worker_id), command)
+            p.outbox.emit_until(LoadKey(worker.worker_id), command)
 
     def loaded(self, event: WeightsLoaded) -> None:
         worker = self._p.fleet.workers.get(event.worker_id)
@@ -68,7 +64,7 @@ class Weights:
 
     def forget(self, worker: Worker) -> None:
         """Its load is answered, or it is gone."""
-        self._p.outbox.confirm(load_key(worker.worker_id))
+        self._p.outbox.confirm(LoadKey(worker.worker_id))
 
     def _give_up(self, worker: Worker) -> None:
         """It is told again, a few times; the turn to load passes to another worker meanwhile."""

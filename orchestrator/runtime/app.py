@@ -70,8 +70,6 @@ from transport.settings import Settings, public
 
 log = structlog.get_logger(__name__)
 
-FAILED = "failed:"
-"""How the core's reason begins when the run cannot go on."""
 RECALLED = 20_000
 """Events of before a restart that metrics still need: about 0.2 s to read, more than the batches that are open."""
 FLUSH_S = 10.0
@@ -249,11 +247,10 @@ class Ending(asyncio.Event):
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.set)
 
-    def finish(self, reason: str) -> None:
-        """The core's last word on the run."""
+    def finish(self, command: FinishRun) -> None:
+        """The core ends the run."""
         self.finished = True
-        if reason.startswith(FAILED):
-            self.failure = reason.removeprefix(FAILED).strip()
+        self.failure = command.reason if command.failed else ""
         self.set()
 
 

@@ -98,7 +98,7 @@ class Executor:
         fence: Fence,
         desk: PromptDesk,
         planner: PlanDesk,
-        on_finish: Callable[[str], None],
+        on_finish: Callable[[FinishRun], None],
         *,
         last_seq: int,
     ) -> None:
@@ -212,7 +212,7 @@ class Executor:
                 await self._broker.put_meta(keys.SPAWN, encode(command))
             case FinishRun():
                 await self._broker.put_meta(keys.STATE, keys.STATE_FINISHED)
-                self._on_finish(command.reason)
+                self._on_finish(command)
             case _:
                 pass
 

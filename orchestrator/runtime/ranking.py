@@ -21,10 +21,9 @@ import structlog
 from orchestrator.runtime.base_lengths import base_lengths
 from orchestrator.runtime.intake import Arrival, Inbox
 from ranker.errors import RankerFileError, RefitError
-from ranker.online import OnlineRanker, RankerQuality
+from ranker.online import OnlineRanker
 from ranker.protocol import LengthEstimate
 from transport.clock import Clock
-from transport.messages import RankerJudged
 from transport.settings import RankerSettings, Settings
 
 log = structlog.get_logger(__name__)
@@ -65,7 +64,7 @@ class Ranking:
 
     def introduce(self, inbox: Inbox) -> None:
         """Tell the core what is known before the first group: the first batch is planned by it, too."""
-        inbox.put_nowait(Arrival(judged(self._ranker.quality())))
+        inbox.put_nowait(Arrival(self._ranker.quality()))
 
     async def judge(self, inbox: Inbox) -> None:
         """Tell the core how right predictions were, and keep what was learnt, forever."""
@@ -79,7 +78,7 @@ class Ranking:
             if turned or self._clock.now_s() - saved_s >= SAVED_EVERY_S:
                 saved_s = self._clock.now_s()
                 await asyncio.to_thread(self.save)  # before it is told: a new verdict must survive a crash right after
-            await inbox.put(Arrival(judged(quality)))
+            await inbox.put(Arrival(quality))
 
     async def learn(self) -> None:
         """Train on what was observed whenever enough of it came, forever."""
@@ -126,22 +125,6 @@ def _own_or_first(settings: RankerSettings, path: Path, first_guess_tokens: floa
     if settings.model:
         return OnlineRanker.load(Path(settings.model), first_guess_tokens=first_guess_tokens)
     return OnlineRanker(first_guess_tokens=first_guess_tokens)
-
-
-def judged(quality: RankerQuality) -> RankerJudged:
-    """What the core, the journal and people are told."""
-    return RankerJudged(
-        trusted=quality.trusted,
-        measured=quality.measured,
-        num_groups=quality.num_groups,
-        recall_20=quality.recall_20,
-        recall_10=quality.recall_10,
-        recall_5=quality.recall_5,
-        kendall_tau=quality.kendall_tau,
-        drift=quality.drift,
-        known_prompts=quality.known_prompts,
-        refits=quality.refits,
-    )
 
 
 async def in_daemon_thread(work: Callable[[], None], *, limit_s: float) -> None:

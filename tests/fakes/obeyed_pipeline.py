@@ -87,7 +87,7 @@ class ObeyedPipeline:
         self.log: list[tuple[CommandId, Command]] = []
         self.trainer = FakeTrainer()
         self.checkpoints = [(0, CommandId(0, 0))]
-        self.finished = ""
+        self.finished, self.failed = "", False
 
     @property
     def saved(self) -> tuple[int, CommandId]:
@@ -138,7 +138,7 @@ class ObeyedPipeline:
             case DropRows():
                 self._drop(command)
             case FinishRun():
-                self.finished = command.reason
+                self.finished, self.failed = command.reason, command.failed
             case _:
                 pass
 

@@ -21,7 +21,7 @@ def rewritten(snapshot: bytes, **changes: float) -> bytes:
     """``snapshot`` with other numbers of the ranker, and those that equal their default left out."""
     state = msgspec.msgpack.decode(snapshot)
     ranker = {**state["plans"]["ranker"], **changes}
-    state["plans"]["ranker"] = {name: value for name, value in ranker.items() if name == "worth_it" or value}
+    state["plans"]["ranker"] = {name: value for name, value in ranker.items() if name == "trusted" or value}
     return msgspec.msgpack.encode(state)
 
 
