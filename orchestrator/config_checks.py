@@ -11,7 +11,7 @@ from typing import Any
 
 from transport.secret import HOW_TO_MAKE, MIN_CHARACTERS
 from transport.settings import SERVER_ENGINES, Settings
-from transport.tensors.endpoint import parse_ports
+from transport.tensors.address import parse_ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

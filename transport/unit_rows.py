@@ -34,17 +34,19 @@ import numpy as np
 
 from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, RowWrite
 from transport.errors import ChecksumError, FencedError, PeerUnavailableError
-from transport.locators import ALIGNMENT, Locator, SegmentLocator, SentLocator, aligned, decode_locator
-from transport.messages import encode
+from transport.messages import MessageDecoder, encode
 from transport.rows import MAX_COLUMN_BYTES, check_commit
 from transport.segments import Buffer, open_segment, read_segments, write_buffers
 from transport.tensors.manifest import checksum
 from transport.tensors.shm import SHARED_MEMORY
-from transport.types import USER_PREFIX, Column, GroupId, RowId, parse_row_id
-from transport.units import Full, GroupParts, Part, Range, UnitClient
+from transport.types import USER_PREFIX, Column, Count, GroupId, RowId, Struct, parse_row_id
+from transport.units import Full, GroupParts, Part, Range, UnitClient, ValueBytes
 from transport.user_columns import ColumnBytes, sizes_of
 
 T = TypeVar("T")
+
+ALIGNMENT = 8
+"""Of every value in a segment, so that arrays are read in place."""
 
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
@@ -55,6 +57,66 @@ SHARED_BYTES = 64 * 1024
 COMMIT_BYTES = 18 * 1024 * 1024
 """Of values that one commit carries. They do not pass through the broker, but make one segment a unit: some ms of
 copying, in which the broker inserts what was copied before."""
+
+
+def aligned(nbytes: int) -> int:
+    """What a value takes in a segment."""
+    return nbytes + -nbytes % ALIGNMENT
+
+
+class SentLocator(Struct, frozen=True, kw_only=True):
+    """Stands in the broker in place of what was sent to a unit: the value of a row, or of each row of a group."""
+
+    unit: str
+    name: str
+    sizes: tuple[ValueBytes, ...]
+    checksums: tuple[str, ...]
+
+    def of(self, sample: int) -> Part:
+        """The value of one row. Raises ChecksumError: the locator is of fewer."""
+        place = sample if len(self.sizes) > 1 else 0
+        if place >= min(len(self.sizes), len(self.checksums)):
+            raise ChecksumError(f"a locator of {len(self.sizes)} values has none of sample {sample}")
+        return Part(key=f"{self.name}:{place}", nbytes=self.sizes[place], checksum=self.checksums[place])
+
+
+class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
+    """As SentLocator, of what is in a segment.
+
+    It is an array in MessagePack, because 64 bytes, which it mostly has on a unit of this host, are the most that the
+    broker keeps in the compact form of a hash.
+
+    nbytes: of the value; of a group's values a tuple, of one number where all have that size.
+    """
+
+    unit: str
+    segment: str
+    offset: Count
+    nbytes: ValueBytes | tuple[ValueBytes, ...]
+
+    def of(self, sample: int) -> Range:
+        """The value of one row. Raises ChecksumError: the locator is of fewer."""
+        sizes = self.nbytes
+        if isinstance(sizes, int):
+            return Range(segment=self.segment, offset=self.offset, nbytes=sizes)
+        if len(sizes) == 1:
+            return Range(segment=self.segment, offset=self.offset + sample * aligned(sizes[0]), nbytes=sizes[0])
+        if sample >= len(sizes):
+            raise ChecksumError(f"a locator of {len(sizes)} values has none of sample {sample}")
+        before = sum(map(aligned, sizes[:sample]))
+        return Range(segment=self.segment, offset=self.offset + before, nbytes=sizes[sample])
+
+
+Locator: TypeAlias = SentLocator | SegmentLocator
+
+_sent_decoder = MessageDecoder(SentLocator)
+_segment_decoder = MessageDecoder(SegmentLocator)
+
+
+def decode_locator(raw: bytes) -> Locator:
+    """Raises MessageError for what is neither."""
+    is_array = raw[:1] and raw[0] & 0xF0 == 0x90  # MessagePack's first byte of a short array
+    return _segment_decoder.decode(raw) if is_array else _sent_decoder.decode(raw)
 
 
 def in_unit(column: Column) -> bool:

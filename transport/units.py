@@ -30,9 +30,8 @@ from transport.errors import ChecksumError, MessageError, PeerUnavailableError, 
 from transport.messages import MessageDecoder
 from transport.rows import MAX_COLUMN_BYTES
 from transport.segments import Segments, read_segments
-from transport.tensors.address import host_id, parse_address
+from transport.tensors.address import Endpoint, host_id, parse_address
 from transport.tensors.base import Deadline
-from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import SHARED_MEMORY
@@ -135,8 +134,8 @@ class Values(Struct, frozen=True, kw_only=True, tag=True):
     checksums: tuple[str, ...] = ()
 
 
-Request: TypeAlias = Allocate | Keep | Put | Get | Drop
-_request_decoder: MessageDecoder[Request] = MessageDecoder(cast("type[Request]", Request))
+UnitRequest: TypeAlias = Allocate | Keep | Put | Get | Drop
+_request_decoder: MessageDecoder[UnitRequest] = MessageDecoder(cast("type[UnitRequest]", UnitRequest))
 _done_decoder: MessageDecoder[Done | Refused] = MessageDecoder(cast("type[Done | Refused]", Done | Refused))
 _put_decoder: MessageDecoder[Done | Full] = MessageDecoder(cast("type[Done | Full]", Done | Full))
 _allocated_decoder: MessageDecoder[Allocated | Full] = MessageDecoder(cast("type[Allocated | Full]", Allocated | Full))

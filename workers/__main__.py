@@ -22,7 +22,7 @@ from transport.errors import BrokerFullError, FatalError, StreamError
 from transport.logs import configure_logs
 from transport.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.settings import BrokerSettings
-from transport.tensors.endpoint import parse_ports
+from transport.tensors.address import parse_ports
 from transport.types import RunName, WorkerKind
 from workers.errors import RewardSetupError
 from workers.gpus import take_gpu

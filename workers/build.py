@@ -20,7 +20,7 @@ from transport.lengths import read_lengths
 from transport.messages import MessageDecoder, WorkerLost, encode
 from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import SERVER_ENGINES, Settings, TensorSettings
-from transport.tensors.endpoint import Endpoint, parse_ports
+from transport.tensors.address import Endpoint, parse_ports
 from transport.types import WorkerId
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.lengths import ForcedLengths

@@ -18,10 +18,9 @@ from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_p
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
 from transport.broker.connect import check_server, connect
-from transport.broker.lua import Request
+from transport.broker.lua import NUM_SLOTS, ScriptCall
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
-from transport.broker.session import NUM_SLOTS
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 from transport.settings import BrokerSettings
 from transport.types import Column, GroupId, RowId, RunName, WorkerId
@@ -132,7 +131,7 @@ async def test_request_that_arrives_after_a_later_one_is_refused(server_url: str
     link, slot = RedisLink(server_url), keys.session(run_name, "client", 0)
 
     async def append(number: int) -> None:
-        request = Request({"streams": [["log", 0, [["*", ["number", str(number)]]]]]})
+        request = ScriptCall({"streams": [["log", 0, [["*", ["number", str(number)]]]]]})
         await link.script("append", slot, keys.full(run_name, ""), number, request)
 
     await append(2)

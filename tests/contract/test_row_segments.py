@@ -16,12 +16,11 @@ import pytest
 from tests.fakes.stored_rows import GROUP, ids_block, new_unit, x_ids_of
 from transport.broker.base import Block, Broker, Commit
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
-from transport.locators import SegmentLocator, decode_locator
 from transport.segments import open_segment, path_of, read_ranges, read_segments
 from transport.tensors.base import Deadline
 from transport.tensors.shm import SHARED_MEMORY
 from transport.types import Column, group_id, row_id
-from transport.unit_rows import UnitRows
+from transport.unit_rows import SegmentLocator, UnitRows, decode_locator
 from transport.units import Full, Range, StorageUnit, UnitClient
 from transport.user_columns import decode_table, decode_value, encode_value
 

@@ -27,14 +27,11 @@ from transport.errors import (
     StreamError,
 )
 from transport.messages import MessageDecoder, encode
-from transport.tensors.address import Address, host_id, parse_address
+from transport.tensors.address import Address, Endpoint, choose_sources, host_id, parse_address, parse_ports
 from transport.tensors.base import Deadline, SegmentStore
-from transport.tensors.endpoint import Endpoint, parse_ports
-from transport.tensors.inproc import InprocStore
 from transport.tensors.server import MAX_CONNECTIONS, MAX_UNPROVEN, ChannelServer
 from transport.tensors.shm import ShmStore, create_locked, file_name, sweep_stale
-from transport.tensors.sources import choose_sources, reader_for
-from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader
+from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader, reader_for
 from transport.tensors.wire import Channel, Hello, Proof, Refused, connect, greet_client, greet_server
 from transport.types import PROTOCOL_VERSION
 
@@ -54,8 +51,6 @@ class TcpOnlyStore(ServedStore):
 
 
 def make_store(scheme: str, directory: Path) -> SegmentStore:
-    if scheme == "inproc":
-        return InprocStore()
     if scheme == "shm":
         return ShmStore("contract", (directory,))
     store = TcpOnlyStore(ShmStore("contract", (directory,)), Endpoint())
@@ -63,7 +58,7 @@ def make_store(scheme: str, directory: Path) -> SegmentStore:
     return store
 
 
-@pytest.fixture(params=["shm", "tcp", "inproc"])
+@pytest.fixture(params=["shm", "tcp"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SegmentStore]:
     store = make_store(request.param, tmp_path)
     yield store

@@ -13,15 +13,13 @@ from msgspec.structs import replace
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_of, new_unit, response
 from transport.broker.base import Broker, Commit, Fence
 from transport.errors import ChecksumError, FencedError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.locators import SegmentLocator, SentLocator, decode_locator
 from transport.messages import encode
-from transport.tensors.address import parse_address
+from transport.tensors.address import Endpoint, parse_address
 from transport.tensors.base import Deadline
-from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.tensors.wire import connect
 from transport.types import group_id, row_id
-from transport.unit_rows import UNIT_COLUMNS, UnitRows
+from transport.unit_rows import UNIT_COLUMNS, SegmentLocator, SentLocator, UnitRows, decode_locator
 from transport.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
 
 T = TypeVar("T")

@@ -22,16 +22,14 @@ import psutil
 
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, packed, raw_message
-from transport.tensors.address import Address, host_id, parse_address
+from transport.tensors.address import Address, Endpoint, host_id, parse_address
 from transport.tensors.base import Deadline
-from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import checksum
 from transport.tensors.shm import ShmStore
-from transport.tensors.sources import reader_for
-from transport.tensors.tcp import ReadRange, ServedStore
+from transport.tensors.tcp import ReadRange, ServedStore, reader_for
 from transport.tensors.wire import Hello, Proof, Refused, connect
 from transport.types import PROTOCOL_VERSION, GroupId
-from transport.units import Allocate, GroupParts, Keep, Part, Put, Request, StorageUnit, UnitClient
+from transport.units import Allocate, GroupParts, Keep, Part, Put, StorageUnit, UnitClient, UnitRequest
 
 SECRET = b"of the fuzzed servers"
 CONTENT = bytes(range(256)) * 16
@@ -181,7 +179,7 @@ def _greeting(random: Random) -> bytes:
                 packed({"type": "Proof", "protocol": PROTOCOL_VERSION, "nonce": b"", "mac": random.randbytes(32)})
             )
         case _:
-            return _framed(raw_message(random, Request))
+            return _framed(raw_message(random, UnitRequest))
 
 
 def _frame(random: Random, server: str) -> bytes:
@@ -192,7 +190,7 @@ def _frame(random: Random, server: str) -> bytes:
             return _put(random)
         case 2 if server == "unit":
             return _allocation(random)
-    kind = Request if server == "unit" else ReadRange
+    kind = UnitRequest if server == "unit" else ReadRange
     raw = packed(Maker(random, wild=random.choice((0.0, 0.0, 0.05)), strings=NAMES).value(kind))
     return _framed(damaged(random, raw) if random.random() < 0.2 else raw) + random.choice(
         (b"", b"", random.randbytes(50))

@@ -14,7 +14,7 @@ import msgspec
 
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import damaged, packed, raw_message, text
-from transport import locators, messages, rows, units, user_columns
+from transport import messages, rows, unit_rows, units, user_columns
 from transport.broker.base import parse_entry_id
 from transport.broker.entries import check_entry, entry_from_fields
 from transport.errors import MessageError
@@ -107,12 +107,12 @@ def _manifest(raw: bytes) -> None:
 
 
 def _locator(raw: bytes) -> None:
-    found = locators.decode_locator(raw)
+    found = unit_rows.decode_locator(raw)
     messages.encode(found)
 
 
 def _locator_input(random: Random) -> bytes:
-    kind = random.choice((locators.SentLocator, locators.SegmentLocator))
+    kind = random.choice((unit_rows.SentLocator, unit_rows.SegmentLocator))
     return raw_message(random, kind)
 
 
@@ -149,7 +149,7 @@ DECODERS: dict[str, Decoder] = {
     "proof": _of_message(wire._proof_decoder, wire.Proof | wire.Refused),
     "tensor request": _of_message(tcp._request_decoder, tcp.ReadRange),
     "tensor answer": _of_message(tcp._answer_decoder, tcp.RangeFollows | wire.Refused),
-    "unit request": _of_message(units._request_decoder, units.Request),
+    "unit request": _of_message(units._request_decoder, units.UnitRequest),
     "unit values": _of_message(units._values_decoder, units.Values | wire.Refused),
     "unit allocated": _of_message(units._allocated_decoder, units.Allocated | wire.Refused),
     "task options": _of_message(tasks._options_decoder, tasks.TaskOptions),

@@ -29,7 +29,7 @@ SOON_S = 0.5
 """An answer begins sooner as a rule. If not, the end of input is sent, and less is tried; nothing is judged by it."""
 HEALTH_EVERY = 25
 KEY = "Authorization: Bearer @KEY@"
-SOURCES = ("tcp://127.0.0.1:1/x", "shm://0/x", "inproc://x/y", "tcp://[", "file:///etc/passwd")
+SOURCES = ("tcp://127.0.0.1:1/x", "shm://0/x", "tcp://[", "file:///etc/passwd")
 """Where a manifest may point to: nothing leaves this machine."""
 PATHS = (
     "/", "/health", "/status", "/history", "/batches", "/batches?from=0", "/metrics", "/generate", "/generate/mine",

@@ -27,7 +27,7 @@ from transport.broker import keys
 from transport.broker.base import Entry
 from transport.clock import MonotonicClock
 from transport.messages import RolloutFinished, UpdateFailed, UpdateRequest, WeightManifest, WeightsPublished, encode
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Endpoint
 from transport.tensors.manifest import digest_tensors, layout_bytes
 from transport.types import WeightIdentity
 from workers.client import ServiceClient

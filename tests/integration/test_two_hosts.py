@@ -17,7 +17,7 @@ import torch
 
 from transport.messages import encode
 from transport.secret import SHARED_SECRET
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Endpoint
 from workers.trainer.publish import WeightPublisher
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from transport.broker.base import Entry
 from transport.clock import MonotonicClock
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.messages import TensorSpec, WeightManifest, WeightsFailed, WeightsLoaded, encode, manifest_decoder
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Endpoint
 from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
 from transport.types import RunName, WeightIdentity, WorkerId
 from workers.generation.updates import WeightUpdates, newest_manifest

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from transport.errors import ChecksumError, MessageError
 from transport.messages import TensorSpec, WeightManifest
-from transport.tensors.address import host_id, parse_address, process_token
+from transport.tensors.address import choose_sources, host_id, parse_address
 from transport.tensors.manifest import (
     ALIGNMENT_BYTES,
     check_manifest,
@@ -18,7 +18,6 @@ from transport.tensors.manifest import (
     verify_tensors,
     with_checksums,
 )
-from transport.tensors.sources import choose_sources
 from transport.types import WeightIdentity
 
 
@@ -114,14 +113,14 @@ def test_an_empty_tensor_has_a_place() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["shm://0123456789abcdef/dev/shm/streamrl-a@1@b", "tcp://10.0.0.1:80/e1v2", "inproc://token/segment"],
+    ["shm://0123456789abcdef/dev/shm/streamrl-a@1@b", "tcp://10.0.0.1:80/e1v2"],
 )
 def test_an_address_survives_parsing(text: str) -> None:
     assert str(parse_address(text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://host/segment", "tcp://host:port/segment", "tcp://host:99999/s", "shm://host", "inproc:///x"]
+    "text", ["", "tcp://host/segment", "tcp://host:port/segment", "tcp://host:99999/s", "shm://host", "shm:///x"]
 )
 def test_an_incomplete_address_is_refused(text: str) -> None:
     with pytest.raises(MessageError):
@@ -129,17 +128,17 @@ def test_an_incomplete_address_is_refused(text: str) -> None:
 
 
 def test_an_unknown_scheme_is_answered_with_the_valid_ones() -> None:
-    with pytest.raises(MessageError, match=r"shm://, inproc://, tcp://"):
+    with pytest.raises(MessageError, match=r"shm://, tcp://"):
         parse_address("carrier-pigeon://coop/1")
 
 
 def test_sources_are_chosen_by_where_they_can_be_reached_from() -> None:
-    here, token = host_id(), process_token()
-    sources = ["tcp://10.0.0.1:80/s", "tcp://127.0.0.1:80/s", f"inproc://{token}/s", "inproc://other/s"]
+    here = host_id()
+    sources = ["tcp://10.0.0.1:80/s", "tcp://127.0.0.1:80/s"]
     sources += [f"shm://{here}/dev/shm/s", "shm://elsewhere/dev/shm/s", "future://x/y"]
     local = [str(address) for address in choose_sources(sources, here)]
-    assert local == [f"shm://{here}/dev/shm/s", f"inproc://{token}/s", "tcp://10.0.0.1:80/s", "tcp://127.0.0.1:80/s"]
-    remote = [str(address) for address in choose_sources([s for s in sources if token not in s], "elsewhere")]
+    assert local == [f"shm://{here}/dev/shm/s", "tcp://10.0.0.1:80/s", "tcp://127.0.0.1:80/s"]
+    remote = [str(address) for address in choose_sources(sources, "elsewhere")]
     assert "tcp://127.0.0.1:80/s" not in remote
     with pytest.raises(MessageError, match="valid are"):
         choose_sources(["future://x/y"], here)

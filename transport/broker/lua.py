@@ -1,11 +1,15 @@
-"""The Lua scripts, read from ``scripts/``, and the encoding of their requests.
+"""The Lua scripts, read from ``scripts/``, what they are called with, and the numbers that make a call safe to repeat.
 
-Owns: how a script gets the names of keys.py and the values of a request. Never: talks to a server.
+Owns: how a script gets the names of keys.py and the values of a call. Never: talks to a server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -17,6 +21,9 @@ from transport.types import USER_PREFIX
 
 MAX_DEAD_LETTERS = 10_000
 """Kept of the dead-letter stream. Each is a bug or a poisoned input: more would be read by nobody."""
+
+NUM_SLOTS = 32
+"""Writes of one process that may be under way at once; each slot costs the server one small key."""
 
 _KEY_NAMES: dict[str, str | int] = {
     "epochs": keys.EPOCHS,
@@ -64,8 +71,8 @@ def _literal(value: str | int) -> str:
 
 
 @dataclass(slots=True)
-class Request:
-    """A script's request: readable JSON, and binary values beside it that the JSON names by their place in ARGV."""
+class ScriptCall:
+    """What a script gets: readable JSON, and binary values beside it that the JSON names by their place in ARGV."""
 
     body: dict[str, object] = field(default_factory=dict[str, object])
     blobs: list[bytes] = field(default_factory=list[bytes])
@@ -77,3 +84,35 @@ class Request:
 
     def arguments(self) -> list[bytes]:
         return [_encoder.encode(self.body), *self.blobs]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place in the session. number: of its last call."""
+
+    index: int
+    number: int = 0
+
+
+class Session:
+    """A client's numbered slots, which make its writes safe to send again (see ``once`` in scripts/prelude.lua).
+
+    One call at a time is in a slot, and numbers ascend. ``client`` is unique to this object, so that a restarted
+    process starts a new session.
+    """
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self.client = uuid.uuid4().hex[:12]
+        self._free = [Slot(index) for index in reversed(range(num_slots))]
+        self._available = asyncio.Semaphore(num_slots)
+
+    @asynccontextmanager
+    async def next_call(self) -> AsyncGenerator[Slot]:
+        """A slot with a number that was never used; it is taken until the block ends."""
+        async with self._available:
+            slot = self._free.pop()
+            slot.number += 1
+            try:
+                yield slot
+            finally:
+                self._free.append(slot)

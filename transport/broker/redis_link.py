@@ -23,7 +23,7 @@ from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocket
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from transport.broker.lua import Request, script
+from transport.broker.lua import ScriptCall, script
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 
 Argument: TypeAlias = bytes | str | int
@@ -181,7 +181,7 @@ class RedisLink:
         """One idempotent command."""
         return (await self.pipeline([arguments]))[0]
 
-    async def script(self, name: str, key: str, prefix: str, number: int, request: Request) -> Reply:
+    async def script(self, name: str, key: str, prefix: str, number: int, request: ScriptCall) -> Reply:
         """One script of scripts/, loaded when the server does not know it (it forgets them when it restarts)."""
         found = script(name)
         arguments: Command = (1, key, prefix, number, *request.arguments())

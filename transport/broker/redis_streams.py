@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -43,18 +43,28 @@ from transport.broker.entries import (
     entry_from_fields,
     without_blocks,
 )
-from transport.broker.lua import Request
+from transport.broker.lua import ScriptCall, Session
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
-from transport.broker.redis_rows import RowReader
-from transport.broker.session import Session
 from transport.errors import FencedError, TailLostError
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
+from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 BULKY_BYTES = 1024
 """Where the values of a row have more on average, each is sent on its own."""
 _GROUP = "workers"  # the consumer group, as in prelude.lua
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
+
+ROWS_PER_ROUND_TRIP = 256
+"""HMGETs in one pipeline: enough to hide the round trip, few enough to bound what the server buffers."""
+ROWS_FOR_SCRIPT = 16
+"""From so many rows on, a script reads them in one command, as long as they are small."""
+ROWS_PER_SCRIPT = 1024
+"""Some 3 ms in which others wait."""
+MAX_SMALL_BYTES = 1024 * 1024
+
+_lengths_decoder = msgspec.msgpack.Decoder(list[int])
+_T = TypeVar("_T")
+_Name = TypeVar("_Name", bound=str)
 
 _Fields = list[bytes]
 
@@ -67,7 +77,7 @@ class RedisBroker:
         self._run = run
         self._prefix = keys.full(run, "")
         self._session = Session()
-        self._rows = RowReader(link, run)
+        self._rows = _RowReader(link, run)
 
     @property
     def run(self) -> RunName:
@@ -80,11 +90,11 @@ class RedisBroker:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    async def _once(self, script: str, request: Request, fence: Fence | None = None) -> Reply:
+    async def _once(self, script: str, request: ScriptCall, fence: Fence | None = None) -> Reply:
         """Run a script whose effect happens once, however often the link has to send it."""
         if fence is not None:
             request.body["fence"] = [fence.role, fence.epoch]
-        async with self._session.request() as slot:
+        async with self._session.next_call() as slot:
             key = keys.session(self._run, self._session.client, slot.index)
             try:
                 return await self._link.script(script, key, self._prefix, slot.number, request)
@@ -97,7 +107,7 @@ class RedisBroker:
 
     async def _again(self, script: str, body: dict[str, object]) -> Reply:
         """Run a script that may run any number of times."""
-        return await self._link.script(script, self._prefix, self._prefix, 0, Request(body))
+        return await self._link.script(script, self._prefix, self._prefix, 0, ScriptCall(body))
 
     async def _blocking(self, command: Callable[[Command], Command], wait_s: float, queue: str = "") -> list[LogEntry]:
         """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out.
@@ -134,10 +144,10 @@ class RedisBroker:
         return ServerInfo(version=f"{name} {version}", boot_id=facts["run_id"], address=self._link.address)
 
     async def acquire_epoch(self, role: str, *, at_least: int = 0) -> int:
-        return cast("int", await self._once("acquire_epoch", Request({"role": role, "at_least": at_least})))
+        return cast("int", await self._once("acquire_epoch", ScriptCall({"role": role, "at_least": at_least})))
 
     async def next_incarnation(self, name: str) -> int:
-        return cast("int", await self._once("next_incarnation", Request({"name": name})))
+        return cast("int", await self._once("next_incarnation", ScriptCall({"name": name})))
 
     # -- logs
     async def append(
@@ -149,7 +159,7 @@ class RedisBroker:
         self, stream: str, entry: Entry, entry_id: str | None, fence: Fence | None, *, queue: bool
     ) -> str | None:
         check_ids([entry_id] if entry_id else [])
-        request = Request()
+        request = ScriptCall()
         request.body["streams"] = [[stream, int(queue), [[entry_id or "*", _fields(request, entry)]]]]
         ((added,),) = cast("list[list[bytes]]", await self._once("append", request, fence))
         return added.decode() or None
@@ -158,7 +168,7 @@ class RedisBroker:
         self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
     ) -> list[int]:
         check_writes(writes)
-        request = Request()
+        request = ScriptCall()
         if mark is not None:
             request.body["mark"] = [mark.after, mark.now]
         request.body["streams"] = [
@@ -190,7 +200,7 @@ class RedisBroker:
 
     async def trim(self, stream: str, upto: str) -> int:
         parse_entry_id(upto)
-        return cast("int", await self._once("trim", Request({"stream": stream, "upto": upto})))
+        return cast("int", await self._once("trim", ScriptCall({"stream": stream, "upto": upto})))
 
     async def delete_stream(self, stream: str) -> None:
         await self._link.pipeline([("DEL", self._key(stream)), ("SREM", self._key(keys.STREAMS), stream)])
@@ -216,7 +226,7 @@ class RedisBroker:
     async def reclaim(
         self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
     ) -> tuple[list[Delivery], list[DeadLetter]]:
-        request = Request({"queue": queue, "consumer": consumer, "idle_ms": ceil(1000 * idle_s)})
+        request = ScriptCall({"queue": queue, "consumer": consumer, "idle_ms": ceil(1000 * idle_s)})
         request.body.update(max_deliveries=max_deliveries, count=count)
         reply = await self._once("reclaim", request)
         taken, dead = cast("tuple[list[tuple[bytes, int, _Fields]], list[tuple[bytes, _Fields]]]", reply)
@@ -227,7 +237,7 @@ class RedisBroker:
         return deliveries, [dead_letter(raw_id.decode(), entry_from_fields(flat)) for raw_id, flat in dead]
 
     async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
-        request = Request({"queue": delivery.queue, "id": delivery.entry_id, "reason": reason})
+        request = ScriptCall({"queue": delivery.queue, "id": delivery.entry_id, "reason": reason})
         request.body["appends"] = _appends(request, appends)
         await self._once("reject", request)
 
@@ -250,11 +260,11 @@ class RedisBroker:
 
     async def retry_dead(self, letter_id: str) -> str | None:
         parse_entry_id(letter_id)
-        return cast("bytes", await self._once("retry_dead", Request({"id": letter_id}))).decode() or None
+        return cast("bytes", await self._once("retry_dead", ScriptCall({"id": letter_id}))).decode() or None
 
     async def drop_dead(self, letter_id: str) -> bool:
         parse_entry_id(letter_id)
-        return await self._once("drop_dead", Request({"id": letter_id})) == 1
+        return await self._once("drop_dead", ScriptCall({"id": letter_id})) == 1
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
@@ -274,7 +284,7 @@ class RedisBroker:
         check_commit(commit)
         if any(_is_bulky(block) for block in commit.blocks):
             commit = without_blocks(commit)
-        request = Request()
+        request = ScriptCall()
         request.body["groups"] = [
             [keys.group(self._run, group.group_id), group.size, _columns(request, group.columns)]
             for group in commit.groups
@@ -287,7 +297,7 @@ class RedisBroker:
         reply = cast("tuple[int, list[int]]", await self._once("commit", request, commit.fence))
         return CommitResult(inserted=tuple(won == 1 for won in reply[1]), retained_bytes=reply[0])
 
-    def _row(self, request: Request, row: RowWrite) -> list[object]:
+    def _row(self, request: ScriptCall, row: RowWrite) -> list[object]:
         group_id, sample = parse_row_id(row.row_id)
         row_key, group_key = keys.row(self._run, row.row_id), keys.group(self._run, group_id)
         columns, on_insert = _columns(request, row.columns), _appends(request, row.on_insert)
@@ -303,7 +313,7 @@ class RedisBroker:
         groups = [
             [keys.group(self._run, group_id), keys.row(self._run, RowId(f"{group_id}/"))] for group_id in group_ids
         ]
-        return cast("int", await self._once("drop_groups", Request({"groups": groups})))
+        return cast("int", await self._once("drop_groups", ScriptCall({"groups": groups})))
 
     async def retained_bytes(self) -> int:
         return int(cast("bytes | None", await self._link.command("GET", self._key(keys.RETAINED_BYTES))) or 0)
@@ -334,7 +344,7 @@ class RedisBroker:
         return dict(sorted((name.decode(), length) for name, length in zip(names, lengths, strict=True)))
 
 
-def _fields(request: Request, entry: Entry) -> list[object]:
+def _fields(request: ScriptCall, entry: Entry) -> list[object]:
     """Name, value, name, value, ... with the payload by reference. An entry has at least one field."""
     check_entry(entry)
     flat: list[object] = [part for pair in entry.fields.items() for part in pair]
@@ -347,11 +357,11 @@ def _specs(tasks: Iterable[TaskSpec]) -> list[list[str]]:
     return [[task.name, msgspec.json.encode(task, order="sorted").decode()] for task in tasks]
 
 
-def _appends(request: Request, appends: Iterable[Append]) -> list[object]:
+def _appends(request: ScriptCall, appends: Iterable[Append]) -> list[object]:
     return [[append.stream, _fields(request, append.entry)] for append in appends]
 
 
-def _columns(request: Request, columns: Mapping[Column, bytes]) -> list[object]:
+def _columns(request: ScriptCall, columns: Mapping[Column, bytes]) -> list[object]:
     return [part for column, value in columns.items() for part in (column, request.blob(value))]
 
 
@@ -366,7 +376,7 @@ def _is_bulky(block: Block) -> bool:
     return sum(len(piece) for value in first_row for piece in value) > BULKY_BYTES * len(first_row)
 
 
-def _block(request: Request, block: Block) -> dict[str, object]:
+def _block(request: ScriptCall, block: Block) -> dict[str, object]:
     """All values in one: a thousand arguments would cost more than the copy does."""
     values = [b"".join(value) for value in block.values()]
     return {
@@ -381,3 +391,88 @@ def _block(request: Request, block: Block) -> dict[str, object]:
 
 def _log_entries(raw: Iterable[tuple[bytes, _Fields]]) -> list[LogEntry]:
     return [LogEntry(entry_id=raw_id.decode(), entry=entry_from_fields(flat)) for raw_id, flat in raw]
+
+
+class _RowReader:
+    """Reads rows and groups: in one command where they are small, else in few round trips.
+
+    Its methods are those of Broker (base.py). Whatever it sends may be sent any number of times.
+    """
+
+    def __init__(self, link: RedisLink, run: RunName) -> None:
+        self._link = link
+        self._run = run
+        self._prefix = keys.full(run, "")
+
+    async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        for row_id in row_ids:
+            parse_row_id(row_id)
+        found = await self._read_small(row_ids, columns) if columns and len(row_ids) >= ROWS_FOR_SCRIPT else []
+        rest = row_ids[len(found) :]
+        rows = await self._read_hashes([keys.row(self._run, row_id) for row_id in rest], columns)
+        await self._add_shared(rest, columns, rows)
+        return found + rows
+
+    async def _add_shared(
+        self, row_ids: Sequence[RowId], columns: Sequence[Column], rows: Sequence[dict[Column, bytes]]
+    ) -> None:
+        """Fill in what rows have together with all of their group, as far as a group has them."""
+        fields = {f"{keys.SHARED_PREFIX}{column}": column for column in columns if column.startswith(USER_PREFIX)}
+        lacking = [
+            (row, *parse_row_id(row_id))
+            for row_id, row in zip(row_ids, rows, strict=True)
+            if any(column not in row for column in fields.values())
+        ]
+        group_ids = list(dict.fromkeys(group_id for _, group_id, _ in lacking))
+        hashes = [keys.group(self._run, group_id) for group_id in group_ids]
+        of_group = dict(zip(group_ids, await self._read_hashes(hashes, ["size", *fields]), strict=True))
+        for row, group_id, sample in lacking:
+            found = of_group[group_id]
+            if sample < int(found.get("size", 0)):
+                for name, column in fields.items():
+                    if name in found:
+                        row.setdefault(column, found[name])
+
+    async def _read_small(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        """The first of these rows, all of them when they are small (locators of storage units are)."""
+        found: list[dict[Column, bytes]] = []
+        for part in _parts(row_ids, ROWS_PER_SCRIPT):
+            body: dict[str, object] = {"rows": part, "columns": list(columns), "max_bytes": MAX_SMALL_BYTES}
+            reply = await self._link.script("read_rows", self._prefix, self._prefix, 0, ScriptCall(body))
+            number, lengths, values = cast("tuple[int, bytes, bytes]", reply)
+            found += _cut_rows(columns, _lengths_decoder.decode(lengths), values)
+            if number < len(part):
+                break
+        return found
+
+    async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        return await self._read_hashes([keys.group(self._run, group_id) for group_id in group_ids], columns)
+
+    async def _read_hashes(self, hashes: Sequence[str], names: Sequence[_Name]) -> list[dict[_Name, bytes]]:
+        if not names:
+            return [{} for _ in hashes]
+        found: list[dict[_Name, bytes]] = []
+        for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
+            replies = await self._link.pipeline([("HMGET", key, *names) for key in part])
+            for reply in cast("list[list[bytes | None]]", replies):
+                pairs = zip(names, reply, strict=True)
+                found.append({name: value for name, value in pairs if value is not None})
+        return found
+
+
+def _cut_rows(columns: Sequence[Column], lengths: Sequence[int], values: bytes) -> list[dict[Column, bytes]]:
+    """Rows from their values joined. lengths: per row and column, -1 for none."""
+    found: list[dict[Column, bytes]] = []
+    start = 0
+    for first in range(0, len(lengths), len(columns)):
+        row: dict[Column, bytes] = {}
+        for column, length in zip(columns, lengths[first : first + len(columns)], strict=True):
+            if length >= 0:
+                row[column] = values[start : start + length]
+                start += length
+        found.append(row)
+    return found
+
+
+def _parts(items: Sequence[_T], size: int) -> Iterable[Sequence[_T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -3,7 +3,7 @@
 A **segment** is one immutable range of bytes with a name, e.g. one version of the weights. Its owner creates it, writes
 it, seals it and later drops it; readers open it by an address. A reader that holds a dropped segment keeps its bytes.
 
-One contract (``tests/contract/test_tensors.py``) over shared memory, TCP and in-process:
+One contract (``tests/contract/test_tensors.py``) over shared memory and TCP:
 
 - ``open`` gives exactly the sealed bytes, or raises;
 - a segment that does not exist, was dropped, or whose owner went away: PeerUnavailableError (try another source);

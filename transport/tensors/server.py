@@ -22,8 +22,8 @@ from typing import Any
 
 from transport.errors import ListenError, StreamError
 from transport.secret import own_secret
+from transport.tensors.address import Endpoint
 from transport.tensors.base import Deadline
-from transport.tensors.endpoint import Endpoint
 from transport.tensors.wire import HANDSHAKE_S, Channel, greet_client
 
 IDLE_S = 300.0

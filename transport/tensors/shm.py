@@ -252,8 +252,3 @@ def _map_private(fd: int, address: Address, nbytes: int) -> mmap.mmap:
     if size != nbytes:
         raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def reader(secret: bytes) -> ShmReader:
-    """The backend behind shm://; the file's mode (owner only) is its protection."""
-    return ShmReader()

@@ -12,11 +12,10 @@ import numpy as np
 
 from transport.errors import ChecksumError, PeerUnavailableError
 from transport.messages import MessageDecoder
-from transport.tensors.address import Address
-from transport.tensors.base import Deadline, SegmentWriter
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Address, Endpoint
+from transport.tensors.base import Deadline, SegmentReader, SegmentWriter
 from transport.tensors.server import ChannelServer
-from transport.tensors.shm import ShmStore
+from transport.tensors.shm import ShmReader, ShmStore
 from transport.tensors.wire import Channel, Refused, connect
 from transport.types import Struct
 
@@ -176,6 +175,6 @@ def _check_answer(answer: RangeFollows | Refused, address: Address, nbytes: int)
         raise ChecksumError(f"{address} sends {answer.nbytes} bytes instead of {nbytes}")
 
 
-def reader(secret: bytes) -> TcpReader:
-    """The backend behind tcp://."""
-    return TcpReader(secret)
+def reader_for(address: Address, secret: bytes) -> SegmentReader:
+    """What reads ``address``. secret: of a connection; a file of this host is protected by its mode."""
+    return ShmReader() if address.scheme == "shm" else TcpReader(secret)

@@ -25,7 +25,7 @@ from transport.clock import MonotonicClock
 from transport.messages import WeightManifest, WorkerStatus
 from transport.rows import BrokerRows
 from transport.settings import BrokerSettings
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Endpoint
 from transport.types import RowId, RunName, WorkerKind
 from transport.unit_rows import UnitRows
 from transport.user_columns import Value, Values

@@ -17,7 +17,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.messages import WeightManifest
-from transport.tensors.endpoint import Endpoint
+from transport.tensors.address import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
 from workers.generation.announce import ROLE, Announcer

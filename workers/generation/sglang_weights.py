@@ -21,10 +21,9 @@ from msgspec.structs import replace
 
 from transport.errors import PeerUnavailableError
 from transport.messages import TensorSpec, WeightManifest
-from transport.tensors.address import host_id
+from transport.tensors.address import choose_sources, host_id
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.tensors.shm import held_address
-from transport.tensors.sources import choose_sources
 from transport.types import WeightIdentity
 from workers.errors import ServerAnswerError, WeightsMismatchError
 from workers.generation.sglang_http import SglangClient

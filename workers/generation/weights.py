@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
 from transport.messages import TensorSpec, WeightManifest
-from transport.tensors.address import Address
+from transport.tensors.address import Address, choose_sources
 from transport.tensors.base import Deadline, Segment, SegmentReader
 from transport.tensors.manifest import check_manifest, verify_tensors
-from transport.tensors.sources import choose_sources, reader_for
+from transport.tensors.tcp import reader_for
 from workers.errors import WeightsMismatchError
 
 if TYPE_CHECKING:

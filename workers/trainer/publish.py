@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transport.messages import TensorSpec, WeightManifest
-from transport.tensors.address import host_id
+from transport.tensors.address import Endpoint, host_id
 from transport.tensors.base import SegmentWriter
-from transport.tensors.endpoint import Endpoint
 from transport.tensors.manifest import Crc, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.tensors.shm import ShmStore, segment_directories
 from transport.tensors.tcp import ServedStore
