@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from benchmarks.papers.rules import plan_of
 from orchestrator.core.analytic import decode_cost
 from orchestrator.core.cost_model import DecodeCost
 from orchestrator.core.dispatch.calibration import Calibration
-from orchestrator.core.dispatch.policies import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
 from orchestrator.core.forecast import bound_s, finish_times
 from orchestrator.core.hardware import H800
@@ -91,9 +91,7 @@ class Case:
 
     def ratio(self, policy: str, against: str = "even") -> float:
         """Time under ``policy`` over that under ``against``."""
-        return self.generation_s(plan_dispatch(policy, self.problem)) / self.generation_s(
-            plan_dispatch(against, self.problem)
-        )
+        return self.generation_s(plan_of(policy, self.problem)) / self.generation_s(plan_of(against, self.problem))
 
 
 # -- generation over its bounds
@@ -109,7 +107,7 @@ def over_bounds(cost: DecodeCost, seeds: Iterable[int], recall: float | None) ->
         physical_s = physical_bound_s(cost, lengths)
         reachable_s = bound_s(cost, lengths, INSTANCES, prompt_tokens=PROMPT_TOKENS)
         for policy, found in ratios.items():
-            end_s = case.generation_s(plan_dispatch(policy, case.problem))
+            end_s = case.generation_s(plan_of(policy, case.problem))
             found.append((end_s / physical_s, end_s / reachable_s))
     return {policy: (fmean(a for a, _ in found), fmean(b for _, b in found)) for policy, found in ratios.items()}
 
@@ -238,7 +236,7 @@ def plan_s(cost: DecodeCost, num_prompts: int, num_instances: int, *, train_toke
     best_s = math.inf
     for _ in range(3):
         started_s = time.process_time()
-        plan_dispatch("scored", problem)
+        plan_of("scored", problem)
         best_s = min(best_s, time.process_time() - started_s)
     return best_s
 

@@ -22,19 +22,18 @@ import msgspec
 
 from benchmarks.dispatch import over_bounds
 from benchmarks.live_error import live_errors
+from benchmarks.papers.comparison import compare, with_swings
+from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipelined
+from benchmarks.papers.rows import Cell, Row, rows
+from benchmarks.papers.settings import colocated, fully_async, in_flight, rolling, split, sync_stream
+from benchmarks.papers.trials import MOVE, ProgressLine
 from orchestrator.core.analytic import decode_cost
 from orchestrator.core.hardware import ASSUMED, H800
 from orchestrator.core.llms import QWEN_72B
 from orchestrator.sim.bounds import best_bound, bound
-from orchestrator.sim.experiment import PAPER_RECALL, Bound, Generation, Pipelined
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.paper import compare, with_swings
-from orchestrator.sim.paper_output import Progress
-from orchestrator.sim.paper_rows import Cell, Row, rows
-from orchestrator.sim.paper_settings import colocated, fully_async, in_flight, rolling, split, sync_stream
 from orchestrator.sim.scenarios import PIPELINES, Layout
 from orchestrator.sim.simulate import simulate
-from orchestrator.sim.trials import MOVE
 
 SEEDS = (11, 12, 13)
 BATCHES = 20
@@ -43,7 +42,7 @@ WARM_UP, COOL_DOWN = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A pipeline on a split of the GPUs (``sim/paper_settings.py``), and what the paper has for it."""
+    """A pipeline on a split of the GPUs (``papers/settings.py``), and what the paper has for it."""
 
     title: str
     experiment: Pipelined
@@ -130,8 +129,8 @@ def sensitivity(seed: int) -> None:
     """Every headline with each constant of the model 20% lower and higher: the worst and the best, and by what."""
     jobs = os.cpu_count() or 1
     headlines = [row for row in rows() if row.key.startswith("table3")] + OVER_BOUND
-    plain = compare(headlines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=Progress("headlines"))
-    for one in with_swings(plain, seed=seed, jobs=jobs, progress=Progress("headlines with moved constants")):
+    plain = compare(headlines, seeds=(seed,), iterations=BATCHES, jobs=jobs, progress=ProgressLine("headlines"))
+    for one in with_swings(plain, seed=seed, jobs=jobs, progress=ProgressLine("headlines with moved constants")):
         swing = one.swing
         if swing is None:
             raise KeyboardInterrupt

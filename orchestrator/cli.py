@@ -43,7 +43,7 @@ app.command(
 )(plan)
 app.command(
     help="Simulate a scenario with the code that decides live: seconds of an iteration, bubbles by cause, distance to "
-    "the physical bound. --paper: the papers' results beside ours. Nothing is started. [docs/simulation.md]"
+    "the physical bound. Nothing is started. [docs/simulation.md]"
 )(simulate)
 
 RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]

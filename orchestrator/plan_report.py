@@ -56,7 +56,7 @@ def searched(advice: Advice, seconds: float) -> str:
 
 def others(advice: Advice) -> list[tuple[str, Prediction | None]]:
     """What the plan is compared with."""
-    return [("runner-up", advice.runner_up), ("even split", advice.even), ("Algorithm 1", advice.algorithm_one)]
+    return [("runner-up", advice.runner_up), ("even split", advice.even)]
 
 
 def size(split: Split) -> str:

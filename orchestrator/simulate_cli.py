@@ -1,12 +1,10 @@
-"""``streamrl-orchestrator simulate``: a scenario of one's own, or the papers' results and ours beside each other.
+"""``streamrl-orchestrator simulate``: a user's own scenario: arguments, and what is printed and written.
 
-Owns: arguments, and what is printed and written. Never: simulating (``sim/own.py``, ``sim/paper.py``), drawing. How to
-read the answer: docs/simulation.md.
+How to read the answer: docs/simulation.md.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +23,13 @@ from orchestrator.errors import ConfigError
 from orchestrator.plan_cli import GBPS, ProfileFile, chosen_model, one_of, parse_pools
 from orchestrator.profiles import NAME, Profile, extrapolated, hardware, read_profile
 from orchestrator.report.bubbles import Cause
+from orchestrator.report.timeline_drawing import write_timeline
 from orchestrator.sim import own
 from orchestrator.sim.allocating import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.decoding import SampleTooLongError
 from orchestrator.sim.length_files import read_lengths, representative
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
-from orchestrator.sim.paper_output import PaperOptions, print_paper, write_timeline
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
 from transport.lengths import Say
 
@@ -41,13 +39,6 @@ FEWEST_ITERATIONS = 3
 
 
 def simulate(
-    paper: Annotated[
-        bool,
-        typer.Option("--paper", help="StreamRL's and AsyncFlow's results beside ours; some ten minutes on two cores."),
-    ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="With --paper: fewer iterations, no moved constants; minutes.")
-    ] = False,
     model: Annotated[
         str,
         typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json. [Qwen2.5-72B, or that of --profile]"),
@@ -92,16 +83,9 @@ def simulate(
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
     ] = 20,
     seed: Annotated[int, typer.Option(help="Of lengths and of the ranker's errors.")] = 11,
-    jobs: Annotated[int, typer.Option(min=0, help="With --paper: processes. [0: one a core]")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for pictures (SVG; PNG with streamrl[plots]) and results.json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    if paper:
-        options = PaperOptions(seed=seed, iterations=iterations, quick=quick, jobs=jobs or os.cpu_count() or 1, out=out)
-        print_paper(options, as_json=as_json)
-        return
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
@@ -136,8 +120,16 @@ def simulate(
     data["notes"] = [*skipped, *([] if measured is None else _notes(measured, workload, layout))]
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
+        _make_directory(out)
         for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
             typer.echo(path, err=as_json)
+
+
+def _make_directory(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be a directory: {error.strerror}", where="--out") from error
 
 
 # -- arguments

@@ -192,9 +192,9 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_refills: AtLeast0 = 8  # replacements a batch may ask for before it closes short
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
     rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
-    dispatch: Literal[
-        "auto", "least_loaded", "even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"
-    ] = "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
+    dispatch: Literal["auto", "least_loaded", "even", "random", "two_class_max", "slicing", "paced", "scored"] = (
+        "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
+    )
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
     migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 

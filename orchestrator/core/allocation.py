@@ -6,8 +6,8 @@ candidate that was left out could have won, as long as its bound is one and ``ma
 
     pools ──► splits ──► lowest bound first ──► simulate ──► stop when the next bound is no better than the best
 
-Source: ours. StreamRL's Algorithm 1 (``algorithm_one.py``) enumerates too, and scores by max(Tgen, Ttrain), which is
-wrong for streams: what counts is the end of the pipeline, with its skew, its transfers and its dispatch.
+Source: ours. StreamRL's Algorithm 1 (``benchmarks/papers/rules.py``) enumerates too, and scores by max(Tgen, Ttrain),
+which is wrong for streams: what counts is the end of the pipeline, with its skew, its transfers and its dispatch.
 """
 
 from __future__ import annotations

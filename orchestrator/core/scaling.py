@@ -7,14 +7,15 @@ the same measurements, because adding asks for more than draining may cost.
     measured iteration ──► the last ``confirm`` with these workers agree ──► Change, then ``rest`` iterations of peace
 
 The trainer's size is fixed: another one means another process group, so a restart (StreamRL sec. 4.2). Ours: minimum
-gain, hysteresis, confirmation, rest, limits and draining, which the paper leaves open; its own rule is ``printed``.
+gain, hysteresis, confirmation, rest, limits and draining, which the paper leaves open (its rule:
+``benchmarks/papers/rules.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -23,8 +24,6 @@ from orchestrator.core.forecast import finish_times
 
 Estimate: TypeAlias = Callable[[int], float]
 """Workers -> seconds that generation of a batch takes. Only its ratios count: they scale what was measured."""
-
-Rule: TypeAlias = Literal["gain", "printed"]
 
 
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +39,6 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_workers: int = 1
     max_workers: int = 1
     unit: int = 1
-    rule: Rule = "gain"
     min_gain: float = 0.05
     max_loss: float = 0.01
     confirm: int = 2
@@ -141,8 +139,6 @@ class Scaling(msgspec.Struct, kw_only=True):
         return self._change(settings, wanted, estimate) if wanted != self.workers else None
 
     def _wanted(self, settings: ScalingSettings, estimate: Estimate) -> int:
-        if settings.rule == "printed":
-            return printed(settings, self.recent[-1], estimate)
         if not settings.min_workers <= self.workers <= settings.max_workers:
             return min(max(self.workers, settings.min_workers), settings.max_workers)
         if len(self.recent) < settings.confirm:
@@ -187,19 +183,6 @@ def agreed(wanted: Sequence[int], workers: int) -> int:
     if min(wanted) > workers:
         return min(wanted)
     return max(wanted) if max(wanted) < workers else workers
-
-
-def printed(settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> int:
-    """StreamRL sec. 4.2: one unit more when delta >= delta', the seconds of generation that it saves.
-
-    As printed it fires at every iteration once delta' nears 0 (more instances do not shorten the longest sample), asks
-    for no gain, confirmation or rest, and never drains; ``max_workers`` alone ends it. For comparison.
-    """
-    more = iteration.workers + settings.unit
-    if more > settings.max_workers:
-        return iteration.workers
-    saved_s = iteration.generation_s - iteration.generation_with(more, estimate)
-    return more if iteration.delta_s >= saved_s else iteration.workers
 
 
 def estimate_of(

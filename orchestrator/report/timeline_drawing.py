@@ -11,9 +11,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from orchestrator.errors import ConfigError
 from orchestrator.report.bubbles import Cause, Usage, usage_by_window
-from orchestrator.report.drawing import Drawing, Polyline, Rect, Words
+from orchestrator.report.drawing import Drawing, Polyline, Rect, Words, to_svg, write_png
 from orchestrator.report.spans import SCORING, TRAINER, Span, SpanKind, Timeline
 
 WIDTH = 1200.0
@@ -85,6 +87,17 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Drawing:
     _draw_spans(drawing, [span for span in timeline.spans if span.track == TRAINER], top, BAND, time)
     _axis(drawing, timeline, top + BAND, time, left_out=len(timeline.workers) - len(shown))
     return drawing
+
+
+def write_timeline(timeline: Timeline, title: str, out: Path, name: str = "") -> list[Path]:
+    """``timeline[-NAME].svg`` in ``out``, and a PNG where Pillow is installed. Returns what was written."""
+    drawing, path = draw_timeline(timeline, title=title), out / (f"timeline-{name}.svg" if name else "timeline.svg")
+    path.write_text(to_svg(drawing), encoding="utf-8")
+    try:
+        write_png(drawing, path.with_suffix(".png"))
+    except ConfigError:
+        return [path]
+    return [path, path.with_suffix(".png")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What to do with some GPUs: the best split, the runner-up, and what the usual rules would have done.
+"""What to do with some GPUs: the best split, the runner-up, and the even split that needs no thought.
 
 Owns: the order of a search: bounds, short simulations, long ones of the few that are close. Never: prints. Invariant:
 everything that is compared in the end was simulated by the same window on the same lengths.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.core.algorithm_one import cross_datacenter, single_datacenter
 from orchestrator.core.allocation import Found, Objective, Outcome, Pool, Split, ranked, score, search, splits
 from orchestrator.core.analytic import decode_cost
 from orchestrator.core.scaling import estimate_of
@@ -41,13 +40,12 @@ def silent(done: int, most: int, best: Outcome) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The answer. runner_up: of another size or place; None where there is no other.  even, algorithm_one: the usual
-    rules, with their best degrees; None where they find nothing that fits, or the same sizes as the plan."""
+    """The answer. runner_up: of another size or place; None where there is no other.  even: the split that needs no
+    thought, with its best degrees; None where none fits, or where it has the same sizes as the plan."""
 
     best: Prediction
     runner_up: Prediction | None
     even: Prediction | None
-    algorithm_one: Prediction | None
     found: Found
 
 
@@ -75,8 +73,7 @@ def advise(
             progress=progress,
         )
         finalists = _finalists(found, candidates, bounds, minimise)
-        even, printed = bounds.quickest(_even(candidates)), bounds.quickest(_printed(bounds, candidates, finalists[0]))
-        return _judged(job, simulate, finalists, even, printed, found, minimise)
+        return _judged(job, simulate, finalists, bounds.quickest(_even(candidates)), found, minimise)
 
 
 def _judged(
@@ -84,11 +81,10 @@ def _judged(
     simulate: Simulate,
     finalists: list[Split],
     even: Split | None,
-    printed: Split | None,
     found: Found,
     minimise: Objective,
 ) -> Advice:
-    compared = list(dict.fromkeys([*finalists, *(split for split in (even, printed) if split is not None)]))
+    compared = finalists if even is None or even in finalists else [*finalists, even]
     predictions = dict(zip(compared, simulate(partial(predict, job, LONG), compared), strict=True))
     measured = [
         Outcome(split=split, bound_s=0.0, iteration_s=prediction.iteration_s)
@@ -96,12 +92,10 @@ def _judged(
     ]
     order = [outcome.split for outcome in ranked(measured, minimise)]
     others = [split for split in order[1:] if _place(split) != _place(order[0])]
-    even, printed = (rule if rule is not None and rule in others else None for rule in (even, printed))
     return Advice(
         best=predictions[order[0]],
         runner_up=predictions[others[0]] if others else None,
-        even=predictions[even] if even is not None else None,
-        algorithm_one=predictions[printed] if printed is not None else None,
+        even=predictions[even] if even in others else None,
         found=found,
     )
 
@@ -122,7 +116,7 @@ def _finalists(found: Found, candidates: Sequence[Split], bounds: Bounds, minimi
     return list(dict.fromkeys([*close, *others[:1]]))
 
 
-# -- the usual rules
+# -- bounds, and the split that needs no thought
 
 
 class Bounds:
@@ -178,26 +172,3 @@ def _even(candidates: Sequence[Split]) -> list[Split]:
 
 def _whole(split: Split) -> bool:
     return (split.generation_gpus, split.training_gpus) == (split.generation.num_gpus, split.training.num_gpus)
-
-
-def _printed(bounds: Bounds, candidates: Sequence[Split], chosen: Split) -> list[Split]:
-    """What Algorithm 1 as printed takes in the pools of ``chosen``, with the best degrees of each stage."""
-    among = [s for s in candidates if s.generation is chosen.generation and s.training is chosen.training]
-    generating: dict[int, float] = {}
-    training: dict[int, float] = {}
-    for split in among:
-        generation_s, training_s = bounds.stages_s(split)
-        generating[split.generation_gpus] = min(generation_s, generating.get(split.generation_gpus, generation_s))
-        training[split.training_gpus] = min(training_s, training.get(split.training_gpus, training_s))
-    x_sizes, y_sizes = sorted(generating), sorted(training)
-    x_s, y_s = partial(_time, generating), partial(_time, training)
-    if chosen.generation is chosen.training:
-        picked = single_datacenter(chosen.generation.num_gpus, x_s, y_s, sorted({*x_sizes, *y_sizes}))
-    else:
-        picked = cross_datacenter(x_sizes[-1], y_sizes[-1], x_s, y_s, x_sizes, y_sizes)
-    return [split for split in among if (split.generation_gpus, split.training_gpus) == picked]
-
-
-def _time(times: dict[int, float], size: int) -> float:
-    """Of a stage; infinite for a size at which nothing fits."""
-    return times.get(size, float("inf"))

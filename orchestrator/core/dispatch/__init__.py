@@ -4,7 +4,7 @@ placement.py    one group at a time: the least loaded of those with room
 problem.py      what a plan is made of, and what it says
 pricing.py      what a group costs an instance, as a sum: the closed form that planning is fast by
 even.py         every instance the same share, whatever is predicted
-two_class.py    StreamRL's Algorithm 2, as printed and corrected
+two_class.py    StreamRL's Algorithm 2, corrected
 slices.py       contiguous slices: what the next two have in common
 slicing.py      deadline slicing
 paced.py        the same for batches that overlap

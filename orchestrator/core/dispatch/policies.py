@@ -15,9 +15,9 @@ from orchestrator.core.dispatch.paced import paced
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
 from orchestrator.core.dispatch.scored import scored
 from orchestrator.core.dispatch.slicing import slicing
-from orchestrator.core.dispatch.two_class import two_class_max, two_class_sum
+from orchestrator.core.dispatch.two_class import two_class_max
 
-Planned: TypeAlias = Literal["even", "random", "two_class_sum", "two_class_max", "slicing", "paced", "scored"]
+Planned: TypeAlias = Literal["even", "random", "two_class_max", "slicing", "paced", "scored"]
 """Policies that plan a batch. The other, "least_loaded", places one group after another."""
 
 PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
@@ -25,7 +25,6 @@ PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
         "even": even,
         "even_longest_first": even_longest_first,
         "random": shuffled,
-        "two_class_sum": two_class_sum,
         "two_class_max": two_class_max,
         "slicing": slicing,
         "paced": paced,

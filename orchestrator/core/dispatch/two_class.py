@@ -1,6 +1,7 @@
 """StreamRL's Algorithm 2: few instances for the predicted long tail, the others for the rest.
 
-Owns: the paper's rule, as printed and with its objective corrected. Never: a prediction's spread; the paper has none.
+Owns: the paper's rule, with its objective corrected (as printed: ``benchmarks/papers/rules.py``). Never: a prediction's
+spread; the paper has none.
 Invariant: the chosen split is the best of all by the paper's own estimate, as a brute-force test checks.
 """
 
@@ -17,14 +18,9 @@ TAIL = 0.2
 """Share of samples that count as long. Source: StreamRL sec. 5.3, alpha = 20."""
 
 
-def two_class_sum(problem: Problem) -> Plan:
-    """As printed: the split with the least sum of both classes' latencies. It gains next to nothing."""
-    return _two_class(problem, lambda long_s, rest_s: long_s + rest_s, "two_class_sum")
-
-
 def two_class_max(problem: Problem) -> Plan:
-    """Corrected: both classes run at the same time, so the later one ends the batch."""
-    return _two_class(problem, max, "two_class_max")
+    """Both classes run at the same time, so the later one ends the batch; the paper prints the sum of both."""
+    return two_class(problem, max, "two_class_max")
 
 
 def split(
@@ -55,7 +51,7 @@ def instance_latency_s(instance: Instance, samples: float, mean_tokens: float) -
     return instance.cost.step_s(batch, batch * mean_tokens / 2) * mean_tokens * math.ceil(samples / batch - 1e-9)
 
 
-def _two_class(problem: Problem, objective: Callable[[float, float], float], name: str) -> Plan:
+def two_class(problem: Problem, objective: Callable[[float, float], float], name: str) -> Plan:
     """The fastest instances for the tail, groups evenly within each class; with one instance there are no classes."""
     if len(problem.instances) < 2 or len(problem.groups) < 2:
         return Plan(shares=even(problem).shares, policy=name)

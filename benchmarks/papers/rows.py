@@ -1,17 +1,15 @@
 """The papers' results as data, and the experiment of ours that stands beside each of them.
 
-Owns: published numbers with their table or figure. Never: settings (``paper_settings.py``), running them
-(``trials.py``), printing (``paper_table.py``). Invariant: a row says against what it is measured.
+Owns: published numbers with their table or figure. Never: settings (``settings.py``), running them
+(``trials.py``), printing (``comparison.py``). Invariant: a row says against what it is measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.core.hardware import H20, H800
-from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
-from orchestrator.sim.experiment import Experiment, Generation, Growing, Pipelined, Transfer
-from orchestrator.sim.paper_settings import (
+from benchmarks.papers.experiments import Experiment, Generation, Growing, Pipelined, Transfer
+from benchmarks.papers.settings import (
     CROSSING_TRAINERS,
     GPUS,
     GROWING_START,
@@ -26,6 +24,8 @@ from orchestrator.sim.paper_settings import (
     sync_stream,
     tensor_parallel,
 )
+from orchestrator.core.hardware import H20, H800
+from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

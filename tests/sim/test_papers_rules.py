@@ -1,14 +1,20 @@
-"""StreamRL's Algorithm 1 as printed: what it says, and what is wrong with it."""
+"""The papers' rules as printed: what they say, and what is wrong with them."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.algorithm_one import cross_datacenter, single_datacenter
+from benchmarks.papers.rules import ScalingAsPrinted, cross_datacenter, plan_of, single_datacenter
+from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
+from orchestrator.core.forecast import finish_times
+from orchestrator.core.scaling import Iteration, ScalingSettings
+from transport.types import GroupId, WorkerId
 
 
 def work(seconds: float, fits: int = 1):
@@ -69,6 +75,37 @@ def test_flaw_balance_is_not_the_best_of_a_synchronous_stream():
     best = min(stream_s(a, 20 - a) for a in range(1, 20))
     assert (x, y) == (10, 10)
     assert stream_s(x, y) > best * 1.02
+
+
+def test_a_gap_that_workers_do_not_close_is_fed_forever():
+    """The longest sample is the end of generation: the printed delta' is 0, and delta >= 0 fires for ever."""
+    settings, workers = ScalingSettings(max_workers=8), [4]
+    for batch in range(6):
+        stuck = Iteration(batch=batch, workers=workers[-1], generation_s=10.0, training_s=5.0)
+        change = ScalingAsPrinted().observe(settings, stuck, lambda workers: 10.0 + 1e-9 / workers)
+        if change is not None:
+            workers.append(change.to_workers)
+    assert workers == [4, 5, 6, 7, 8]
+
+
+def test_the_sum_of_both_classes_is_the_wrong_objective():
+    """As printed, Algorithm 2 may end later than with the maximum, never the other way round by its estimate."""
+    chance = random.Random(0)
+    groups = tuple(
+        GroupLength(group_id=GroupId(f"0/{place}"), mean_tokens=min(20_000.0, 50 * chance.paretovariate(0.6)))
+        for place in range(400)
+    )
+    cost = DecodeCost(fixed_s=0.01, weights_s=0.01, sample_s=0.0005)
+    instances = tuple(
+        Instance(worker_id=WorkerId(f"generate-{place}"), cost=cost, max_running=400) for place in range(8)
+    )
+    problem = Problem(groups=groups, instances=instances)
+
+    def end_s(policy: str) -> float:
+        shares = [[group.mean_tokens for group in share] for share in plan_of(policy, problem).shares]
+        return max(max(finish_times(cost, share, max_running=400)) for share in shares if share)
+
+    assert end_s("two_class_max") < end_s("two_class_sum")
 
 
 @pytest.mark.parametrize("sizes", [[], [1]])

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.core.algorithm_one import single_datacenter
+from benchmarks.papers.rules import ScalingAsPrinted, single_datacenter
 from orchestrator.core.analytic import DoesNotFitError, decode_cost, most_ranks, train_cost
 from orchestrator.core.cost_model import TrainCost
 from orchestrator.core.hardware import H800
 from orchestrator.core.llms import QWEN_7B
-from orchestrator.core.scaling import Change, Estimate, Iteration, Rule, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.scaling import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
 from orchestrator.sim.lengths import long_tailed
 
 NODE, GPUS = 8, 32
@@ -61,10 +61,10 @@ def start() -> tuple[int, int]:
     return single_datacenter(GPUS, lambda gpus: generation_s(gpus // NODE), stages.training_s, range(NODE, GPUS, NODE))
 
 
-def ramp(settings: ScalingSettings) -> tuple[list[Change], list[Iteration]]:
+def ramp(settings: ScalingSettings, scaling: Scaling | ScalingAsPrinted) -> tuple[list[Change], list[Iteration]]:
     """Iterations while lengths stand and grow; a node that was added serves the next one."""
     generation_gpus, training_gpus = start()
-    nodes, scaling = generation_gpus // NODE, Scaling()
+    nodes = generation_gpus // NODE
     changes: list[Change] = []
     seen: list[Iteration] = []
     for batch in range(STANDING + GROWING):
@@ -79,8 +79,11 @@ def ramp(settings: ScalingSettings) -> tuple[list[Change], list[Iteration]]:
     return changes, seen
 
 
-def rule(name: Rule) -> ScalingSettings:
-    return ScalingSettings(max_workers=8, rule=name, rest=0 if name == "printed" else 2)
+RULES = {"printed": ScalingAsPrinted, "gain": Scaling}
+
+
+def ruled(name: str) -> tuple[list[Change], list[Iteration]]:
+    return ramp(ScalingSettings(max_workers=8), RULES[name]())
 
 
 def seconds(seen: list[Iteration]) -> float:
@@ -94,7 +97,7 @@ def test_the_start_is_what_algorithm_1_picks():
 
 @pytest.mark.parametrize("name", ["printed", "gain"])
 def test_two_nodes_come_one_by_one_while_lengths_grow(name):
-    changes, seen = ramp(rule(name))
+    changes, seen = ruled(name)
     growing = [change for change in changes if change.batch >= STANDING]
     assert [change.to_workers - change.from_workers for change in growing] == [1, 1]
     for change in growing:
@@ -107,14 +110,12 @@ def test_two_nodes_come_one_by_one_while_lengths_grow(name):
 def test_the_printed_rule_adds_about_when_the_paper_does_and_ours_earlier():
     """The paper: 10 and 16. Its rule waits until the gap is all that a node would save; ours asks whether what is
     saved is worth a node (5% of an iteration), which it is sooner."""
-    found = {
-        name: [c.batch - STANDING for c in ramp(rule(name))[0] if c.batch >= STANDING] for name in ("printed", "gain")
-    }
+    found = {name: [c.batch - STANDING for c in ruled(name)[0] if c.batch >= STANDING] for name in ("printed", "gain")}
     assert all(abs(ours - paper) <= 4 for ours, paper in zip(found["printed"], (10, 16), strict=True))
     assert all(ours < printed for ours, printed in zip(found["gain"], found["printed"], strict=True))
 
 
 def test_growing_with_the_lengths_is_worth_it():
-    fixed = seconds(ramp(ScalingSettings(max_workers=1))[1])
-    printed, ours = (seconds(ramp(rule(name))[1]) for name in ("printed", "gain"))
+    fixed = seconds(ramp(ScalingSettings(max_workers=1), Scaling())[1])
+    printed, ours = (seconds(ruled(name)[1]) for name in ("printed", "gain"))
     assert ours < printed < 0.85 * fixed

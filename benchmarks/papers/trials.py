@@ -1,12 +1,13 @@
 """Many experiments, each once, on several processes; and what they rest on: every constant 20% lower and higher.
 
-Owns: doing equal work once. Never: what is measured (``experiment.py``), what it means. Invariant: results do not
-depend on how many processes there are.
+Equal work is done once; results do not depend on how many processes there are.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,9 +16,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from benchmarks.papers.experiments import Experiment
 from orchestrator.core.analytic import DoesNotFitError
 from orchestrator.core.hardware import ASSUMED, Assumptions
-from orchestrator.sim.experiment import Experiment
 
 MOVE = 0.2
 """By which each constant is moved: about the width of the ranges that the sources of ``Assumptions`` give."""
@@ -36,7 +37,27 @@ SHARES = frozenset(
 """Constants that are a share of something: they are moved up to 1 at most."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Hears how many of how many are done."""
+"""Called with how many of how many are done."""
+PROGRESS_EVERY_S = 5.0
+"""Between two lines of progress where there is no terminal."""
+
+
+class ProgressLine:
+    """How far it is, on standard error: a line that changes, or a line every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._terminal = sys.stderr.isatty()
+        self._began_s = self._said_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if done < total and now_s - self._said_s < (0.2 if self._terminal else PROGRESS_EVERY_S):
+            return
+        self._said_s = now_s
+        end = "\r" if self._terminal and done < total else "\n"
+        line = f"{self._what} {done} of {total}, {now_s - self._began_s:.0f} s"
+        print(f"{line:<60}" if self._terminal else line, file=sys.stderr, end=end, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +87,7 @@ def run_trials(trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | N
 def each_result(
     trials: Iterable[Trial], *, jobs: int = 1, progress: Progress | None = None
 ) -> Iterator[tuple[Trial, float | str]]:
-    """The same one after another, in their order, so that who is interrupted has those before.
+    """The same one after another, in their order, so that an interrupted call leaves those before.
 
     Equal trials, and those whose assumptions cost the same, are done once.
     """

@@ -1,6 +1,6 @@
 """The papers' settings in ours: GPUs, splits, pipelines and dispatch of every result that is compared.
 
-Owns: our reading of what the papers leave open, each said here. Never: published numbers (``paper_rows.py``).
+Owns: our reading of what the papers leave open, each said here. Never: published numbers (``rows.py``).
 Invariant: splits and parallel degrees were chosen by enumeration on seed 0, which is not reported.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
 from orchestrator.core.analytic import most_ranks
 from orchestrator.core.hardware import A100, H800
 from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
-from orchestrator.sim.experiment import FULL_LENGTH, Pipelined
 from orchestrator.sim.scenarios import Layout
 
 GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}

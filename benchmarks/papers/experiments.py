@@ -1,7 +1,7 @@
 """What can be measured in simulation, as values that travel to other processes: pipelines, generation, transfers.
 
-Owns: how a setting of an LLM, GPUs and lengths becomes one number of seconds. Never: what is compared with what
-(``paper_rows.py``). Invariant: equal experiments, seeds and assumptions give equal seconds, in any process.
+How a setting of an LLM, GPUs and lengths becomes one number of seconds: equal experiments, seeds and assumptions give
+equal seconds, in any process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The papers' tables and figures beside ours, and their rules as printed: evidence, not part of the product."""
