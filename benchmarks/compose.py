@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.fakes.compose_stack import Stack, inspected, layer_bytes, provide_torch_wheel, why_not
 
-IMAGES = ("streamrl-broker:0.1.0", "streamrl:0.1.0")
+IMAGES = ("streamrl-broker:0.2.0", "streamrl:0.2.0")
 CONFIG = '[api]\nhost = "0.0.0.0"\nport = 8000\n'
 
 

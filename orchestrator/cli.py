@@ -6,6 +6,7 @@ and a bad configuration answer at once (no torch, no transformers).
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -36,6 +37,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug keeps its plain traceback
     rich_markup_mode=None,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"streamrl {importlib.metadata.version('streamrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Those of the program itself."""
+
+
 app.add_typer(rank, name="rank")
 app.command(
     help="Choose among GPUs: which generate, which train, how each stage is split; with the iteration time, the idle "

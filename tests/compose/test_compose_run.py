@@ -19,8 +19,8 @@ from tests.fakes.compose_stack import CPU, KINDS, ROOT, Stack, free_port, inspec
 
 ENABLED = "STREAMRL_COMPOSE_TEST"
 """``build``, or ``built`` to take the images that are there."""
-IMAGE = "streamrl:0.1.0"
-BROKER_IMAGE = "streamrl-broker:0.1.0"
+IMAGE = "streamrl:0.2.0"
+BROKER_IMAGE = "streamrl-broker:0.2.0"
 FIRST = ("runs/first", "--broker", "redis://broker:6379")
 MAX_OURS_BYTES = 1_500_000_000
 
