@@ -1,22 +1,25 @@
-"""What a user's column holds: one array of any shape, or one text, which says itself what it is.
+"""What a user's column holds: one array of any shape, or one text.
 
-    bytes = kind (1) | dimensions (1) | padding to 4 | each dimension (4, little-endian) | padding to 8 | the elements
+    an array   as numpy.save writes it, version 1.0: C order, little-endian, elements from a multiple of 64 bytes on
+    a text     its UTF-8, which never begins with the first byte of such a file
 
-The run's own columns need no such header, because their type follows from their name; a user's name says nothing. NaN
-and infinity are the user's business.
-
-Owns: the codec. Invariant: what ``decode_value`` returns has exactly the shape, type and elements that were encoded.
+The run's own columns need no header, because their type follows from their name; a user's name says nothing. NaN and
+infinity are the user's business. Invariant: what ``decode_value`` returns has exactly the shape, type and elements that
+were encoded.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import struct
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from transport.errors import MessageError
@@ -33,19 +36,14 @@ ColumnBytes: TypeAlias = bytes | memoryview
 MAX_VALUE_BYTES = 64 * 1024 * 1024
 """As for a run's column: more is a mistake, not a row."""
 
-_TEXT = 0
-_KINDS: dict[int, np.dtype[Any]] = {
-    1: np.dtype("?"),
-    2: np.dtype("u1"),
-    3: np.dtype("i1"),
-    4: np.dtype("<i2"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<i8"),
-    7: np.dtype("<f2"),
-    8: np.dtype("<f4"),
-    9: np.dtype("<f8"),
-}
-_KIND_OF = {dtype: kind for kind, dtype in _KINDS.items()}
+_DTYPES = tuple(np.dtype(name) for name in ("?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"))
+_MAGIC = npy.magic(1, 0)
+_PREFIX_BYTES = len(_MAGIC) + 2
+"""The magic number, and the length of what follows of the header."""
+_HEADER = re.compile(rb"\{'descr': '[<|][a-z][0-9]', 'fortran_order': False, 'shape': \([0-9, ]{0,120}\), \} {0,256}\n")
+"""All that numpy writes for these types; numpy's reader would evaluate other text too, at other costs."""
+_NUM_HEADERS = 4096
+"""Headers that are kept: a column has few, or as many as its responses have lengths."""
 
 
 def encode_value(value: object) -> bytes:
@@ -61,13 +59,20 @@ def encode_pieces(value: object) -> EncodedPieces:
     """As ``encode_value``, the header and the elements apart: those of an array are not copied, so it must not change
     until they are written."""
     if isinstance(value, str):
-        return _checked(_header(_TEXT, ()), value.encode())
+        return _checked(b"", value.encode())
     array = np.asarray(value)
-    kind = _KIND_OF.get(array.dtype.newbyteorder("<"))
-    if kind is None or array.ndim > MAX_DIMENSIONS or _span_bytes(array.shape, kind) > MAX_VALUE_BYTES:
-        known = ", ".join(str(dtype) for dtype in _KIND_OF)
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in _DTYPES or array.ndim > MAX_DIMENSIONS or _span_bytes(array.shape, dtype) > MAX_VALUE_BYTES:
+        known = ", ".join(map(str, _DTYPES))
         raise ValueError(f"no column holds {array.dtype} of shape {array.shape}; text and {known} can be stored")
-    return _checked(_header(kind, array.shape), _elements(array.astype(_KINDS[kind], copy=False)))
+    return _checked(_header_of(dtype, array.shape), _elements(array.astype(dtype, copy=False)))
+
+
+@lru_cache(_NUM_HEADERS)
+def _header_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    npy.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +140,12 @@ def _checked(head: bytes, elements: bytes | memoryview) -> EncodedPieces:
     return head, elements
 
 
-def _header(kind: int, shape: tuple[int, ...]) -> bytes:
-    head = struct.pack(f"<BBxx{len(shape)}I", kind, len(shape), *shape)
-    return head + bytes(-len(head) % 8)
-
-
 def decode_value(column: Column, raw: ColumnBytes) -> Value:
     """The value: an array (read-only, a view of ``raw``) or a text. Raises MessageError for any other bytes."""
-    kind, shape, start = _read_header(column, raw)
-    return _value(column, raw, kind, shape, start)
-
-
-def decode_values(column: Column, raws: Iterable[ColumnBytes]) -> list[Value]:
-    """Each as ``decode_value`` does. A header is read once for all values that have it, and the same size."""
-    headers: dict[tuple[bytes, int], tuple[int, tuple[int, ...], int]] = {}
-    values: list[Value] = []
-    for raw in raws:
-        key = (bytes(raw[: _start(raw)]), len(raw)) if len(raw) > 1 else (b"", 0)
-        header = headers.get(key)
-        if header is None:
-            header = headers[key] = _read_header(column, raw)
-        values.append(_value(column, raw, *header))
-    return values
+    if not _is_array(raw):
+        return _text(column, raw)
+    dtype, shape, start = _layout_of(column, raw)
+    return np.frombuffer(raw, dtype, offset=start).reshape(shape)
 
 
 def decode_table(column: Column, raws: Sequence[ColumnBytes]) -> NDArray[Any] | list[Value]:
@@ -164,18 +153,17 @@ def decode_table(column: Column, raws: Sequence[ColumnBytes]) -> NDArray[Any] | 
 
     Values that lie in one buffer at equal distances are not copied.
     """
-    keys = {(bytes(raw[: _start(raw)]) if len(raw) > 1 else b"", len(raw)) for raw in raws}
-    if len(keys) != 1 or raws[0][:1] in (b"", bytes([_TEXT])):
-        return decode_values(column, raws)
-    kind, shape, start = _read_header(column, raws[0])
-    table = _as_table(raws)
-    elements = table[:, start : len(raws[0])].view(_KINDS[kind])
-    return elements.reshape(len(raws), *shape)
+    layouts = {_layout_of(column, raw) if _is_array(raw) else None for raw in raws}
+    layout = layouts.pop() if len(layouts) == 1 else None
+    if layout is None:
+        return [decode_value(column, raw) for raw in raws]
+    elements = _as_table(raws)[:, layout.start : len(raws[0])].view(layout.dtype)
+    return elements.reshape(len(raws), *layout.shape)
 
 
 def _as_table(raws: Sequence[ColumnBytes]) -> NDArray[np.uint8]:
     """[N, bytes or more] of values of one size, which do not overlap and lie in their order where they share a buffer:
-    then the ends tell that they are at equal distances."""
+    then the ends show whether they are at equal distances."""
     rows = [np.frombuffer(raw, np.uint8) for raw in (raws[0], raws[-1])]
     first, last = (row.__array_interface__["data"][0] for row in rows)
     stride = len(raws[0]) + -len(raws[0]) % 8
@@ -187,18 +175,12 @@ def _as_table(raws: Sequence[ColumnBytes]) -> NDArray[np.uint8]:
     return table
 
 
-def _value(column: Column, raw: ColumnBytes, kind: int, shape: tuple[int, ...], start: int) -> Value:
-    if kind == _TEXT:
-        return _text(column, raw[start:])
-    array = np.frombuffer(raw, _KINDS[kind], offset=start)
-    return array if len(shape) == 1 else array.reshape(shape)
-
-
 def check_value(column: Column, raw: bytes) -> None:
     """Raises MessageError unless ``raw`` is what ``encode_value`` gives."""
-    kind, _, start = _read_header(column, raw)
-    if kind == _TEXT:
-        _text(column, raw[start:])
+    if _is_array(raw):
+        _layout_of(column, raw)
+    else:
+        _text(column, raw)
 
 
 def check_values(column: Column, values: Iterable[Sequence[bytes | memoryview]]) -> None:
@@ -206,43 +188,61 @@ def check_values(column: Column, values: Iterable[Sequence[bytes | memoryview]])
     such pair is looked at once."""
     seen: set[tuple[bytes, int]] = set()
     for value in values[:1] if isinstance(values, Table) else values:
-        head = bytes(value[0]) if len(value) > 1 else b""
-        key = (head, sum(map(len, value)))
+        key = (bytes(value[0]), sum(map(len, value)))
         if key in seen:
             continue
         raw = b"".join(value)
         check_value(column, raw)
-        if raw[0] != _TEXT and len(head) >= _start(raw):
+        if _is_array(raw) and len(value[0]) >= _start(raw):
             seen.add(key)
 
 
+class _Layout(NamedTuple):
+    """start: where the elements begin."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+
+def _is_array(raw: ColumnBytes) -> bool:
+    return raw[: len(_MAGIC)] == _MAGIC
+
+
 def _start(raw: ColumnBytes) -> int:
-    """Where the elements begin behind a header."""
-    return -(-(4 + 4 * raw[1]) // 8) * 8
+    return _PREFIX_BYTES + int.from_bytes(raw[len(_MAGIC) : _PREFIX_BYTES], "little")
 
 
-def _read_header(column: Column, raw: ColumnBytes) -> tuple[int, tuple[int, ...], int]:
-    """Kind, shape, and where the elements begin; their number is checked."""
-    if not 8 <= len(raw) <= MAX_VALUE_BYTES or raw[1] > MAX_DIMENSIONS:
-        raise MessageError(f"column {column} has {len(raw)} bytes, which are no value")
-    kind, start = raw[0], _start(raw)
-    if len(raw) < start or (kind != _TEXT and kind not in _KINDS):
-        raise MessageError(f"column {column} has {len(raw)} bytes of an unknown kind")
-    shape: tuple[int, ...] = struct.unpack_from(f"<{raw[1]}I", raw, 4)
-    if kind != _TEXT and (
-        len(raw) - start != math.prod(shape) * _KINDS[kind].itemsize or _span_bytes(shape, kind) > MAX_VALUE_BYTES
-    ):
-        raise MessageError(f"column {column} has {len(raw) - start} bytes, which are no array of shape {shape}")
-    return kind, shape, start
+def _layout_of(column: Column, raw: ColumnBytes) -> _Layout:
+    """What the header of an array says, after it and the number of bytes behind it were checked."""
+    try:
+        return _read_header(bytes(raw[: _start(raw)]), len(raw))
+    except ValueError as error:
+        raise MessageError(f"column {column} has {len(raw)} bytes, which are no array of ours: {error}") from error
 
 
-def _span_bytes(shape: Sequence[int], kind: int) -> int:
+@lru_cache(_NUM_HEADERS)
+def _read_header(header: bytes, nbytes: int) -> _Layout:
+    """nbytes: of header and elements. Raises ValueError."""
+    if not _HEADER.fullmatch(header, _PREFIX_BYTES):
+        raise ValueError("its header is not as numpy writes it")
+    shape, _, dtype = npy.read_array_header_1_0(io.BytesIO(header[len(_MAGIC) :]))
+    if dtype not in _DTYPES or len(shape) > MAX_DIMENSIONS or _span_bytes(shape, dtype) > MAX_VALUE_BYTES:
+        raise ValueError(f"no column holds {dtype} of shape {shape}")
+    if len(header) + math.prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(f"an array of {dtype} and shape {shape} has another size")
+    return _Layout(dtype, shape, len(header))
+
+
+def _span_bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
     """What an array would take if none of its dimensions were 0: numpy makes no empty one beyond 2^63."""
-    return math.prod(max(1, size) for size in shape) * _KINDS[kind].itemsize
+    return math.prod(max(1, size) for size in shape) * dtype.itemsize
 
 
 def _text(column: Column, raw: ColumnBytes) -> str:
+    if len(raw) > MAX_VALUE_BYTES:
+        raise MessageError(f"column {column} has {len(raw)} bytes: a text has {MAX_VALUE_BYTES} at most")
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError as error:
-        raise MessageError(f"column {column} is not text: {error}") from error
+        raise MessageError(f"column {column} is neither an array as numpy saves it nor a text: {error}") from error

@@ -170,7 +170,7 @@ async def test_a_block_happens_only_while_its_delivery_is_held(rows: RowStore) -
 async def test_a_block_that_does_not_fit_is_refused_whole(rows: RowStore) -> None:
     good = encode_values(np.zeros((2, 3)))
     for columns, error in (
-        ({Column("x_ids"): [(b"\x05\x01\0\0", b"abc"), good[0]]}, MessageError),
+        ({Column("x_ids"): [(b"\xff", b"abc"), good[0]]}, MessageError),
         ({Column("x_ids"): good[:1]}, ValueError),
         ({Column.RESPONSE_IDS: [(b"abcd",), (b"abcd",)]}, ValueError),
         ({}, ValueError),

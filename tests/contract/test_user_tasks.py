@@ -73,7 +73,7 @@ async def test_nobody_declares_under_a_name_of_the_other(broker: Broker) -> None
 
 async def test_a_users_column_that_is_no_value_is_not_stored(broker: Broker) -> None:
     group = GroupWrite(group_id=GROUP, size=1, columns={})
-    bad = RowWrite(row_id=row_id(GROUP, 0), columns={NOTES: b"not a value"})
+    bad = RowWrite(row_id=row_id(GROUP, 0), columns={NOTES: b"\x93not a value"})
     with pytest.raises(MessageError, match="x_notes"):
         await BrokerRows(broker).commit(Commit(groups=[group], rows=[bad]))
     assert await broker.read_rows([row_id(GROUP, 0)], [NOTES]) == [{}]

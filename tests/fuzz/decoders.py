@@ -73,9 +73,7 @@ def _column_value(random: Random) -> bytes:
         raw = user_columns.encode_value(value)
     except ValueError:
         raw = b""
-    return random.choice(
-        (raw, damaged(random, raw), bytes([random.randrange(8), random.randrange(256)]) + damaged(random, raw))
-    )
+    return random.choice((raw, damaged(random, raw), raw[:10] + damaged(random, raw[10:])))
 
 
 def _row(raw: bytes) -> None:

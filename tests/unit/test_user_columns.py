@@ -1,6 +1,7 @@
 """Users' columns: names that are allowed, values that come back exactly, bytes that are refused."""
 
 import contextlib
+import io
 import struct
 from collections.abc import Callable
 
@@ -56,7 +57,7 @@ def test_other_values_are_refused(value: object) -> None:
         encode_value(value)
 
 
-@given(st.binary(max_size=64))
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda raw: np.lib.format.magic(1, 0) + raw))
 def test_any_bytes_are_a_value_or_a_named_error(raw: bytes) -> None:
     assert _refusal(check_value, raw) == _refusal(decode_value, raw)
 
@@ -69,12 +70,53 @@ def _refusal(read: Callable[[Column, bytes], object], raw: bytes) -> str:
     return ""
 
 
+def saved(array: np.ndarray) -> bytes:
+    """As numpy.save writes it."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+@given(st.sampled_from(DTYPES[:-1]).flatmap(lambda dtype: arrays(dtype, array_shapes(min_dims=0, min_side=0))))
+def test_an_array_is_a_file_that_numpy_saves_and_loads(array: np.ndarray) -> None:
+    assert encode_value(array) == saved(array)
+    assert np.array_equal(np.load(io.BytesIO(encode_value(array))), array, equal_nan=array.dtype.kind == "f")
+
+
+def header(described: str) -> bytes:
+    text = f"{{'descr': {described}, }}\n".encode()
+    return np.lib.format.magic(1, 0) + struct.pack("<H", len(text)) + text
+
+
 @pytest.mark.parametrize("shape", [(0, *3 * [2**32 - 1]), (*6 * [2**32 - 1], 0), (2**31, 0, 2**31)])
 def test_an_empty_array_of_a_shape_that_numpy_does_not_make_is_refused(shape: tuple[int, ...]) -> None:
-    raw = struct.pack(f"<BBxx{len(shape)}I", 8, len(shape), *shape)
-    raw += bytes(-len(raw) % 8)
+    raw = header(f"'<f4', 'fortran_order': False, 'shape': {shape}")
     for read in (check_value, decode_value, lambda name, one: decode_table(name, [one, one])):
-        with pytest.raises(MessageError, match="no array of shape"):
+        with pytest.raises(MessageError, match="no column holds float32 of shape"):
+            read(NAME, raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        saved(np.asfortranarray(np.ones((2, 3)))),
+        saved(np.ones(2, ">f4")),
+        saved(np.ones(2, "c8")),
+        saved(np.ones(2, [("a", "<f4")])),
+        saved(np.array(["a"])),
+        saved(np.ones(2)) + b"\0",
+        header("'|O', 'fortran_order': False, 'shape': (1,)"),
+        header("'<f4', 'fortran_order': False, 'shape': (1 1)"),
+        header("'<f4', 'fortran_order': False, 'shape': (-1,)"),
+        header("'<f4', 'fortran_order': False, 'shape': (01,)"),
+        header("'<f4', 'fortran_order': False, 'shape': (1)"),
+        header("'<f4', 'fortran_order': False, 'shape': " + "(" * 9999),
+        np.lib.format.magic(3, 0) + bytes(8),
+    ],
+)
+def test_other_files_of_numpy_are_refused(raw: bytes) -> None:
+    for read in (check_value, decode_value):
+        with pytest.raises(MessageError):
             read(NAME, raw)
 
 
@@ -86,6 +128,6 @@ def test_any_table_of_bytes_is_values_or_a_named_error(raws: list[bytes]) -> Non
 
 def test_an_array_cut_short_is_refused() -> None:
     raw = encode_value(np.arange(5, dtype=np.int32))
-    for end in range(len(raw)):
+    for end in range(1, len(raw)):
         with pytest.raises(MessageError):
             check_value(NAME, raw[:end])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from transport.rows import COLUMN_DTYPES, RowStore, decode_array
 from transport.types import GROUP_COLUMNS, USER_PREFIX, Column, RowId, parse_row_id
-from transport.user_columns import ColumnBytes, Value, decode_table, decode_values
+from transport.user_columns import ColumnBytes, Value, decode_table, decode_value
 from workers.errors import ClientError
 
 TEXTS = frozenset({Column.PROMPT_TEXT, Column.TASK_ENTRY, Column.REWARD_COMPONENTS})
@@ -100,5 +100,5 @@ async def _read_whole(
 
 def _decode(column: Column, raws: Sequence[ColumnBytes]) -> list[Value]:
     if column.startswith(USER_PREFIX):
-        return decode_values(column, raws)
+        return [decode_value(column, raw) for raw in raws]
     return [str(raw, "utf-8", "replace") if column in TEXTS else decode_array(column, raw) for raw in raws]
