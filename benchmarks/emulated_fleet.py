@@ -43,8 +43,8 @@ from transport.messages import (
 )
 from transport.types import PROTOCOL_VERSION, FinishReason, GroupId, VersionSpan, WeightIdentity, WorkerId, WorkerKind
 from workers.generation.engine import Completion
-from workers.generation.plans import HeldPlan, HeldPlans
-from workers.generation.publish import event_entry, row_write
+from workers.generation.plans import HeldPlan, HeldPlans, row_write
+from workers.leases.events import event_entry
 
 TOKENS = 16
 RESPONSE = np.arange(TOKENS, dtype=np.int32)

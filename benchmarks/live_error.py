@@ -50,7 +50,7 @@ from transport.messages import (
 )
 from transport.settings import Settings
 from transport.types import GroupId, PromptId, RowId, parse_row_id
-from workers.generation.lengths import ForcedLengths
+from workers.generation.worker import ForcedLengths
 
 ROOT = Path(__file__).parents[1]
 BATCHES, WARM_UP = 8, 2

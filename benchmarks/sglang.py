@@ -47,13 +47,12 @@ from transport.rows import encode_array
 from transport.settings import Settings
 from transport.types import Column, FinishReason, GroupId, PromptId, RunName, SamplingParams, WeightIdentity, WorkerId
 from workers.generation.engine import Completion, GenerationRequest, serving
-from workers.generation.lengths import ForcedLengths
 from workers.generation.sglang import SglangEngine
 from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
 from workers.generation.sglang_order import LoadOrder, read_outcome
 from workers.generation.sglang_upkeep import SglangSettings
 from workers.generation.weights import WeightPuller
-from workers.generation.worker import GenerationWorker
+from workers.generation.worker import ForcedLengths, GenerationWorker
 from workers.models import model_cache, prepare_model
 
 SLOTS = 16

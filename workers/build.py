@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from transport.broker import keys
-from transport.broker.base import Broker, Entry
+from transport.broker.base import Broker
 from transport.clock import MonotonicClock
 from transport.files import run_directory, writing
 from transport.lengths import read_lengths
-from transport.messages import MessageDecoder, WorkerLost, encode
+from transport.messages import MessageDecoder, WorkerLost
 from transport.model_identity import ModelIdentity, identify_model
 from transport.settings import SERVER_ENGINES, Settings, TensorSettings
 from transport.tensors.address import Endpoint, parse_ports
 from transport.types import WorkerId
 from workers.errors import ModelError, ModelMismatchError
-from workers.generation.lengths import ForcedLengths
+from workers.generation.worker import ForcedLengths
+from workers.leases.events import event_entry
 from workers.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> N
             "give --model-dir the same model, or leave it out to prepare the run's model.path"
         )
         lost = WorkerLost(worker_id=worker_id, reason=problem)
-        entry = Entry(fields={"event": "WorkerLost", "worker": worker_id}, payload=encode(lost))
-        await broker.append(keys.EVENTS, entry)
+        await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
         raise ModelMismatchError(problem)
 
 
@@ -252,7 +252,14 @@ def publishing_worker(
         publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
         dtype = getattr(torch, settings.generation.dtype)  # "bfloat16" or "float32": the settings were checked
         return PublishingWorker(
-            broker, worker_id, publisher, dtype, read_tensors, model_dir=model_dir, weights_dir=weights_dir
+            broker,
+            worker_id,
+            publisher,
+            dtype,
+            read_tensors,
+            MonotonicClock(),
+            model_dir=model_dir,
+            weights_dir=weights_dir,
         )
 
     return build

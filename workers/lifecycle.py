@@ -24,12 +24,13 @@ import msgspec
 import structlog
 
 from transport.broker import keys
-from transport.broker.base import Broker, Entry
+from transport.broker.base import Broker
 from transport.clock import Clock
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.messages import STARTING, WorkerLost, WorkerStatus, encode
 from transport.settings import LivenessSettings, Settings
 from transport.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
+from workers.leases.events import event_entry
 
 log = structlog.get_logger(__name__)
 
@@ -171,7 +172,7 @@ async def free_index(broker: Broker, kind: WorkerKind) -> int:
 async def _say_goodbye(broker: Broker, worker_id: WorkerId) -> None:
     """What it held goes to others at once, instead of when its lease would have run out."""
     lost = WorkerLost(worker_id=worker_id, reason="it was told to leave", left=True)
-    await broker.append(keys.EVENTS, Entry(fields={"event": "WorkerLost", "worker": worker_id}, payload=encode(lost)))
+    await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
 
 
 async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping: asyncio.Event) -> T | None:

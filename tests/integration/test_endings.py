@@ -74,7 +74,14 @@ async def test_a_publisher_that_is_stopped_in_the_middle_takes_everything_back(t
     broker = MemoryBroker(MemoryServer(), RunName("endings"))
     publisher = WeightPublisher("endings", tmp_path)
     worker = PublishingWorker(
-        broker, WorkerId("publish-0.1"), publisher, torch.float32, read, model_dir=tmp_path, weights_dir=None
+        broker,
+        WorkerId("publish-0.1"),
+        publisher,
+        torch.float32,
+        read,
+        MonotonicClock(),
+        model_dir=tmp_path,
+        weights_dir=None,
     )
     working = asyncio.create_task(worker.run())
     await asyncio.to_thread(hold.reached.wait, 30)

@@ -14,8 +14,7 @@ from transport.broker.base import Commit, GroupWrite, RowWrite
 from transport.clock import ManualClock
 from transport.rows import BrokerRows
 from transport.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id
-from workers.client.consumer import balance
-from workers.client.leases import Leases
+from workers.client.consumer import TaskLeases, balance
 from workers.client.loader import Ragged, to_field
 from workers.client.tasks import TaskOptions
 from workers.client.writer import BLOCK_ROWS, COMMIT_ROWS, Writer, block_pieces, pieces
@@ -104,7 +103,7 @@ async def test_answers_to_held_out_problems_are_handed_to_no_consumer() -> None:
     for group in (evaluation_id(0, 0), group_id(0, 0), evaluation_id(0, 1)):
         rows = [RowWrite(row_id=row_id(group, 0), columns=ids)]
         await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=1, columns={})], rows=rows))
-    leases = Leases(broker, keys.tasks("x_train"), "me", TaskOptions(), clock)
+    leases = TaskLeases(broker, keys.tasks("x_train"), "me", TaskOptions(), clock)
     assert not await leases.fill(3, 0.0)
     assert [delivery.entry.fields["unit"] for delivery in leases.take(3)] == ["0/0/0"]
     assert await broker.length(keys.tasks("x_train")) == 1, "the others are acknowledged, not left for another consumer"

@@ -24,8 +24,7 @@ from transport.types import (
     group_id,
 )
 from workers.errors import EngineCrashedError
-from workers.generation.lengths import ForcedLengths
-from workers.generation.worker import group_seed
+from workers.generation.worker import ForcedLengths, group_seed
 
 
 async def test_a_plan_becomes_a_request():

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -28,12 +29,16 @@ from transport.broker.base import Append, Broker, Commit, Delivery, Entry
 from transport.clock import Clock
 from transport.messages import MessageDecoder, encode
 from transport.rows import RowStore
-from transport.types import Column, RowId
+from transport.types import Column, RowId, is_evaluation
 from workers.client import tasks
 from workers.client.batch import read_rows
-from workers.client.leases import POLL_S, Leases
 from workers.client.tasks import TaskOptions
+from workers.leases.leases import Leases
 
+log = logging.getLogger(__name__)  # not structlog: the program that uses the client decides where lines go
+
+POLL_S = 0.25
+"""How long one claim waits; also how late the end of a stream, or a lease that ran out, may be seen."""
 Policy: TypeAlias = Literal["first_come", "token_balanced"]
 
 
@@ -55,6 +60,57 @@ class Part(msgspec.Struct, frozen=True):
 _part_decoder = MessageDecoder(Part)
 
 
+class TaskLeases(Leases):
+    """Leases on entries of a user's task. Those that are claimed and not handed out yet are ready."""
+
+    def __init__(self, broker: Broker, queue: str, consumer: str, options: TaskOptions, clock: Clock) -> None:
+        super().__init__(
+            broker,
+            queue,
+            consumer,
+            clock,
+            lease_s=options.lease_s,
+            max_deliveries=options.max_deliveries,
+            report=log.warning,
+        )
+        self._ready: list[Delivery] = []
+
+    @property
+    def num_ready(self) -> int:
+        """Entries that can be handed out at once."""
+        return len(self._ready)
+
+    async def fill(self, count: int, wait_s: float) -> bool:
+        """Claim until ``count`` entries are ready. Returns whether they are; False when none came for ``wait_s``."""
+        missing = count - len(self._ready)
+        if missing > 0:
+            self._ready += await self._without_evaluations(await self.claim(missing, wait_s=wait_s))
+        return len(self._ready) >= count
+
+    async def _without_evaluations(self, found: Sequence[Delivery]) -> list[Delivery]:
+        """Answers to held-out problems have the columns of any row, and consumers of rows may train on them."""
+        answers = [one.entry_id for one in found if is_evaluation(one.entry.fields.get("unit", ""))]
+        if answers:
+            await self._broker.commit(Commit(acks=self.acks(answers)))
+            self.release(answers)
+        return [delivery for delivery in found if delivery.entry_id not in answers]
+
+    def take(self, count: int) -> list[Delivery]:
+        """Hand out up to ``count`` of what is ready, oldest first."""
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken
+
+    def release(self, entry_ids: Iterable[str]) -> None:
+        """As Leases; what is released is not handed out either."""
+        released = set(entry_ids)
+        super().release(released)
+        self._ready = [delivery for delivery in self._ready if delivery.entry_id not in released]
+
+
+async def no_work_to_stop(entry_ids: Collection[str]) -> None:
+    """What a lost lease means is found out when its batch is done (``Leases.lost``)."""
+
+
 class FirstCome:
     """Rows in the order in which they became ready, for whoever asks."""
 
@@ -62,10 +118,10 @@ class FirstCome:
         self._broker = broker
         self._task = task
         self._clock = clock
-        self.leases = Leases(broker, keys.tasks(task), consumer, options, clock)
+        self.leases = TaskLeases(broker, keys.tasks(task), consumer, options, clock)
 
     async def keep(self) -> None:
-        await self.leases.keep()
+        await self.leases.keep(no_work_to_stop)
 
     async def take(self, count: int, wait_s: float) -> Portion:
         """Up to ``count`` rows: all of them as soon as they are there, fewer when ``wait_s`` or the stream is over."""
@@ -104,16 +160,16 @@ class TokenBalanced:
         self._balance_by = balance_by
         self._rank = rank
         self._world = world
-        self._all = Leases(broker, keys.tasks(task), consumer, options, clock)
-        self.leases = Leases(broker, self._queue(rank), consumer, options, clock)
+        self._all = TaskLeases(broker, keys.tasks(task), consumer, options, clock)
+        self.leases = TaskLeases(broker, self._queue(rank), consumer, options, clock)
 
     def _queue(self, rank: int) -> str:
         return keys.tasks(f"{self._task}.{rank}")
 
     async def keep(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._all.keep(), name=f"{self._task} leases")
-            group.create_task(self.leases.keep(), name=f"{self._task} leases of rank {self._rank}")
+            group.create_task(self._all.keep(no_work_to_stop), name=f"{self._task} leases")
+            group.create_task(self.leases.keep(no_work_to_stop), name=f"{self._task} leases of rank {self._rank}")
 
     async def take(self, count: int, wait_s: float) -> Portion:
         """This rank's next part; rank 0 deals one when there is none. count: rows of each rank, on average."""
@@ -138,8 +194,9 @@ class TokenBalanced:
         parts = balance(await self._weights(row_ids), self._world)
         appends = [self._append(rank, [row_ids[place] for place in part]) for rank, part in enumerate(parts)]
         # if_held: another incarnation of rank 0 may have dealt them meanwhile
-        await self._broker.commit(Commit(acks=self._all.acks(deliveries), appends=appends, if_held=True))
-        self._all.forget({delivery.entry_id for delivery in deliveries})
+        entry_ids = [delivery.entry_id for delivery in deliveries]
+        await self._broker.commit(Commit(acks=self._all.acks(entry_ids), appends=appends, if_held=True))
+        self._all.release(entry_ids)
 
     async def _weights(self, row_ids: Sequence[RowId]) -> list[int]:
         found, columns = await read_rows(self._rows, row_ids, [self._balance_by])
@@ -162,7 +219,7 @@ class TokenBalanced:
 
 
 async def wait_filled(
-    leases: Leases, count: int, wait_s: float, clock: Clock, is_over: Callable[[], Awaitable[bool]]
+    leases: TaskLeases, count: int, wait_s: float, clock: Clock, is_over: Callable[[], Awaitable[bool]]
 ) -> bool:
     """Wait until ``count`` entries are ready, the stream is over, or ``wait_s`` has passed. Returns whether it is over:
     then what is ready is the last there is."""

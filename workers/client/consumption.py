@@ -18,8 +18,7 @@ from transport.rows import RowStore
 from transport.types import Column
 from workers.client import engines
 from workers.client.batch import ExperienceBatch, read_rows
-from workers.client.consumer import Portion
-from workers.client.leases import Leases
+from workers.client.consumer import Portion, TaskLeases
 from workers.client.loop_thread import LoopThread
 from workers.client.writer import check_inserted
 from workers.errors import ClientTimeoutError, LeaseLostError
@@ -28,7 +27,7 @@ from workers.errors import ClientTimeoutError, LeaseLostError
 class Source(Protocol):
     """A policy: see consumer.py. leases: of what ``take`` hands out."""
 
-    leases: Leases
+    leases: TaskLeases
 
     async def take(self, count: int, wait_s: float) -> Portion: ...
 
@@ -77,7 +76,8 @@ class Consumption:
     async def done(self, effect: Commit | None = None) -> None:
         """Acknowledge what is held, in one step with ``effect``. Raises LeaseLostError, with nothing written, when some
         of it is not ours any more; the rest of it is then given back."""
-        held, leases, commit = self._held.deliveries, self._source.leases, effect or Commit()
+        held = [delivery.entry_id for delivery in self._held.deliveries]
+        leases, commit = self._source.leases, effect or Commit()
         if await leases.lost(held):
             raise self._lose()
         if held or effect:
@@ -99,7 +99,7 @@ class Consumption:
 
     def _give_back(self) -> None:
         """Renew nothing that was handed out any more."""
-        self._source.leases.forget({delivery.entry_id for delivery in self._held.deliveries})
+        self._source.leases.release([delivery.entry_id for delivery in self._held.deliveries])
         self._held = Portion()
 
     async def close(self) -> None:

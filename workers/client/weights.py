@@ -7,6 +7,7 @@ read, and only by the newest publisher; and once more to a broker that was resta
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +17,16 @@ import torch
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.clock import Clock
+from transport.errors import BrokerUnavailableError, FencedError
 from transport.messages import WeightManifest
 from transport.tensors.address import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
-from workers.generation.announce import ROLE, Announcer
 from workers.generation.updates import newest_manifest
+from workers.leases.announce import ROLE, Announcer
 from workers.trainer.publish import WeightPublisher
+
+log = logging.getLogger(__name__)  # not structlog: the program that uses the client decides where lines go
 
 POLL_S = 0.5
 
@@ -49,10 +53,20 @@ class WeightChannel:
             self._epoch = await self._broker.acquire_epoch(ROLE)
         publisher, dtype = self._publisher, _dtype_of(tensors)
         manifest = await asyncio.to_thread(publisher.publish, self._epoch, version, tensors, dtype)
-        await self._announcer.announce(manifest)
-        if self._keeper is None:
-            self._keeper = asyncio.create_task(self._announcer.keep(), name="weights announced")
+        await self._announcer.announce_weights(manifest)
+        if self._keeper is None or self._keeper.done():  # it ends where another program has published
+            self._keeper = asyncio.create_task(self._keep_announced(), name="weights announced")
         return manifest
+
+    async def _keep_announced(self) -> None:
+        """Sit out outages of the broker, until another program has published."""
+        while True:
+            try:
+                await self._announcer.keep()
+            except BrokerUnavailableError as error:
+                log.warning("cannot check whether the weights are still announced: %s", error)
+            except FencedError:
+                return
 
     async def wait(self, newer_than: int, timeout_s: float) -> WeightManifest | None:
         """As Client.wait_weights."""

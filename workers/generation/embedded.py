@@ -25,8 +25,15 @@ from transport.clock import Clock
 from transport.settings import GenerationSettings
 from transport.types import GroupId, WeightIdentity
 from workers.errors import EngineHungError, StreamError
-from workers.generation.delivery import Delivery
-from workers.generation.engine import BASE_WEIGHTS, Completion, EngineInfo, EngineLoad, GenerationRequest, Result
+from workers.generation.engine import (
+    BASE_WEIGHTS,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    Result,
+    ResultQueue,
+)
 from workers.generation.model_loading import check_memory, load_model, resolve_device
 from workers.generation.slots import SlotDecoder
 from workers.generation.weights import check_tensors
@@ -81,7 +88,7 @@ class EmbeddedEngine:
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._decoder: SlotDecoder | None = None
         self._work: Future[Any] | None = None  # what the thread does: first loading, then serving
-        self._delivery = Delivery()
+        self._results = ResultQueue()
         self._outstanding = 0
         self._busy_s = 0.0
 
@@ -94,7 +101,7 @@ class EmbeddedEngine:
         decoder: SlotDecoder = await asyncio.wrap_future(self._work)
         self._decoder = decoder
         self._work = self._executor.submit(self._serve, decoder, loop)
-        self._delivery.serving = asyncio.wrap_future(self._work)
+        self._results.serving = asyncio.wrap_future(self._work)
         return EngineInfo(
             name="embedded", capacity=decoder.slots, max_context=decoder.max_context, vocab_size=decoder.vocab_size
         )
@@ -105,7 +112,7 @@ class EmbeddedEngine:
 
     async def results(self) -> list[Result]:
         """At least one result. Raises EngineCrashedError when the thread has ended, after its last results."""
-        return await self._delivery.take()
+        return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         keys = frozenset(groups)
@@ -165,13 +172,13 @@ class EmbeddedEngine:
         self._inbox.put(run)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._delivery.until(done)
+                await self._results.until(done)
         except TimeoutError:
             raise EngineHungError(f"the engine's thread did not answer within {CALL_TIMEOUT_S:.0f} s") from None
 
     def _deliver(self, results: list[Result]) -> None:
         self._outstanding -= sum(1 if isinstance(result, Completion) else len(result.samples) for result in results)
-        self._delivery.put(*results)
+        self._results.put(*results)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

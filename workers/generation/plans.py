@@ -1,6 +1,6 @@
-"""The plans that a generation worker holds: claimed, and not yet acknowledged.
+"""The plans that a generation worker holds, and what it writes of them: rows, failures, and the ack of what is done.
 
-Owns: which samples of which plan are still to come, and what was called off. Never: I/O.
+Owns: which samples of which plan are still to come, what was aborted, the columns of a row. Never: I/O.
 Invariant: a plan leaves only after the commit that acknowledged it, so a report never misses a group that is at work.
 """
 
@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from transport.broker.base import ZERO_ID, parse_entry_id
-from transport.messages import AbortRollouts, GroupPlan
-from transport.types import GroupId
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Ack, Append, Commit, RowWrite, parse_entry_id
+from transport.messages import AbortRollouts, GroupPlan, RolloutFailed, RolloutFinished, RolloutInfo, encode
+from transport.rows import encode_array
+from transport.types import Column, FinishReason, GroupId, WorkerId, row_id
+from workers.generation.engine import Completion, EngineFailure
+from workers.leases.events import event_append
 
 REMEMBERED_ABORTS = 4096
 """Aborts kept for plans that are not claimed yet; more than a worker's queue ever holds."""
@@ -19,7 +23,7 @@ REMEMBERED_ABORTS = 4096
 
 @dataclass(slots=True, kw_only=True)
 class HeldPlan:
-    """One claimed plan. to_come: samples that have no result yet.  aborted: nobody wants the rest of them.
+    """One claimed plan. to_come: samples that have no result yet.  aborted: the rest of them is not wanted.
     prompt_tokens: of its prompt, once that was read.
     """
 
@@ -82,15 +86,11 @@ class HeldPlans:
         return stopped
 
     def lose(self, entry_ids: Iterable[str]) -> list[HeldPlan]:
-        """Leases that went to someone else: forget these plans without an acknowledgement."""
+        """Leases that went to another worker: forget these plans without an acknowledgement."""
         lost = set(entry_ids)
         plans = [held for held in self._held.values() if held.entry_id in lost]
         self.remove(plans)
         return plans
-
-    @property
-    def entry_ids(self) -> list[str]:
-        return [held.entry_id for held in self._held.values()]
 
     @property
     def group_ids(self) -> tuple[GroupId, ...]:
@@ -100,3 +100,90 @@ class HeldPlans:
     def num_samples(self) -> int:
         """Samples that are to come."""
         return sum(len(held.to_come) for held in self._held.values())
+
+
+def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> RowWrite:
+    """The row of one finished sample, and the event that reports it if the row is new."""
+    num_tokens = len(completion.response_ids)
+    info = RolloutInfo(
+        worker_id=worker_id,
+        finish_reason=completion.finish_reason,
+        prompt_tokens=held.prompt_tokens,
+        response_tokens=num_tokens,
+        spans=completion.spans,
+        attempt=completion.attempt,
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
+    )
+    columns = {
+        Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, completion.response_ids),
+        Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, completion.logprobs),
+        Column.ROLLOUT_INFO: encode(info),
+    }
+    row = row_id(completion.group_id, completion.sample)
+    finished = RolloutFinished(
+        row_id=row,
+        worker_id=worker_id,
+        response_tokens=num_tokens,
+        finish_reason=completion.finish_reason,
+        oldest=completion.spans[0].weights,
+        newest=completion.spans[-1].weights,
+        num_bytes=sum(map(len, columns.values())),
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
+    )
+    append = event_append(
+        finished,
+        row=row,
+        worker=worker_id,
+        weights=str(finished.newest),
+        tokens=num_tokens,
+        predicted_tokens=round(held.plan.predicted_tokens),
+        finish=completion.finish_reason.value,
+    )
+    return RowWrite(row_id=row, columns=columns, on_insert=(append,))
+
+
+def failure_append(failure: EngineFailure, worker_id: WorkerId) -> Append:
+    event = RolloutFailed(
+        group_id=failure.group_id,
+        worker_id=worker_id,
+        samples=failure.samples,
+        reason=failure.reason,
+        retryable=failure.retryable,
+    )
+    return event_append(event, group=failure.group_id, worker=worker_id, reason=failure.reason)
+
+
+@dataclass(slots=True)
+class Publication:
+    """One commit, and the plans that it finishes."""
+
+    commit: Commit
+    finished: list[HeldPlan] = field(default_factory=list[HeldPlan])
+
+
+def publication(results: Sequence[Completion | EngineFailure], plans: HeldPlans, worker_id: WorkerId) -> Publication:
+    """Everything that is ready, in one commit, with the ack of each plan whose last sample is among it.
+
+    One commit and not one for each sample: an ack can then never overtake a row of its group.
+    """
+    rows: list[RowWrite] = []
+    appends: list[Append] = []
+    touched: dict[str, HeldPlan] = {}
+    for result in results:
+        held = plans.get(result.group_id, result.attempt)
+        if held is None:
+            continue  # its lease was lost: the worker that has it now writes it
+        touched[held.entry_id] = held
+        if isinstance(result, Completion):
+            held.to_come.discard(result.sample)
+            if result.finish_reason is not FinishReason.ABORT:
+                rows.append(row_write(result, held, worker_id))
+        else:
+            held.to_come.difference_update(result.samples)
+            if not held.aborted:
+                appends.append(failure_append(result, worker_id))
+    finished = [held for held in touched.values() if not held.to_come]
+    acks = [Ack(queue=keys.plans(worker_id), entry_id=held.entry_id) for held in finished]
+    return Publication(Commit(rows=rows, appends=appends, acks=acks), finished)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ import msgspec
 import structlog
 
 from transport.broker import keys
-from transport.broker.base import Ack, Append, Broker, Commit, Delivery
+from transport.broker.base import Ack, Broker, Commit, Delivery
+from transport.clock import Clock
 from transport.errors import FatalError, FencedError, MessageError, SegmentSpaceError, TailLostError, TransientError
 from transport.messages import (
     UpdateFailed,
@@ -32,9 +34,10 @@ from transport.tensors.address import parse_address
 from transport.tensors.manifest import check_manifest
 from transport.types import Struct, WeightIdentity, WorkerId
 from workers.errors import CheckpointRefusedError, ModelError
-from workers.generation.announce import ROLE, Announcer
-from workers.generation.publish import event_entry
 from workers.generation.updates import newest_manifest
+from workers.leases.announce import ROLE, Announcer
+from workers.leases.events import event_append
+from workers.leases.leases import Leases
 from workers.lifecycle import Activity
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class PublishingWorker:
         publisher: WeightPublisher,
         dtype: torch.dtype,
         read_tensors: ReadTensors,
+        clock: Clock,
         *,
         model_dir: Path,
         weights_dir: Path | None,
@@ -86,6 +90,7 @@ class PublishingWorker:
         self._epoch = 0
         self._serving: WeightIdentity | None = None
         self._announcer = Announcer(broker)
+        self._leases = Leases(broker, keys.UPDATES, worker_id, clock, lease_s=RECLAIM_S, max_deliveries=MAX_DELIVERIES)
         self._doing = "waiting"
 
     def activity(self) -> Activity:
@@ -96,19 +101,12 @@ class PublishingWorker:
         try:
             await self._begin()
             while True:
-                await self._announcer.catch_up()
-                for delivery in await self._claim():
+                with suppress(FencedError):  # another publisher has announced since
+                    await self._announcer.catch_up()
+                for delivery in await self._leases.claim(1, wait_s=WAIT_S):
                     await self._answer(delivery)
         finally:
             await asyncio.to_thread(self._publisher.close)  # also while a thread of ours still reads or writes
-
-    async def _claim(self) -> list[Delivery]:
-        left, dead = await self._broker.reclaim(
-            keys.UPDATES, self._worker_id, idle_s=RECLAIM_S, max_deliveries=MAX_DELIVERIES, count=1
-        )
-        for letter in dead:
-            log.error("update given up", entry=letter.entry_id, reason=letter.reason)
-        return left or await self._broker.claim(keys.UPDATES, self._worker_id, count=1, wait_s=WAIT_S)
 
     async def _begin(self) -> None:
         """The bytes of a publisher that went away went with it: serve its newest version again.
@@ -136,12 +134,12 @@ class PublishingWorker:
 
     async def _answer(self, delivery: Delivery) -> None:
         """Publish what one entry asks for, or say why not; acknowledged in the same step."""
-        ack = Ack(queue=delivery.queue, entry_id=delivery.entry_id)
         try:
             update = update_decoder.decode(delivery.entry.payload)
         except MessageError as error:
-            await self._broker.reject(delivery, str(error))
+            await self._leases.reject(delivery, str(error))
             return
+        (ack,) = self._leases.acks([delivery.entry_id])
         try:
             newest = await self._newest()
             version = newest.weights.version + 1 if newest is not None else 0
@@ -153,13 +151,15 @@ class PublishingWorker:
         except Exception as error:  # the guard of one delivery: whatever is asked, the next one is heard
             log.exception("update failed", update=update.update, path=update.path)
             await self._refuse(update, f"{type(error).__name__}: {error}", ack)
+        self._leases.release([delivery.entry_id])
 
     async def _refuse(self, update: UpdateRequest, reason: str, ack: Ack) -> None:
         reason = reason[:MAX_REASON_CHARACTERS]
         log.warning("update refused", update=update.update, path=update.path[:MAX_REASON_CHARACTERS], reason=reason)
         failed = UpdateFailed(update=update.update, reason=reason)
-        told = Append(stream=keys.EVENTS, entry=event_entry(failed, update=update.update, reason=reason))
-        await self._broker.commit(Commit(appends=[told], acks=[ack]))
+        await self._broker.commit(
+            Commit(appends=[event_append(failed, update=update.update, reason=reason)], acks=[ack])
+        )
 
     async def _publish(self, update: UpdateRequest, version: int, ack: Ack) -> None:
         if update.manifest is not None:
@@ -212,7 +212,7 @@ class PublishingWorker:
         weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
         ours = msgspec.structs.replace(manifest, weights=weights)
         try:
-            await self._announcer.announce(ours, path=path, update=update, acks=acks)
+            await self._announcer.announce_weights(ours, path=path, update=update, acks=acks)
         except FencedError as error:
             raise CheckpointRefusedError(f"somebody else published meanwhile ({error}): ask again") from error
         self._serving = weights

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from transport.clock import Clock
 from transport.settings import EmulatedSettings
 from transport.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from workers.generation.delivery import Delivery
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
@@ -36,6 +35,7 @@ from workers.generation.engine import (
     EngineLoad,
     GenerationRequest,
     Result,
+    ResultQueue,
 )
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ class ReplayEngine:
         self._stands_until_s = 0.0
         self._busy_s = 0.0
         self._tokens = 0
-        self._delivery = Delivery()
+        self._results = ResultQueue()
         self._changed = asyncio.Event()
 
     async def start(self) -> EngineInfo:
         self._at_s = self._clock.now_s()
-        self._delivery.serving = asyncio.create_task(self._decode(), name="replay")
+        self._results.serving = asyncio.create_task(self._decode(), name="emulated")
         return EngineInfo(name="emulated", capacity=self._slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -108,13 +108,13 @@ class ReplayEngine:
         self._changed.set()
 
     async def results(self) -> list[Result]:
-        return await self._delivery.take()
+        return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         self._pass_time()
         keys = frozenset(groups)
         for _, _, one in [entry for entry in self._waiting if entry[2].request.key in keys]:
-            self._delivery.put(one.request.failure((one.sample,), ABORTED_UNSTARTED))
+            self._results.put(one.request.failure((one.sample,), ABORTED_UNSTARTED))
         self._waiting = [entry for entry in self._waiting if entry[2].request.key not in keys]
         for _, _, one in [entry for entry in self._running if entry[2].request.key in keys]:
             self._complete(one, one.tokens_at(self._steps), FinishReason.ABORT)
@@ -140,10 +140,10 @@ class ReplayEngine:
         )
 
     async def close(self) -> None:
-        if self._delivery.serving is not None:
-            self._delivery.serving.cancel()
+        if self._results.serving is not None:
+            self._results.serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._delivery.serving
+                await self._results.serving
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class ReplayEngine:
             queued_s=one.queued_s,
             engine_s=self._clock.now_s() - one.started_s,
         )
-        self._delivery.put(completion)
+        self._results.put(completion)
 
 
 def _token_ids(seed: int, sample: int, tokens: int) -> NDArray[np.int32]:

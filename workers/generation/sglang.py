@@ -22,8 +22,7 @@ from transport.clock import Clock
 from transport.errors import PeerUnavailableError, first_error
 from transport.types import GroupId, WeightIdentity
 from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
-from workers.generation.delivery import Delivery
-from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result
+from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue
 from workers.generation.samples import impossible
 from workers.generation.sglang_http import UPDATE_S
 from workers.generation.sglang_sender import SampleSender, SglangCounters
@@ -44,8 +43,8 @@ class SglangEngine:
     def __init__(self, settings: SglangSettings, clock: Clock) -> None:
         self._settings = settings
         self.server = ServerUpkeep(settings, clock)
-        self._delivery = Delivery()
-        self._sender = SampleSender(self.server, self._delivery, settings.slots, clock)
+        self._results = ResultQueue()
+        self._sender = SampleSender(self.server, self._results, settings.slots, clock)
         self._updating = asyncio.Lock()
         self._changing = asyncio.Lock()  # of the server: its weights, or the server itself
 
@@ -55,8 +54,8 @@ class SglangEngine:
         """Bring the server up and check it. Raises ModelError; EngineCrashedError when it does not come up."""
         await self.server.open()
         await self.server.bring_up()
-        self._delivery.serving = asyncio.create_task(self._serve(), name=self.name)
-        await self._delivery.until(self._sender.until_open())
+        self._results.serving = asyncio.create_task(self._serve(), name=self.name)
+        await self._results.until(self._sender.until_open())
         return self.info
 
     @property
@@ -75,7 +74,7 @@ class SglangEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         if reason := self._refusal(request):
-            self._delivery.put(request.failure(request.samples, reason, retryable=False))
+            self._results.put(request.failure(request.samples, reason, retryable=False))
         else:
             self._sender.push(request)
 
@@ -85,7 +84,7 @@ class SglangEngine:
 
     async def results(self) -> list[Result]:
         """At least one result. Raises EngineCrashedError when no server can be had any more."""
-        return await self._delivery.take()
+        return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
         await self._sender.abort(frozenset(groups))
@@ -95,7 +94,7 @@ class SglangEngine:
         held = await asyncio.to_thread(hold, weights, tensors)
         try:
             async with asyncio.timeout(UPDATE_S + self._settings.startup_s), self._updating:
-                await self._delivery.until(self._update(held))
+                await self._results.until(self._update(held))
         except TimeoutError:
             raise EngineHungError(f"the server did not take {weights} in time") from None
 
@@ -104,9 +103,9 @@ class SglangEngine:
 
     async def close(self) -> None:
         """End the server if it is ours; what still runs is dropped."""
-        if self._delivery.serving is not None:
-            self._delivery.serving.cancel()
-            await asyncio.wait({self._delivery.serving})
+        if self._results.serving is not None:
+            self._results.serving.cancel()
+            await asyncio.wait({self._results.serving})
         await self.server.close()
 
     # --- updates ------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from transport.clock import Clock
 from transport.types import FinishReason, GroupId, WeightIdentity
 from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
-from workers.generation.delivery import Delivery
-from workers.generation.engine import ABORTED_UNSTARTED, BASE_WEIGHTS, EngineLoad, GenerationRequest
+from workers.generation.engine import ABORTED_UNSTARTED, BASE_WEIGHTS, EngineLoad, GenerationRequest, ResultQueue
 from workers.generation.sglang_answers import BadAnswerError, completion, request_body
 from workers.generation.sglang_http import BASE_LABEL, Chunk
 from workers.generation.sglang_queue import SampleQueue, SentSample
@@ -58,9 +57,9 @@ class SampleSender:
     should look at the server.
     """
 
-    def __init__(self, server: ServerUpkeep, delivery: Delivery, capacity: int, clock: Clock) -> None:
+    def __init__(self, server: ServerUpkeep, results: ResultQueue, capacity: int, clock: Clock) -> None:
         self._server = server
-        self._delivery = delivery
+        self._results = results
         self._clock = clock
         self.counters = SglangCounters()
         self.capacity = capacity
@@ -84,7 +83,7 @@ class SampleSender:
 
     async def abort(self, keys: Collection[tuple[GroupId, int]]) -> None:
         """As GenerationEngine.abort."""
-        self._delivery.put(*self._queue.take_out(keys))
+        self._results.put(*self._queue.take_out(keys))
         meant = [sent for sent in self._queue.sent.values() if sent.group.request.key in keys]
         for sent in meant:
             sent.aborted = True
@@ -246,7 +245,7 @@ class SampleSender:
             return
         if stopped and not chunk.output_ids:
             self._queue.ended(sent)
-            self._delivery.put(sent.failure(ABORTED_UNSTARTED))
+            self._results.put(sent.failure(ABORTED_UNSTARTED))
             return
         try:
             result = completion(sent, chunk, self._known, self._clock.now_s())
@@ -257,12 +256,12 @@ class SampleSender:
         self.counters.tokens += len(result.response_ids)
         self.counters.cached_tokens += meta.cached_tokens
         self._queue.ended(sent)
-        self._delivery.put(result)
+        self._results.put(result)
 
     def _refused(self, sent: SentSample, error: ServerAnswerError) -> None:
         if error.is_refusal:
             self._queue.ended(sent)
-            self._delivery.put(sent.failure(error.reason, retryable=False))
+            self._results.put(sent.failure(error.reason, retryable=False))
         else:
             self._failed(sent, str(error), strike=True)
 
@@ -275,7 +274,7 @@ class SampleSender:
         losses = self._queue.back(sent, lost=lost)
         if sent.aborted or losses >= MAX_SENDINGS:
             self._queue.give_up(sent)
-            self._delivery.put(sent.failure(reason))
+            self._results.put(sent.failure(reason))
 
     async def _call_off(self, meant: Sequence[SentSample]) -> None:
         """All at once: a server that hangs costs one deadline, and then the watch finds it lost."""

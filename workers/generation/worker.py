@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import structlog
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from transport import faults
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Ack, Broker, Commit, Delivery, LogEntry
+from transport.broker.base import ZERO_ID, Broker, Commit, Delivery, LogEntry
 from transport.clock import Clock
 from transport.errors import MessageError, first_error
 from transport.messages import (
@@ -43,10 +43,10 @@ from transport.rows import BrokerRows, RowStore, decode_array
 from transport.settings import Settings
 from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId, is_evaluation
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
-from workers.generation.lengths import ForcedLengths
-from workers.generation.plans import HeldPlan, HeldPlans
-from workers.generation.publish import event_entry, failure_append, publication
+from workers.generation.plans import HeldPlan, HeldPlans, failure_append, publication
 from workers.generation.updates import Puller, WeightUpdates
+from workers.leases.events import event_entry
+from workers.leases.leases import Leases
 from workers.lifecycle import Activity
 
 log = structlog.get_logger(__name__)
@@ -55,8 +55,6 @@ WAIT_S = 1.0
 """How long one read waits: the longest time a loop is deaf to the end of its connection."""
 REPORT_S = 2.0
 """Between two reports: what was lost is found out within a few seconds, and the log stays readable."""
-RENEWALS_PER_LEASE = 3
-"""Two renewals may be lost before a lease is."""
 
 
 def _command(entry: LogEntry) -> WorkerCommand | None:
@@ -71,6 +69,30 @@ def _command(entry: LogEntry) -> WorkerCommand | None:
 def group_seed(run_seed: int, group_id: GroupId) -> int:
     """The seed of a group's samples: the same on whichever worker and attempt it is generated."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+class ForcedLengths:
+    """Forced output lengths: which row gets how many tokens, from a file instead of from a model.
+
+    Runs of different modes, engines and hardware then generate the same work, as in StreamRL's evaluation (sec. 7.1):
+    a row has the same length on whichever worker, and whenever, it is generated.
+    lengths: tokens, each >= 1; batch after batch, slot after slot, sample after sample takes the next, in a circle.
+
+    groups_per_batch, group_size: of the run. A replaced slot's lengths are those of a later batch, and those of every
+    evaluation are the same from the first batch on.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, groups_per_batch: int, group_size: int) -> None:
+        self._lengths = tuple(lengths)
+        self._groups_per_batch = groups_per_batch
+        self._group_size = group_size
+
+    def limits(self, group_id: GroupId, samples: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of each of these samples of the group."""
+        batch, slot = group_id.split("/")
+        place = 0 if is_evaluation(group_id) else int(batch) * self._groups_per_batch
+        first = (place + int(slot)) * self._group_size
+        return tuple(self._lengths[(first + sample) % len(self._lengths)] for sample in samples)
 
 
 class GenerationWorker:
@@ -100,7 +122,9 @@ class GenerationWorker:
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._lengths = lengths
-        self._queue = keys.plans(worker_id)
+        self._leases = Leases(
+            broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
+        )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
         self._plans = HeldPlans()
         self._updates = WeightUpdates(broker, engine, puller, worker_id, clock)
         self._room = asyncio.Event()
@@ -158,7 +182,7 @@ class GenerationWorker:
                 self._room.clear()
                 await self._room.wait()
             count = -(-room // group_size)
-            await self._accept(await self._broker.claim(self._queue, self._worker_id, count=count, wait_s=WAIT_S))
+            await self._accept(await self._leases.claim(count, wait_s=WAIT_S))
 
     def _capacity(self) -> int:
         """Samples that fit now."""
@@ -168,19 +192,19 @@ class GenerationWorker:
     async def _accept(self, deliveries: Sequence[Delivery]) -> None:
         """Take over claimed plans: nothing is awaited before all are held, or a report could miss one."""
         accepted: list[HeldPlan] = []
+        unreadable: list[tuple[Delivery, MessageError]] = []
         for delivery in deliveries:
             try:
-                accepted.append(self._hold(delivery))
+                accepted.append(self._plans.add(delivery.entry_id, group_plan_decoder.decode(delivery.entry.payload)))
             except MessageError as error:
-                log.error("plan rejected", entry=delivery.entry_id, reason=str(error))
                 self._plans.claimed(delivery.entry_id)
-                await self._broker.reject(delivery, str(error))
+                unreadable.append((delivery, error))
+        for delivery, error in unreadable:
+            log.error("plan rejected", entry=delivery.entry_id, reason=str(error))
+            await self._leases.reject(delivery, str(error))
         if accepted:
             faults.point("generate.claimed")
             await self._start(accepted)
-
-    def _hold(self, delivery: Delivery) -> HeldPlan:
-        return self._plans.add(delivery.entry_id, group_plan_decoder.decode(delivery.entry.payload))
 
     async def _start(self, accepted: Sequence[HeldPlan]) -> None:
         """Read the prompts and submit; a plan that cannot start fails or ends here."""
@@ -225,11 +249,12 @@ class GenerationWorker:
         """Acknowledge a plan that never started, and say why if someone waits for it."""
         failure = EngineFailure(group_id=held.plan.group_id, samples=held.plan.samples, reason=reason, retryable=True)
         appends = [failure_append(failure, self._worker_id)] if reason else []
-        await self._broker.commit(Commit(appends=appends, acks=[Ack(queue=self._queue, entry_id=held.entry_id)]))
+        await self._broker.commit(Commit(appends=appends, acks=self._leases.acks([held.entry_id])))
         self._release([held])
 
     def _release(self, finished: Sequence[HeldPlan]) -> None:
         self._plans.remove(finished)
+        self._leases.release(held.entry_id for held in finished)
         self._room.set()
 
     # --- publish ------------------------------------------------------------------------------------------------------
@@ -265,11 +290,11 @@ class GenerationWorker:
                         pass
             if newest is not None:
                 event = await self._updates.load(newest)
-                await self._tell(event, weights=str(newest))
+                await self._report_event(event, weights=str(newest))
 
     async def _leave(self, reason: str) -> None:
         """What was held is published; ``run`` ends, and with it this worker's lease."""
-        await self._tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
+        await self._report_event(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
         self._drained.set()
 
     async def _abort(self, command: AbortRollouts) -> None:
@@ -290,23 +315,20 @@ class GenerationWorker:
                 weights=self._updates.served,
                 capacity=self._engine.load().capacity,
             )
-            await self._tell(report, held=len(report.held), cursor=report.plans_cursor, weights=str(report.weights))
+            await self._report_event(
+                report, held=len(report.held), cursor=report.plans_cursor, weights=str(report.weights)
+            )
             await asyncio.sleep(REPORT_S)
 
     async def _renew(self) -> None:
-        """Continue the leases, forever; stop working on what was given to someone else."""
-        while True:
-            await asyncio.sleep(self._settings.liveness.lease_s / RENEWALS_PER_LEASE)
-            held = self._plans.entry_ids
-            if not held:
-                continue
-            kept = set(await self._broker.renew(self._queue, self._worker_id, held))
-            at_work = set(self._plans.entry_ids)  # what was acknowledged meanwhile is not lost
-            lost = self._plans.lose(entry for entry in held if entry not in kept and entry in at_work)
-            if lost:
-                log.warning("leases lost", groups=[plan.plan.group_id for plan in lost])
-                await self._engine.abort([plan.key for plan in lost])
-                self._room.set()
+        """Continue the leases, forever; stop working on what was given to another worker."""
+        await self._leases.keep(self._stop)
 
-    async def _tell(self, event: Event, **fields: str | int) -> None:
+    async def _stop(self, entry_ids: Collection[str]) -> None:
+        lost = self._plans.lose(entry_ids)
+        log.warning("leases lost", groups=[held.plan.group_id for held in lost])
+        await self._engine.abort([held.key for held in lost])
+        self._room.set()
+
+    async def _report_event(self, event: Event, **fields: str | int) -> None:
         await self._broker.append(keys.EVENTS, event_entry(event, worker=self._worker_id, **fields))

@@ -18,7 +18,8 @@ from transport.messages import GroupScored, rollout_info_decoder
 from transport.rows import RowStore, decode_scalar, encode_array
 from transport.types import Column, GroupId, WorkerId, row_id
 from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal
-from workers.scoring.consumer import Outcome, Unit, event_append
+from workers.leases.events import event_append
+from workers.scoring.consumer import Outcome, Unit
 
 READS = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO)
 

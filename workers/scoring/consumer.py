@@ -1,4 +1,4 @@
-"""One worker's share of one task's queue: claim units, keep their leases, commit each with its ack, give up by name.
+"""One worker's share of one scoring task: each unit is handled, and committed with its ack or given up by name.
 
     claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
                           │ fails: tried again here, until its attempts are used up ──► dead letter + ScoringFailed
@@ -8,36 +8,35 @@ Attempts are deliveries and local tries together, so that neither a reward that 
 tried for ever. Whatever the handler wants written happens in the same step as the ack, and only if the unit is still
 pending: a broker that lost its tail has no such unit, and the row that is generated in its place has another score.
 
-Owns: leases, attempts, dead letters. Never: what a unit means. Invariant: a unit ends as committed once or as a dead
-letter with its reason; it is never acknowledged without either, unless its group is gone.
+Owns: attempts, dead letters. Never: leases (workers/leases); what a unit means. Invariant: a unit ends as committed
+once or as a dead letter with its reason; it is never acknowledged without either, unless its group is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 
 from transport import faults
 from transport.broker import keys
-from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, RowWrite
+from transport.broker.base import Append, Broker, Commit, Delivery, RowWrite
 from transport.clock import Clock
 from transport.errors import MessageError
-from transport.messages import ScoringFailed, encode
+from transport.messages import ScoringFailed
 from transport.rows import RowStore
 from transport.types import GroupId, WorkerId
 from workers.errors import RewardError, RewardTimeoutError
+from workers.leases.events import event_append
+from workers.leases.leases import Leases
 from workers.lifecycle import BusyMeter
 
 log = structlog.get_logger(__name__)
 
 CLAIM_WAIT_S = 1.0
 """How long one claim waits for work; also how late a reclaim may be."""
-RENEWALS_PER_LEASE = 3
-"""Two renewals may be lost before a lease is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +59,10 @@ Handle = Callable[[Unit], Awaitable[Outcome]]
 """Works on one unit. RewardError: try again; MessageError: what was stored is bad, no retry helps."""
 
 
-def event_append(event: msgspec.Struct, **fields: str) -> Append:
-    """An event for the orchestrator, with readable fields beside it."""
-    named = {"event": type(event).__name__, **fields}
-    return Append(stream=keys.EVENTS, entry=Entry(fields=named, payload=encode(event)))
-
-
 class TaskConsumer:
     """Consumes one task until cancelled.
 
-    lease_s: a unit that nobody renewed for so long is taken over.  max_attempts: of one unit.
+    lease_s: a unit that its holder did not renew for so long is taken over.  max_attempts: of one unit.
     at_once: units in work together.
     """
 
@@ -87,68 +80,43 @@ class TaskConsumer:
         max_attempts: int,
         at_once: int,
     ) -> None:
-        self._broker = broker
         self._rows = rows
         self._task = task
-        self._queue = keys.tasks(task)
         self._consumer = consumer
         self._handle = handle
-        self._clock = clock
         self._meter = meter
-        self._lease_s = lease_s
+        # one delivery more than allowed, so that the last one is given up here, together with its event
+        self._leases = Leases(
+            broker, keys.tasks(task), consumer, clock, lease_s=lease_s, max_deliveries=max_attempts + 1
+        )
         self._max_attempts = max_attempts
         self._at_once = at_once
         self._working: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
-        self._reclaim_due_s = clock.now_s()
         self.done = 0
         self.given_up = 0
 
     async def run(self) -> None:
         """Forever. Raises what the broker raises when it stays away."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_leases(), name=f"{self._task} leases")
+            group.create_task(self._leases.keep(self._stop), name=f"{self._task} leases")
             while True:
                 await self._wait_for_room()
-                for delivery in await self._take(self._at_once - len(self._working)):
+                for delivery in await self._leases.claim(self._at_once - len(self._working), wait_s=CLAIM_WAIT_S):
                     faults.point("score.claimed")
-                    if delivery.entry_id not in self._working:
-                        work = group.create_task(self._work(delivery), name=f"{self._task} {delivery.entry_id}")
-                        self._working[delivery.entry_id] = work
+                    work = group.create_task(self._work(delivery), name=f"{self._task} {delivery.entry_id}")
+                    self._working[delivery.entry_id] = work
 
     async def _wait_for_room(self) -> None:
         while len(self._working) >= self._at_once:
             self._room.clear()
             await self._room.wait()
 
-    async def _take(self, count: int) -> list[Delivery]:
-        """New units, or those whose holder stopped renewing, which is looked at twice a lease."""
-        if self._clock.now_s() >= self._reclaim_due_s:
-            self._reclaim_due_s = self._clock.now_s() + self._lease_s / 2
-            # one delivery more than allowed, so that the last one is given up here, together with its event
-            taken, _ = await self._broker.reclaim(
-                self._queue,
-                self._consumer,
-                idle_s=self._lease_s,
-                max_deliveries=self._max_attempts + 1,
-                count=count,
-            )
-            if taken:
-                return taken
-        return await self._broker.claim(self._queue, self._consumer, count=count, wait_s=CLAIM_WAIT_S)
-
-    async def _keep_leases(self) -> None:
-        """Renew what is in work; stop working on what another worker has taken over."""
-        while True:
-            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            held = list(self._working)
-            if not held:
-                continue
-            kept = set(await self._broker.renew(self._queue, self._consumer, held))
-            for entry_id in held:
-                if entry_id not in kept and entry_id in self._working:
-                    log.warning("lease lost", task=self._task, entry=entry_id)
-                    self._working[entry_id].cancel()
+    async def _stop(self, entry_ids: Collection[str]) -> None:
+        """Stop working on what another worker has taken over."""
+        for entry_id in entry_ids:
+            if entry_id in self._working:
+                self._working[entry_id].cancel()
 
     async def _work(self, delivery: Delivery) -> None:
         self._meter.begin()
@@ -156,7 +124,8 @@ class TaskConsumer:
             await self._finish(delivery)
         finally:
             self._meter.end()
-            del self._working[delivery.entry_id]
+            self._working.pop(delivery.entry_id, None)
+            self._leases.release([delivery.entry_id])
             self._room.set()
 
     async def _finish(self, delivery: Delivery) -> None:
@@ -169,8 +138,8 @@ class TaskConsumer:
         except (RewardError, MessageError) as error:
             await self._give_up(delivery, unit, str(error))
             return
-        ack = Ack(queue=self._queue, entry_id=delivery.entry_id)
-        await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=(ack,), if_held=True))
+        acks = self._leases.acks([delivery.entry_id])
+        await self._rows.commit(Commit(rows=outcome.rows, appends=outcome.appends, acks=acks, if_held=True))
         faults.point("score.committed")
         self.done += 1
 
@@ -190,10 +159,10 @@ class TaskConsumer:
         raise failure
 
     async def _give_up(self, delivery: Delivery, unit: Unit, reason: str) -> None:
-        """Dead-letter the unit and tell the orchestrator, in one step: its slot gets another group."""
+        """Dead-letter the unit and report it, in one step: its slot gets another group."""
         log.error("unit given up", task=self._task, unit=unit.unit_id, reason=reason)
-        said = f"{self._task} of {unit.unit_id or '(nothing)'}: {reason}"
-        failed = ScoringFailed(group_id=unit.group_id, reason=said)
+        shown = f"{self._task} of {unit.unit_id or '(nothing)'}: {reason}"
+        failed = ScoringFailed(group_id=unit.group_id, reason=shown)
         appends = [event_append(failed, group=unit.group_id, worker=self._consumer)] if unit.group_id else []
-        await self._broker.reject(delivery, said, appends=appends)
+        await self._leases.reject(delivery, shown, appends=appends)
         self.given_up += 1

@@ -17,7 +17,8 @@ from transport.messages import RowsMissing
 from transport.rows import RowStore, decode_array, encode_array
 from transport.types import Column, RowId, WorkerId
 from workers.errors import ModelError
-from workers.scoring.consumer import Outcome, Unit, event_append
+from workers.leases.events import event_append
+from workers.scoring.consumer import Outcome, Unit
 from workers.scoring.rewards import Reward
 
 Detokenize = Callable[[Sequence[int]], str]

@@ -26,7 +26,7 @@ from transport.messages import FinishTraining, RowsMissing, TrainerCommand, Trai
 from transport.rows import RowStore, decode_array, decode_scalar
 from transport.types import Column, GroupId, RowId, row_id
 from workers.errors import RoundsError
-from workers.generation.publish import event_entry
+from workers.leases.events import event_entry
 from workers.trainer.samples import PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ AHEAD = 2
 """Commands that wait decoded: one being trained, one ready."""
 MISSING_POLL_S = 0.25
 MISSING_REPEAT_S = 10.0
-"""Rows still missing are told again after this long: the first report may be what a broker lost."""
+"""Rows still missing are reported again after this long: the first report may be what a broker lost."""
 
 ROW_COLUMNS = (
     Column.RESPONSE_IDS,
@@ -132,7 +132,7 @@ class RoundsReader:
     async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
         """The rows, once they are all there. Raises RoundsError when nobody is left to have them made again."""
         last_s = self._clock.now_s()
-        told_s: float | None = None
+        reported_s: float | None = None
         while True:
             groups, missing = await self._try_read(wanted)
             self.missing = missing
@@ -143,8 +143,8 @@ class RoundsReader:
                 last_s = now_s
             elif now_s - last_s > self._stall_s:
                 raise RoundsError(f"rows {', '.join(missing[:5])} did not come within {self._stall_s:.0f} s")
-            if told_s is None or now_s - told_s > MISSING_REPEAT_S:
-                told_s = now_s
+            if reported_s is None or now_s - reported_s > MISSING_REPEAT_S:
+                reported_s = now_s
                 log.warning("rows are missing; asking for them again", rows=len(missing), first=missing[0])
                 event = RowsMissing(row_ids=missing)
                 await self._broker.append(keys.EVENTS, event_entry(event, rows=len(missing)), fence=self._fence)

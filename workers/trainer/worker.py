@@ -44,17 +44,16 @@ from transport.rows import BrokerRows, RowStore
 from transport.settings import Settings
 from transport.types import RowId, WeightIdentity, WorkerId, row_id
 from workers.errors import CheckpointError, RoundsError
+from workers.leases.announce import ROLE, StepAnnouncer
 from workers.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
 from workers.trainer.meeting import DONE, leave_after_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
 from workers.trainer.samples import PromptGroup
-from workers.trainer.telling import Teller
 
 log = structlog.get_logger(__name__)
 
-ROLE = "trainer"
 CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "model"
 
@@ -96,7 +95,7 @@ class TrainerWorker:
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._fence = Fence(role=ROLE, epoch=0)
-        self._teller: Teller | None = None
+        self._announcer: StepAnnouncer | None = None
         self._ledger = Ledger()
         self._source_position = ""
         self._weights: WeightIdentity | None = None
@@ -119,8 +118,8 @@ class TrainerWorker:
             reader = self._reader()
             async with asyncio.TaskGroup() as group:
                 helping = [group.create_task(reader.read()), group.create_task(self._learner.follow())]
-                if self._teller is not None:
-                    helping.append(group.create_task(self._teller.keep_told()))
+                if self._announcer is not None:
+                    helping.append(group.create_task(self._announcer.keep()))
                 await self._work(reader)
                 for task in helping:
                     task.cancel()
@@ -143,9 +142,8 @@ class TrainerWorker:
         checkpoint = await self._in_thread(self._load)
         known_epoch = checkpoint.meta.epoch if checkpoint else 0
         if self._rank == 0:
-            boot_id = (await self._broker.info()).boot_id
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
-            self._teller = Teller(self._broker, self._worker_id, self._fence, boot_id)
+            self._announcer = StepAnnouncer(self._broker, self._worker_id, self._fence)
             await self._publish()
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
@@ -156,8 +154,8 @@ class TrainerWorker:
                 dp_size=self._learner.world_size,
                 damaged=tuple(f"{path}: {reason}" for path, reason in self._store.damaged.items()),
             )
-            await self._tell(event, cursor=cursor, version=self._weights.version)
-            await self._teller.tell_steps(checkpoint.steps if checkpoint else ())
+            await self._announce(event, cursor=cursor, version=self._weights.version)
+            await self._announcer.announce_steps(checkpoint.steps if checkpoint else ())
         log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
 
     def _load(self) -> Checkpoint | None:
@@ -228,7 +226,7 @@ class TrainerWorker:
             stepped_s=self._stepped_s,
         )
         self._stepped_s = 0.0
-        await self._tell(event, round=command.round_id, rows=done.num_rows, tokens=done.num_tokens)
+        await self._announce(event, round=command.round_id, rows=done.num_rows, tokens=done.num_tokens)
 
     def _enter(self, command: TrainRound) -> tuple[RowId, ...]:
         """Enter the rows of all ranks into the ledger. Returns those it knew: they are not trained again.
@@ -296,7 +294,7 @@ class TrainerWorker:
                 metrics=metrics,
                 stepped_s=self._stepped_s,
             )
-            await self._tell(event, batch=command.batch, version=self._ledger.version)
+            await self._announce(event, batch=command.batch, version=self._ledger.version)
         self._stepped_s = 0.0
         self._batch = BatchTally(started_s=now_s)
         if command.checkpoint or self._checkpoint_due:
@@ -317,11 +315,11 @@ class TrainerWorker:
         saved = await self._save()
         self._doing = "saving the model"
         await self._in_thread(lambda: self._learner.save_final(self._run_dir / FINAL_MODEL))
-        await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
+        await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
         self._doing = "waiting to be heard"
-        if self._teller is not None:
-            await self._teller.until_heard()
+        if self._announcer is not None:
+            await self._announcer.until_read()
 
     async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
@@ -334,13 +332,13 @@ class TrainerWorker:
             log.error("no checkpoint; trying again after the next batch", error=str(error))
             return
         self._checkpoint_due = False
-        await self._tell(saved, version=saved.weights.version, cursor=saved.cursor)
+        await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
 
     async def _save(self) -> CheckpointSaved:
         """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
         assert self._weights is not None  # rank 0 published before it read anything
-        assert self._teller is not None
-        steps = self._teller.steps
+        assert self._announcer is not None
+        steps = self._announcer.steps
         self._doing = "saving a checkpoint"
         started_s = self._clock.now_s()
         meta = CheckpointMeta(
@@ -360,18 +358,18 @@ class TrainerWorker:
     # -- out
 
     async def _publish(self) -> None:
-        if self._teller is None:
+        if self._announcer is None:
             return
         self._doing = "publishing"
         version, epoch = self._ledger.version, self._fence.epoch
         manifest = await self._in_thread(lambda: self._learner.publish(epoch, version))
         self._weights = manifest.weights
-        await self._teller.announce(manifest)
+        await self._announcer.announce_manifest(manifest)
 
-    async def _tell(self, event: Event, **fields: str | int) -> None:
-        """Say it once, if this rank speaks for all."""
-        if self._teller is not None:
-            await self._teller.tell(event, **fields)
+    async def _announce(self, event: Event, **fields: str | int) -> None:
+        """Announce an event, if this rank reports for all."""
+        if self._announcer is not None:
+            await self._announcer.announce_event(event, **fields)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

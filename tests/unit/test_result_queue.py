@@ -9,8 +9,7 @@ import pytest
 
 from transport.types import GroupId, SamplingParams
 from workers.errors import EngineCrashedError, ModelError
-from workers.generation.delivery import Delivery
-from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.generation.engine import EngineFailure, GenerationRequest, ResultQueue
 
 
 def failures(*samples: int) -> list[EngineFailure]:
@@ -25,20 +24,20 @@ def failures(*samples: int) -> list[EngineFailure]:
 
 
 @pytest.fixture
-async def delivery() -> Delivery:
-    made = Delivery()
+async def results() -> ResultQueue:
+    made = ResultQueue()
     made.serving = asyncio.get_running_loop().create_future()
     return made
 
 
-async def test_results_are_taken_once_and_all_at_a_time(delivery: Delivery) -> None:
+async def test_results_are_taken_once_and_all_at_a_time(results: ResultQueue) -> None:
     one, two, three = failures(0, 1, 2)
-    delivery.put(one, two)
-    assert await delivery.take() == [one, two]
-    taking = asyncio.create_task(delivery.take())
+    results.put(one, two)
+    assert await results.take() == [one, two]
+    taking = asyncio.create_task(results.take())
     await asyncio.sleep(0)
-    delivery.put()
-    delivery.put(three)
+    results.put()
+    results.put(three)
     assert await taking == [three]
     assert (three.attempt, three.samples, three.retryable) == (3, (2,), True)
 
@@ -48,19 +47,19 @@ async def test_results_are_taken_once_and_all_at_a_time(delivery: Delivery) -> N
     [(ModelError("no server: it is gone"), "no server: it is gone"), (KeyError("x"), "the engine ended: KeyError")],
 )
 async def test_what_ends_serving_ends_a_wait_after_the_last_results(
-    delivery: Delivery, cause: Exception, reason: str
+    results: ResultQueue, cause: Exception, reason: str
 ) -> None:
     (last,) = failures(0)
-    assert delivery.serving is not None
-    delivery.put(last)
-    delivery.serving.set_exception(cause)
-    assert await delivery.take() == [last]
+    assert results.serving is not None
+    results.put(last)
+    results.serving.set_exception(cause)
+    assert await results.take() == [last]
     with pytest.raises(EngineCrashedError, match=reason) as raised:
-        await delivery.take()
+        await results.take()
     assert raised.value.__cause__ is cause
 
 
-async def test_what_was_awaited_is_over_before_a_close_is_told(delivery: Delivery) -> None:
+async def test_what_was_awaited_is_over_before_a_close_is_told(results: ResultQueue) -> None:
     began, over = asyncio.Event(), asyncio.Event()
 
     async def call() -> None:
@@ -71,10 +70,10 @@ async def test_what_was_awaited_is_over_before_a_close_is_told(delivery: Deliver
             await asyncio.sleep(0)
             over.set()
 
-    waiting = asyncio.create_task(delivery.until(call()))
+    waiting = asyncio.create_task(results.until(call()))
     await began.wait()
-    assert delivery.serving is not None
-    delivery.serving.cancel()
+    assert results.serving is not None
+    results.serving.cancel()
     with pytest.raises(EngineCrashedError, match="closed"):
         await waiting
     assert over.is_set()
