@@ -29,6 +29,7 @@ TIMEOUTS_S = {
     "property": 300,
     "contract": 180,
     "sim": 180,
+    "golden": 60,
     "integration": 300,
     "fuzz": 300,
     "chaos": 600,

@@ -64,6 +64,11 @@ def raises_for_some(prompt: str, response: str, entry: dict[str, Any]) -> float:
     return sum(char.isdigit() for char in response) / max(1, len(response))
 
 
+def alike_for_some(prompt: str, response: str, entry: dict[str, Any]) -> float:
+    """The length of the response, but the same for one question in three, whose groups so have no signal."""
+    return 1.0 if crc32(entry["question"].encode()) % 3 == 0 else float(len(response))
+
+
 def escapes(prompt: str, response: str, entry: dict[str, Any]) -> dict[str, float]:
     """Tries to get out. Each component is 1 where it succeeded; entry: where to (see test_jail.py)."""
     attempts: dict[str, Callable[[], object]] = {
