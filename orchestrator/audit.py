@@ -4,7 +4,7 @@ No row of an evaluation is ever trained: none is sent, and the trainer's ledger 
 
 Recomputed from independent records: the rounds that the core commanded (its journal, replayed), the rounds log as the
 broker holds it, the ledger inside the newest checkpoint with the weights beside it, the steps that the trainer told,
-and the lines of metrics.jsonl. Pure: the caller reads, this compares.
+and the lines of metrics.jsonl. ``audit_run`` reads them, the rest compares and is pure.
 
 A run that goes on is compared up to a cut. What comes later in a run is read first (the ledger, then the end of the
 rounds log), so that the journal, which is read last, contains everything that led there; what the journal has beyond
@@ -16,12 +16,32 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transport.broker.base import parse_entry_id
-from transport.messages import CloseMiniBatch, StepDone, TrainerCommand, TrainRound
-from transport.types import RowId, WeightIdentity, is_evaluation, row_id
+from orchestrator.core import outbox
+from orchestrator.runtime.journal import is_written
+from orchestrator.runtime.metrics import read_file
+from orchestrator.runtime.reconcile import rows_without
+from orchestrator.runtime.rundir import RunDir
+from orchestrator.sim.replay import recorded_commands
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Broker, parse_entry_id
+from transport.ledger import newest_checkpoint
+from transport.messages import (
+    CloseMiniBatch,
+    FinishTraining,
+    StepDone,
+    TrainerCommand,
+    TrainRound,
+    trainer_command_decoder,
+)
+from transport.settings import Settings
+from transport.tensors.manifest import file_checksum
+from transport.types import Column, RowId, WeightIdentity, is_evaluation, row_id
+
+READ_COUNT = 1000
 
 RoundsLog = Sequence[tuple[str, TrainerCommand]]
 """(entry id, command), ascending."""
@@ -249,3 +269,93 @@ def _named(what: str, rows: Sequence[RowId]) -> list[str]:
         return []
     more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
     return [f"{what}: {', '.join(rows[:MAX_NAMED])}{more}"]
+
+
+# -- reading the records
+
+
+async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> AuditReport:
+    """Read the records of ``rundir`` and compare them in the order that the head of this file explains."""
+    finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+    live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
+    checkpoint = _newest_checkpoint(rundir)
+    cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
+    held = up_to(await _rounds_held(broker), cut)
+    commanded, steps = _from_journal(rundir)
+    metrics = read_file(rundir.metrics)
+    trained_version = max((step.weights.version for step in steps), default=0)
+    missing: list[RowId] = []
+    if live:  # rows that a broker lost are being made again, and others are freed behind a newer checkpoint
+        commanded = up_to(commanded, cut)
+        trained_version = min(trained_version, closed_batches(commanded))
+    else:
+        beyond = [row for row, batch in _sent_rows(commanded) if (checkpoint.version if checkpoint else 0) <= batch]
+        missing = await rows_without(broker, beyond, Column.ADVANTAGE)
+    report = audit(
+        commanded,
+        held,
+        checkpoint,
+        trained_version=trained_version,
+        passes=settings.trainer.epochs,
+        missing=missing,
+        live=live,
+    )
+    more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
+    return replace(report, problems=(*report.problems, *more))
+
+
+def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
+    """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
+    while (found := newest_checkpoint(rundir.checkpoints)) is not None:
+        path, ledger = found
+        files, weights = (ledger.seal.files, ledger.seal.weights) if ledger.seal is not None else ({}, None)
+        changed = [name for name, was in files.items() if _checksum(path / name) != was]
+        newest = newest_checkpoint(rundir.checkpoints)
+        if not changed or (newest is not None and newest[0] == path):
+            return CheckpointRecord(
+                version=ledger.version,
+                cursor=ledger.cursor,
+                rows=ledger.rows(),
+                name=path.name,
+                weights=weights,
+                changed=changed,
+            )
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """Of a file; "" for one that cannot be read."""
+    try:
+        return file_checksum(path)
+    except OSError:
+        return ""
+
+
+def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
+    """The rounds that the core commanded, and the steps of the last trainer's lineage."""
+    commanded: RoundsLog = []
+    steps: list[StepDone] = []
+    for record, commands in recorded_commands(rundir.journal):
+        commanded += [
+            (outbox.entry_id(record.seq, index), command)
+            for index, command in enumerate(commands)
+            if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
+        ]
+        if isinstance(record.event, StepDone):
+            steps.append(record.event)
+    return commanded, steps
+
+
+async def _rounds_held(broker: Broker) -> RoundsLog:
+    held: RoundsLog = []
+    cursor = ZERO_ID
+    while entries := await broker.read(keys.ROUNDS, cursor, count=READ_COUNT):
+        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
+        cursor = entries[-1].entry_id
+    return held
+
+
+def _sent_rows(commanded: RoundsLog) -> list[tuple[RowId, int]]:
+    return [
+        (row, command.batch) for _, command in commanded if isinstance(command, TrainRound) for row in _rows_of(command)
+    ]

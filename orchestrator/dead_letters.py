@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.inspect import open_run_broker
 from orchestrator.printable import printable
+from orchestrator.run_broker import run_broker
 from orchestrator.runtime.rundir import find_run
 from transport.broker import keys
 from transport.broker.base import Broker, DeadLetter, parse_entry_id
@@ -55,7 +55,7 @@ def _check_id(letter_id: str) -> None:
 
 async def _main(run_dir: Path, letter_ids: Sequence[str], broker_url: str | None, *, drop: bool) -> int:
     rundir, settings = find_run(run_dir, broker_url)
-    async with open_run_broker(rundir, settings) as broker:
+    async with run_broker(rundir, settings) as broker:
         letters = {letter.letter_id: letter for letter in await broker.dead_letters(count=MAX_DEAD_LETTERS)}
         if not letter_ids and not letters:
             print("there are no dead letters", flush=True)

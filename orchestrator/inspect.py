@@ -1,60 +1,35 @@
 """``streamrl-orchestrator inspect``: what a run is doing, or did, read from its broker, journal and checkpoints.
 
-Owns: finding the run, and the loop of ``--follow``. Never: changes anything; the broker of a run that is over is
-started while we read. What is shown is in survey.py.
+Never changes anything, not even a delivery count; the broker of a run that is over is started while we read. Invariant:
+whatever a worker or a model wrote is stripped of control characters before a terminal sees it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from orchestrator.audit import (
-    AuditReport,
-    CheckpointRecord,
-    RoundsLog,
-    audit,
-    check_metrics,
-    check_steps,
-    closed_batches,
-    up_to,
-)
-from orchestrator.core.outbox import entry_id
-from orchestrator.runtime.journal import is_written
-from orchestrator.runtime.live import batch_line
+from orchestrator.audit import AuditReport, audit_run
+from orchestrator.printable import printable
+from orchestrator.run_broker import run_broker
+from orchestrator.runtime.live import batch_line, blocked_line, progress, ranker_line, scaling_line
 from orchestrator.runtime.metrics import read_file
-from orchestrator.runtime.reconcile import rows_without
 from orchestrator.runtime.rundir import RunDir, find_run
-from orchestrator.sim.replay import recorded_commands
-from orchestrator.survey import Survey, survey_line, survey_view, take_survey
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker, parse_entry_id
-from transport.broker.connect import connect
-from transport.broker.embedded import EmbeddedServer
-from transport.errors import BrokerUnavailableError, RunExistsError
-from transport.ledger import newest_checkpoint
-from transport.messages import (
-    CloseMiniBatch,
-    FinishTraining,
-    StepDone,
-    TrainRound,
-    trainer_command_decoder,
-)
+from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id
+from transport.errors import BrokerUnavailableError, MessageError
+from transport.messages import WorkerStatus, worker_status_decoder
 from transport.settings import Settings
-from transport.tensors.manifest import file_checksum
-from transport.types import Column, RowId, RunName, row_id
-
-READ_COUNT = 1000
-LOOK_OUTAGE_S = 3.0
-"""A look is not worth waiting longer for a broker."""
-
 
 FOLLOW_S = 2.0
 PIPE_COLUMNS = 200
@@ -73,7 +48,7 @@ async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool, follow:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
-    async with open_run_broker(rundir, settings) as broker:
+    async with run_broker(rundir, settings) as broker:
         if only_audit:
             report = await audit_run(rundir, settings, broker)
             return _print_audit(console, report)
@@ -83,18 +58,18 @@ async def _main(rundir: RunDir, settings: Settings, *, only_audit: bool, follow:
         return 0
 
 
-async def _survey(broker: Broker) -> Survey:
-    return await take_survey(broker, now_ms=time.time_ns() // 1_000_000)
+async def _survey(broker: Broker) -> BrokerSnapshot:
+    return await take_snapshot(broker, now_ms=time.time_ns() // 1_000_000)
 
 
-def _print_run(console: Console, rundir: RunDir, survey: Survey) -> None:
-    console.print(f"run {survey.run}  {survey.state}  {rundir.path}", markup=False)
+def _print_run(console: Console, rundir: RunDir, snapshot: BrokerSnapshot) -> None:
+    console.print(f"run {snapshot.run}  {snapshot.state}  {rundir.path}", markup=False)
     file = read_file(rundir.metrics)
     if lines := [line for line in file.lines if "batch" in line]:
         console.print(batch_line(lines[-1]), markup=False)
     if file.damaged:
         console.print(file.say(), markup=False)
-    console.print(survey_view(survey), soft_wrap=True)
+    console.print(snapshot_view(snapshot), soft_wrap=True)
 
 
 async def follow_run(console: Console, broker: Broker, *, every_s: float = FOLLOW_S, away_s: float = AWAY_S) -> None:
@@ -113,137 +88,19 @@ async def _follow(live: Live, broker: Broker, every_s: float, away_s: float) -> 
     alive_s: float | None = None
     while True:
         try:
-            survey = await _survey(broker)
+            snapshot = await _survey(broker)
         except BrokerUnavailableError:  # a run's embedded broker ends with it
             return "the broker is gone: the run is over, or was stopped"
-        if survey.state == keys.STATE_FINISHED.decode():
+        if snapshot.state == keys.STATE_FINISHED.decode():
             return "the run is over"
-        alive_s = time.monotonic() if survey.status else alive_s
+        alive_s = time.monotonic() if snapshot.status else alive_s
         if alive_s is None or time.monotonic() - alive_s > away_s:
             return "no orchestrator is alive"
         if live.console.is_terminal:
-            live.update(survey_view(survey), refresh=True)
+            live.update(snapshot_view(snapshot), refresh=True)
         else:
-            live.console.print(survey_line(survey), markup=False, soft_wrap=True)
+            live.console.print(snapshot_line(snapshot), markup=False, soft_wrap=True)
         await asyncio.sleep(every_s)
-
-
-@asynccontextmanager
-async def open_run_broker(rundir: RunDir, settings: Settings) -> AsyncIterator[Broker]:
-    """The run's broker: the one it names, its live embedded one, or that one started for as long as we look."""
-    name = RunName(settings.run.name)
-    if settings.broker.url:
-        broker = await connect(settings.broker, name, outage_s=LOOK_OUTAGE_S)
-        try:
-            yield broker
-        finally:
-            await broker.close()
-        return
-    server = EmbeddedServer(rundir.broker, appendfsync=settings.broker.appendfsync)
-    try:
-        await server.start()
-    except RunExistsError:
-        server.attach()
-    try:
-        broker = await connect(settings.broker, name, url=server.url, password=server.password, outage_s=LOOK_OUTAGE_S)
-        try:
-            yield broker
-        finally:
-            await broker.close()
-    finally:
-        await server.stop()
-
-
-async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> AuditReport:
-    """Read the records of ``rundir`` and compare them (orchestrator/audit.py, which says why in this order)."""
-    finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
-    live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
-    checkpoint = _newest_checkpoint(rundir)
-    cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
-    held = up_to(await _rounds_held(broker), cut)
-    commanded, steps = _from_journal(rundir)
-    metrics = read_file(rundir.metrics)
-    trained_version = max((step.weights.version for step in steps), default=0)
-    missing: list[RowId] = []
-    if live:  # rows that a broker lost are being made again, and others are freed behind a newer checkpoint
-        commanded = up_to(commanded, cut)
-        trained_version = min(trained_version, closed_batches(commanded))
-    else:
-        beyond = [row for row, batch in _sent_rows(commanded) if (checkpoint.version if checkpoint else 0) <= batch]
-        missing = await rows_without(broker, beyond, Column.ADVANTAGE)
-    report = audit(
-        commanded,
-        held,
-        checkpoint,
-        trained_version=trained_version,
-        passes=settings.trainer.epochs,
-        missing=missing,
-        live=live,
-    )
-    more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
-    return replace(report, problems=(*report.problems, *more))
-
-
-def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
-    """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
-    while (found := newest_checkpoint(rundir.checkpoints)) is not None:
-        path, ledger = found
-        files, weights = (ledger.seal.files, ledger.seal.weights) if ledger.seal is not None else ({}, None)
-        changed = [name for name, was in files.items() if _checksum(path / name) != was]
-        newest = newest_checkpoint(rundir.checkpoints)
-        if not changed or (newest is not None and newest[0] == path):
-            return CheckpointRecord(
-                version=ledger.version,
-                cursor=ledger.cursor,
-                rows=ledger.rows(),
-                name=path.name,
-                weights=weights,
-                changed=changed,
-            )
-    return None
-
-
-def _checksum(path: Path) -> str:
-    """Of a file; "" for one that cannot be read."""
-    try:
-        return file_checksum(path)
-    except OSError:
-        return ""
-
-
-def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
-    """The rounds that the core commanded, and the steps of the last trainer's lineage."""
-    commanded: RoundsLog = []
-    steps: list[StepDone] = []
-    for record, commands in recorded_commands(rundir.journal):
-        commanded += [
-            (entry_id(record.seq, index), command)
-            for index, command in enumerate(commands)
-            if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
-        ]
-        if isinstance(record.event, StepDone):
-            steps.append(record.event)
-    return commanded, steps
-
-
-async def _rounds_held(broker: Broker) -> RoundsLog:
-    held: RoundsLog = []
-    cursor = ZERO_ID
-    while entries := await broker.read(keys.ROUNDS, cursor, count=READ_COUNT):
-        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
-        cursor = entries[-1].entry_id
-    return held
-
-
-def _sent_rows(commanded: RoundsLog) -> list[tuple[RowId, int]]:
-    return [
-        (row_id(rows.group_id, sample), command.batch)
-        for _, command in commanded
-        if isinstance(command, TrainRound)
-        for rank in command.ranks
-        for rows in rank
-        for sample in rows.samples
-    ]
 
 
 def _print_audit(console: Console, report: AuditReport) -> int:
@@ -255,3 +112,200 @@ def _print_audit(console: Console, report: AuditReport) -> int:
     verdict = "FAILED" if report.problems else clean
     console.print(f"audit {verdict} ({report.batches} batches, {report.rows} rows)", markup=False)
     return 1 if report.problems else 0
+
+
+# -- what a broker holds
+
+WORK_QUEUES = ("plans:", "tasks:")
+OLDEST = 5
+"""Entries of one queue that are shown: those that have waited longest are the ones that matter."""
+PENDING = 1000
+LETTERS = 20
+FIRST_TIME_MS = 10**12
+"""Ids below it were chosen by a writer and tell no time (the year 2001 in milliseconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedEntry:
+    """One of the oldest entries of a work queue.
+
+    age_s: None where its id tells no time.  lease: None while nobody holds it.
+    """
+
+    entry_id: str
+    fields: Mapping[str, str]
+    age_s: float | None
+    lease: Pending | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSnapshot:
+    """A stream. held: entries of a work queue that somebody holds.  oldest: a few of its oldest, if it is one."""
+
+    name: str
+    length: int
+    held: int = 0
+    longest_idle_s: float = 0.0
+    oldest: Sequence[QueuedEntry] = ()
+
+    @property
+    def is_queue(self) -> bool:
+        return self.name.startswith(WORK_QUEUES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSnapshot:
+    """state: of the run as a whole.  status: the orchestrator's, {} when none is alive.  letters: some dead letters."""
+
+    run: str
+    state: str
+    status: Mapping[str, Any]
+    streams: Sequence[StreamSnapshot]
+    workers: Sequence[WorkerStatus]
+    letters: Sequence[DeadLetter]
+    retained_bytes: int
+
+    @property
+    def num_dead(self) -> int:
+        return next((stream.length for stream in self.streams if stream.name == keys.DEAD), 0)
+
+
+async def take_snapshot(broker: Broker, *, now_ms: int) -> BrokerSnapshot:
+    """Read everything once. now_ms: wall clock, to tell ages from entry ids."""
+    raw = await broker.get_meta(keys.STATUS)
+    lengths = await broker.streams()
+    return BrokerSnapshot(
+        run=broker.run,
+        state=(await broker.get_meta(keys.STATE) or b"unknown").decode(),
+        status=json.loads(raw) if raw is not None else {},
+        streams=[await _stream_snapshot(broker, name, lengths[name], now_ms) for name in sorted(lengths)],
+        workers=_readable((await broker.leases()).values()),
+        letters=await broker.dead_letters(count=LETTERS),
+        retained_bytes=await broker.retained_bytes(),
+    )
+
+
+async def _stream_snapshot(broker: Broker, name: str, length: int, now_ms: int) -> StreamSnapshot:
+    if not name.startswith(WORK_QUEUES):
+        return StreamSnapshot(name=name, length=length)
+    leases = {held.entry_id: held for held in await broker.pending(name, count=PENDING)}
+    entries = await broker.read(name, ZERO_ID, count=OLDEST)
+    return StreamSnapshot(
+        name=name,
+        length=length,
+        held=len(leases),
+        longest_idle_s=max((held.idle_s for held in leases.values()), default=0.0),
+        oldest=[_queued(entry, leases.get(entry.entry_id), now_ms) for entry in entries],
+    )
+
+
+def _queued(entry: LogEntry, lease: Pending | None, now_ms: int) -> QueuedEntry:
+    added_ms = parse_entry_id(entry.entry_id)[0]
+    age_s = max(0.0, (now_ms - added_ms) / 1000) if added_ms > FIRST_TIME_MS else None
+    return QueuedEntry(entry_id=entry.entry_id, fields=entry.entry.fields, age_s=age_s, lease=lease)
+
+
+def _readable(leases: Iterable[bytes]) -> list[WorkerStatus]:
+    """Statuses of workers that speak our protocol, by name; the orchestrator's log names the others."""
+    statuses: list[WorkerStatus] = []
+    for raw in leases:
+        try:
+            statuses.append(worker_status_decoder.decode(raw))
+        except MessageError:
+            continue
+    return sorted(statuses, key=lambda status: status.worker_id)
+
+
+# -- words
+
+
+def snapshot_line(snapshot: BrokerSnapshot) -> str:
+    """One line: where training is, what waits in which queue, what blocks."""
+    status = snapshot.status
+    parts = [f"{status['elapsed_s']:.0f} s  {progress(status)}"] if status else []
+    parts += [
+        f"{stream.name} {stream.length} ({stream.held} held{_oldest_age(stream)})"
+        for stream in snapshot.streams
+        if stream.is_queue and stream.length
+    ]
+    parts += [f"dead {snapshot.num_dead}"] if snapshot.num_dead else []
+    if blocked := status.get("blocked"):
+        parts.append(blocked_line(blocked))
+    return printable("  ".join(parts) or snapshot.state)
+
+
+def _oldest_age(stream: StreamSnapshot) -> str:
+    age_s = stream.oldest[0].age_s if stream.oldest else None
+    return "" if age_s is None else f", oldest {age_s:.1f} s"
+
+
+def snapshot_view(snapshot: BrokerSnapshot) -> Group:
+    """The whole of it: what blocks, streams, the oldest entries and who holds them, workers, dead letters."""
+    blocked = snapshot.status.get("blocked")
+    ranker = snapshot.status.get("ranker")
+    scaling = snapshot.status.get("scaling")
+    lines = [_weights_line(snapshot), *([ranker_line(ranker)] if ranker else [])]
+    lines += [line] if scaling and (line := scaling_line(scaling)) else []
+    lines += [blocked_line(blocked)] if blocked else []
+    parts = [
+        Text(printable("\n".join(lines))),
+        _stream_table(snapshot),
+        _entry_table(snapshot),
+        _worker_table(snapshot),
+    ]
+    return Group(*parts, *map(_letter_text, snapshot.letters), *_more_letters(snapshot))
+
+
+def _weights_line(snapshot: BrokerSnapshot) -> str:
+    status = snapshot.status
+    retained = f"{snapshot.retained_bytes / 1e6:.1f} MB of rows retained"
+    if not status:
+        return f"no orchestrator is alive  {retained}"
+    newest = status.get("newest")
+    weights = f"  newest weights e{newest['epoch']}v{newest['version']}" if newest else ""
+    return f"{progress(status)}{weights}  {retained}"
+
+
+def _stream_table(snapshot: BrokerSnapshot) -> Table:
+    table = _table("stream", "entries", "held", "longest idle")
+    for stream in snapshot.streams:
+        idle = f"{stream.longest_idle_s:.1f} s" if stream.held else ""
+        table.add_row(printable(stream.name), str(stream.length), str(stream.held or ""), idle)
+    return table
+
+
+def _entry_table(snapshot: BrokerSnapshot) -> Table:
+    table = _table("oldest entries of", "id", "age", "what", "held by", "idle", "deliveries")
+    for stream in snapshot.streams:
+        for queued in stream.oldest:
+            age = "" if queued.age_s is None else f"{queued.age_s:.1f} s"
+            held = queued.lease
+            lease = (held.consumer, f"{held.idle_s:.1f} s", str(held.deliveries)) if held else ("", "", "")
+            what = queued.fields.get("unit") or queued.fields.get("group", "")
+            table.add_row(*map(printable, (stream.name, queued.entry_id, age, what, *lease)))
+    return table
+
+
+def _worker_table(snapshot: BrokerSnapshot) -> Table:
+    table = _table("worker", "doing", "for", "running", "waiting", "weights", "host", "pid")
+    for status in snapshot.workers:
+        cells = (status.worker_id, status.doing, f"{status.since_s:.0f} s", str(status.running), str(status.waiting))
+        table.add_row(*map(printable, (*cells, str(status.weights or ""), status.host, str(status.pid))))
+    return table
+
+
+def _letter_text(letter: DeadLetter) -> Text:
+    fields = " ".join(f"{name}={value}" for name, value in letter.entry.fields.items())
+    return Text(printable(f"dead {letter.letter_id} from {letter.queue}: {letter.reason}  {fields}"))
+
+
+def _more_letters(snapshot: BrokerSnapshot) -> list[Text]:
+    more = snapshot.num_dead - len(snapshot.letters)
+    return [Text(f"and {more} more dead letters")] if more > 0 else []
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column)
+    return table

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFailedError
+from orchestrator.run_broker import run_broker
 from orchestrator.runtime.control import REQUESTS, append_event, change
-from orchestrator.runtime.rundir import RunDir, find_run
+from orchestrator.runtime.rundir import find_run
 from orchestrator.toml_source import parse_override, to_toml
 from transport.broker import keys
 from transport.broker.base import Broker, parse_entry_id
-from transport.broker.connect import connect
-from transport.broker.embedded import EmbeddedServer
-from transport.errors import BrokerUnavailableError, TransientError
+from transport.errors import TransientError
 from transport.messages import Event
 from transport.settings import Settings
-from transport.types import RunName
 
 HEARD_S = 15.0
 """How long an orchestrator may take to apply a request; it does so in milliseconds, and is restarted in seconds."""
 POLL_S = 0.1
-CONNECT_S = 3.0
 
 SAID = {
     "pause": "paused: running samples finish, nothing new is dispatched; go on with: streamrl-orchestrator resume {}",
@@ -75,7 +71,7 @@ async def _ask(run_dir: Path, broker_url: str | None, make_event: MakeEvent, *, 
     Raises RunFailedError where nobody hears.
     """
     rundir, settings = find_run(run_dir, broker_url)
-    async with _live_broker(rundir, settings) as broker:
+    async with run_broker(rundir, settings, live=True) as broker:
         status = await _status(broker)
         if status is None:
             raise RunFailedError(f"{run_dir} is not running: its orchestrator gives no status")
@@ -105,24 +101,3 @@ async def _heard(broker: Broker, entry_id: str, *, ends: bool) -> Status:
 async def _status(broker: Broker) -> Status | None:
     raw = await broker.get_meta(keys.STATUS)
     return None if raw is None else json.loads(raw)
-
-
-@asynccontextmanager
-async def _live_broker(rundir: RunDir, settings: Settings) -> AsyncIterator[Broker]:
-    """The run's broker, which must be up: a request to a run that is over would wait in it for the next one."""
-    url, password = settings.broker.url, settings.broker.password
-    if not url:
-        server = EmbeddedServer(rundir.broker)
-        server.attach()
-        url, password = server.url, server.password
-    run = RunName(settings.run.name)
-    try:
-        broker = await connect(settings.broker, run, url=url, password=password, outage_s=CONNECT_S)
-    except BrokerUnavailableError as error:
-        if settings.broker.url:
-            raise
-        raise RunFailedError(f"{rundir.path} is not running: the broker that it brought has ended") from error
-    try:
-        yield broker
-    finally:
-        await broker.close()

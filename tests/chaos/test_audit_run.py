@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.audit import AuditReport
-from orchestrator.inspect import audit_run, find_run, open_run_broker
+from orchestrator.audit import AuditReport, audit_run
+from orchestrator.run_broker import run_broker
 from orchestrator.runtime.journal import Journal, JournalError, read_records
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.runtime.rundir import RunDir, find_run
 from orchestrator.sim import replay
 from tests.fakes.live_run import BATCHES, EMULATED, LiveRun
 from transport.broker import keys
@@ -69,7 +69,7 @@ def run_dir(finished: Path, tmp_path: Path) -> RunDir:
 def audited(rundir: RunDir, tamper: OnBroker | None = None) -> AuditReport:
     async def look() -> AuditReport:
         found, settings = find_run(rundir.path)
-        async with open_run_broker(found, settings) as broker:
+        async with run_broker(found, settings) as broker:
             if tamper is not None:
                 await tamper(broker)
             return await audit_run(found, settings, broker)

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from orchestrator.core.settings import CoreSettings
 from orchestrator.dead_letters import DISPATCHED_AGAIN, FOREIGN, GONE, why_not
-from orchestrator.inspect import follow_run
-from orchestrator.survey import survey_line, survey_view, take_survey
+from orchestrator.inspect import follow_run, snapshot_line, snapshot_view, take_snapshot
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.broker import keys
@@ -59,8 +58,8 @@ class World:
 
     async def view(self) -> str:
         out = io.StringIO()
-        survey = await take_survey(self.broker, now_ms=int(self.clock.now_s() * 1000))
-        Console(file=out, width=200).print(survey_view(survey))
+        snapshot = await take_snapshot(self.broker, now_ms=int(self.clock.now_s() * 1000))
+        Console(file=out, width=200).print(snapshot_view(snapshot))
         return out.getvalue()
 
 
@@ -88,7 +87,7 @@ async def test_what_blocks_is_said_first():
     first, second, *_ = (await world.view()).splitlines()
     assert first.startswith("trained 3/9  newest weights e1v3")
     assert second.startswith("blocked: scoring waits for the scores of 2 groups; to act: score-0.1; no progress for 70")
-    line = survey_line(await take_survey(world.broker, now_ms=int(world.clock.now_s() * 1000)))
+    line = snapshot_line(await take_snapshot(world.broker, now_ms=int(world.clock.now_s() * 1000)))
     assert line.startswith("12 s  trained 3/9  plans:generate-0.1 1 (0 held)  tasks:reward 2 (1 held, oldest 5.0 s)")
     assert "blocked: scoring" in line
 
