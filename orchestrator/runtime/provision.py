@@ -1,7 +1,7 @@
 """Local processes: start, watch, start again, stop. What they do is not known here.
 
-Owns: the children of one supervisor and their logs. Never: decides how many there are. Invariant: no child outlives
-its supervisor, and a child that ends unexpectedly is started again until it has used up its restarts.
+Invariant: no child outlives its supervisor; a child that dies, or lives and gives no sign of it, is started again until
+it has used up its restarts.
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
 from orchestrator.core.deaths import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
+from orchestrator.runtime.membership import SilenceClock
+from transport.broker import keys
+from transport.broker.base import Broker
 from transport.clock import Clock, MonotonicClock
+from transport.errors import MessageError, TransientError
+from transport.messages import STARTING, worker_status_decoder
 from transport.parent import ending_with_this_process
 from transport.programs import python_module
+from transport.types import WorkerId
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +41,10 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pause before the n-th restart in a row: the first is free, because one kill is no pattern."""
 PREPARING_S = 60.0
 """Between two words on a preparation that goes on."""
+LOOK_S = 1.0
+SILENCES = 6
+"""Leases in a row that may run out: its work went to others after one, and a machine can be very busy."""
+ORCHESTRATOR = "orchestrator"
 
 
 class Restarts:
@@ -165,6 +177,77 @@ class Children:
 
     def _log_path(self, name: str) -> Path:
         return self._log_dir / f"{name}.log"
+
+
+class Processes(Protocol):
+    """``Children``, as far as their liveness goes."""
+
+    def pids(self) -> Mapping[str, int]: ...
+
+    def end(self, name: str) -> None: ...
+
+
+class Liveness:
+    """Ends processes that live and do nothing, so that they are started again like any that died.
+
+    A process that is stopped, deadlocked or never ends its start cannot report itself, and the orchestrator, which
+    everyone waits for, has only the supervisor above it. A sign of life is, of a worker, a lease that says more than
+    "starting"; of the orchestrator, a status that is not stale. Silence counts only while the broker answers and takes
+    writes, and anew for every process.
+
+    startup_s: to the first sign of a process.  silence_s: between two.
+    """
+
+    def __init__(
+        self, broker: Broker, processes: Processes, clock: Clock, *, startup_s: float, silence_s: float
+    ) -> None:
+        self._broker = broker
+        self._processes = processes
+        self._clock = clock
+        self._starting = SilenceClock(startup_s)
+        self._started = SilenceClock(silence_s)
+        self._came: set[WorkerId] = set()
+
+    async def watch(self, report: Callable[[str], None]) -> None:
+        """Look forever; report every process that is ended."""
+        while True:
+            with contextlib.suppress(TransientError):
+                for name in await self.look():
+                    report(f"{name} gave no sign of life for too long; starting it again")
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> list[str]:
+        """One look. Returns the names of the processes that were ended. Raises what the broker raises."""
+        alive, now_s = await self._alive(), self._clock.now_s()
+        pids = self._processes.pids()
+        named = {WorkerId(f"{name} {pid}"): name for name, pid in pids.items()}
+        living = {key for key, name in named.items() if pids[name] in alive}
+        self._came = (self._came | living) & named.keys()
+        silent = self._starting.poll(named.keys() - self._came, living, now_s)
+        silent += self._started.poll(self._came, living, now_s)
+        for key in silent:
+            log.warning("no sign of life; ending it", process=named[key], came=key in self._came)
+            self._processes.end(named[key])
+        return [named[key] for key in silent]
+
+    async def _alive(self) -> set[int]:
+        """Process ids of this host's children that gave a sign of life."""
+        await self._broker.put_meta(keys.TAKES_WRITES, b"")
+        leases = await self._broker.leases()
+        alive = {pid for pid in map(_pid_at_work, leases.values()) if pid is not None}
+        orchestrator = self._processes.pids().get(ORCHESTRATOR)
+        if orchestrator is not None and await self._broker.get_meta(keys.STATUS) is not None:
+            alive.add(orchestrator)
+        return alive
+
+
+def _pid_at_work(lease: bytes) -> int | None:
+    """The process behind a lease, if it is one of this host and past its start."""
+    try:
+        status = worker_status_decoder.decode(lease)
+    except MessageError:
+        return None
+    return status.pid if status.host == socket.gethostname() and status.doing != STARTING else None
 
 
 async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:

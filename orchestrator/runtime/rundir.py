@@ -63,51 +63,18 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.held_out = path / "eval.jsonl"
+        self.journal = path / "journal"
+        self.ranker = path / "ranker.bin"
+        self.broker = path / "broker"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.logs = path / "logs"
+        self.api_address = path / "api.address"
+        self.api_secret = path / "api.secret"
         self._lock: IO[bytes] | None = None
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def ranker(self) -> Path:
-        return self.path / "ranker.bin"
-
-    @property
-    def broker(self) -> Path:
-        return self.path / "broker"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def api_address(self) -> Path:
-        return self.path / "api.address"
-
-    @property
-    def api_secret(self) -> Path:
-        return self.path / "api.secret"
 
     def exists(self) -> bool:
         """Whether a run has been started here before."""

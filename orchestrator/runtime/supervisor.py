@@ -33,9 +33,8 @@ from orchestrator.runtime.control import append_event
 from orchestrator.runtime.live import View, open_view
 from orchestrator.runtime.local_fleet import LocalFleet
 from orchestrator.runtime.loggers import check_installed, logging_metrics
-from orchestrator.runtime.provision import Children, ChildSpec, Restarts, prepare_model
+from orchestrator.runtime.provision import SILENCES, Children, ChildSpec, Liveness, Restarts, prepare_model
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.signs_of_life import SILENCES, SignsOfLife
 from orchestrator.runtime.teller import Teller
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -239,8 +238,15 @@ class Supervisor:
                     tasks = [self._keep(group, fleet.worker(kind, index), broker) for index in range(count)]
                     (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))
-                life = self._signs_of_life(broker)
-                others.append(group.create_task(life.watch(self._view.note), name="signs of life"))
+                deadlines = self._settings.liveness
+                liveness = Liveness(
+                    broker,
+                    self._children,
+                    MonotonicClock(),
+                    startup_s=deadlines.startup_s,
+                    silence_s=SILENCES * deadlines.lease_s,
+                )
+                others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 
                 def add(index: int) -> ChildSpec:
                     spec = fleet.worker(WorkerKind.GENERATE, index)
@@ -295,12 +301,6 @@ class Supervisor:
             f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of whoever should have acted. "
             f"Everything is kept; go on with: streamrl-orchestrator run --resume {self._resume_args()}"
         )
-
-    def _signs_of_life(self, broker: Broker) -> SignsOfLife:
-        liveness = self._settings.liveness
-        silence_s = SILENCES * liveness.lease_s
-        clock = MonotonicClock()
-        return SignsOfLife(broker, self._children, clock, startup_s=liveness.startup_s, silence_s=silence_s)
 
     def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
         return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from orchestrator.runtime.signs_of_life import SignsOfLife
+from orchestrator.runtime.provision import Liveness
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.clock import ManualClock
@@ -49,7 +49,7 @@ class World:
         self.server = MemoryServer(self.clock)
         self.broker = FillingBroker(self.server, RunName("r"))
         self.processes = FakeProcesses(**pids)
-        self.life = SignsOfLife(self.broker, self.processes, self.clock, startup_s=STARTUP_S, silence_s=SILENCE_S)
+        self.life = Liveness(self.broker, self.processes, self.clock, startup_s=STARTUP_S, silence_s=SILENCE_S)
 
     async def beat(self, pid: int, *, doing: str = "waiting", host: str = "") -> None:
         status = WorkerStatus(
