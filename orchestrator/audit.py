@@ -3,8 +3,8 @@
 No row of an evaluation is ever trained: none is sent, and the trainer's ledger has no place for one.
 
 Recomputed from independent records: the rounds that the core commanded (its journal, replayed), the rounds log as the
-broker holds it, the ledger inside the newest checkpoint with the weights beside it, the steps that the trainer told,
-and the lines of metrics.jsonl. ``audit_run`` reads them, the rest compares and is pure.
+broker holds it, the ledger inside the newest checkpoint with the weights beside it, the steps that the trainer
+reported, and the lines of metrics.jsonl. ``audit_run`` reads them, the rest compares and is pure.
 
 A run that goes on is compared up to a cut. What comes later in a run is read first (the ledger, then the end of the
 rounds log), so that the journal, which is read last, contains everything that led there; what the journal has beyond
@@ -124,27 +124,27 @@ def audit(
 
 
 def check_steps(steps: Sequence[StepDone], checkpoint: CheckpointRecord | None, *, finished: bool) -> list[str]:
-    """The newest checkpoint against the steps that the trainer told.
+    """The newest checkpoint against the steps that the trainer reported.
 
-    finished: the run ended well, so that every step was told; before, its report may be on the way, or told again.
+    finished: the run ended well, so that every step was reported; before, a report may be on its way, or sent again.
     """
     if checkpoint is None:
         return ["the run is finished, and there is no checkpoint of what it trained"] if finished and steps else []
     name = checkpoint.name
     problems = [f"{name}: {file} is not the one that its ledger was written beside" for file in checkpoint.changed]
     weights = checkpoint.weights
-    told = {(step.weights.epoch, step.weights.version): step.weights for step in steps}
+    reported = {(step.weights.epoch, step.weights.version): step.weights for step in steps}
     if weights is not None:
         if weights.version != checkpoint.version:
             problems.append(f"{name}: weights of version {weights.version} under a ledger of {checkpoint.version}")
-        published = told.get((weights.epoch, weights.version), weights)
+        published = reported.get((weights.epoch, weights.version), weights)
         if published != weights:
             problems.append(f"{name}: its weights are {weights}, the trainer published {published}")
     if finished:
-        versions = {version for _, version in told}
-        untold = [batch for batch in range(checkpoint.version) if batch + 1 not in versions]
-        problems += [f"batch {batch} is in {name}, and the journal has no step that trained it" for batch in untold]
-        newest = max(told, default=(0, 0))[1]  # of the last trainer: one before it may have gone further, and been lost
+        versions = {version for _, version in reported}
+        unreported = [batch for batch in range(checkpoint.version) if batch + 1 not in versions]
+        problems += [f"batch {batch} is in {name}, and the journal has no step that trained it" for batch in unreported]
+        newest = max(reported, default=(0, 0))[1]  # of the last trainer: one before it may be lost
         if newest > checkpoint.version:
             problems.append(f"the run is finished with {newest} batches, and {name} contains {checkpoint.version}")
     return problems
@@ -160,7 +160,7 @@ def check_metrics(steps: Sequence[StepDone], lines: Sequence[Mapping[str, Any]],
         if line is None:
             problems.append(f"metrics.jsonl: no line of {name}")
         elif (line["version"], line.get("rows_in_steps", step.num_rows)) != (step.weights.version, step.num_rows):
-            problems.append(f"metrics.jsonl: the line of {name} is not what was told of it")
+            problems.append(f"metrics.jsonl: the line of {name} differs from its report")
     return list(dict.fromkeys(problems))
 
 

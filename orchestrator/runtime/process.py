@@ -31,7 +31,7 @@ from orchestrator.runtime.live import PlainView
 from orchestrator.runtime.local_fleet import reward_arguments
 from orchestrator.runtime.provision import prepare_model
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.teller import Teller
+from orchestrator.runtime.teller import RunConsole
 from transport import faults
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -100,11 +100,11 @@ async def _serve_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_
             say(f"  {line}")
         if settings.api.enabled:
             say(f"live page http://$(cat {rundir.api_address})/#key=$(cat {rundir.api_secret})")
-        teller, started_s = Teller(settings, rundir, PlainView()), time.monotonic()
+        console, started_s = RunConsole(settings, rundir, PlainView()), time.monotonic()
         finished = await _serve(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True)
         if finished:
-            teller.write_report()
-            say(teller.summary(time.monotonic() - started_s, restarts=0))
+            console.write_report()
+            say(console.summary(time.monotonic() - started_s, restarts=0))
         return finished
     finally:
         sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed

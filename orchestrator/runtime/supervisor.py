@@ -35,7 +35,7 @@ from orchestrator.runtime.local_fleet import LocalFleet
 from orchestrator.runtime.loggers import check_installed, logging_metrics
 from orchestrator.runtime.provision import SILENCES, Children, ChildSpec, Liveness, Restarts, prepare_model
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.teller import Teller
+from orchestrator.runtime.teller import RunConsole
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.connect import connect
@@ -110,7 +110,7 @@ class Supervisor:
         self._resume = resume
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
-        self._teller = Teller(settings, rundir, view)
+        self._console = RunConsole(settings, rundir, view)
         self._server: EmbeddedServer | None = None
         self._broker_restarts = Restarts(settings.liveness.max_restarts, MonotonicClock())
         self._disk_full: DirectoryError | None = None
@@ -124,7 +124,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._stopping.set)
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
-            stack.callback(self._teller.write_report)  # last of all, however the run ends
+            stack.callback(self._console.write_report)  # last of all, however the run ends
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
             if self._settings.trainer.engine != "none":
                 self._view.note(f"dispatch {chosen_dispatch(self._settings)}")
@@ -145,7 +145,7 @@ class Supervisor:
             )
             await self._until_stopped(self._supervise(broker, fleet))
         restarts = sum(self._children.restarts.values())
-        self._view.note(self._teller.summary(time.monotonic() - started_s, restarts))
+        self._view.note(self._console.summary(time.monotonic() - started_s, restarts))
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
@@ -216,7 +216,7 @@ class Supervisor:
                 self._disk_full = error
                 if self._now_s() > deadline_s:
                     raise
-                self._teller.broker_is_away(error, self._settings.broker.outage_s)
+                self._console.broker_is_away(error, self._settings.broker.outage_s)
                 await asyncio.sleep(POLL_S)
             except BrokerUnavailableError:
                 raise
@@ -263,7 +263,7 @@ class Supervisor:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise self._explained(first_error(failures)) from None
-        await self._teller.show(broker)
+        await self._console.show(broker)
 
     def _shrinks(self) -> bool:
         """Whether workers may go, so that others may come back."""
@@ -323,7 +323,7 @@ class Supervisor:
         alive, outage_s = str(os.getpid()).encode(), self._settings.broker.outage_s
         while True:
             await self._until_written(broker, lambda: broker.put_meta(keys.SUPERVISOR, alive, ttl_s=outage_s))
-            await self._teller.show(broker)
+            await self._console.show(broker)
             await asyncio.sleep(POLL_S)
 
     async def _until_written(self, broker: Broker, write: Callable[[], Awaitable[object]]) -> None:
@@ -339,11 +339,11 @@ class Supervisor:
             except BrokerUnavailableError as error:
                 if self._now_s() > deadline_s:
                     raise self._disk_full or self._given_up(error) from error
-                self._teller.broker_is_away(error, outage_s)
+                self._console.broker_is_away(error, outage_s)
             else:
-                self._teller.broker_is_back()
+                self._console.broker_is_back()
                 return
-            await self._teller.show(broker)
+            await self._console.show(broker)
             await asyncio.sleep(POLL_S)
 
     def _given_up(self, error: BrokerUnavailableError) -> BrokerUnavailableError:

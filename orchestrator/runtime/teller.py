@@ -1,7 +1,4 @@
-"""What whoever started a run is told of it: how it goes, where to look, what came of it.
-
-Owns: which lines were told. Never: the terminal (live.py), the run.
-"""
+"""What a run prints for the person who started it: how it goes, where to look, what came of it."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ from transport.settings import Settings
 log = structlog.get_logger(__name__)
 
 
-class Teller:
-    """Of one run, from its files and its broker to ``view``."""
+class RunConsole:
+    """Reports one run to ``view``, from its files and its broker, and each thing once."""
 
     def __init__(self, settings: Settings, rundir: RunDir, view: View) -> None:
         self._settings = settings
         self._rundir = rundir
         self._view = view
-        self._shown = len(read_lines(rundir.metrics))  # of before --resume: told already
+        self._shown = len(read_lines(rundir.metrics))  # those before --resume were shown
         self._address = ""
         self._given_up = 0
         self._given_up_reason = ""
         self._damaged: set[str] = set()
-        self._told_of_jail = False
+        self._reported_jail = False
         self._waits_for_broker = False
 
     async def show(self, broker: Broker) -> None:
@@ -82,8 +79,8 @@ class Teller:
     def _show_jail(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Say once that rewards run without a jail."""
         for worker in workers:
-            if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING and not self._told_of_jail:
-                self._told_of_jail = True
+            if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING and not self._reported_jail:
+                self._reported_jail = True
                 self._view.note(
                     f"{worker['worker']} runs rewards without a jail, in a clean environment with limits: bubblewrap "
                     "is not installed, or may not start a jail (docs/security.md)"

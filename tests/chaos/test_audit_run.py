@@ -281,7 +281,7 @@ ACTS = {
     "the last line cut": Act(
         files=change_metrics(lambda lines: [*lines[:-1], lines[-1][:9]]), says=f"no line of batch {BATCHES - 1}"
     ),
-    "a changed line": Act(files=change_metrics(lie_of_rows), says="is not what was told of it"),
+    "a changed line": Act(files=change_metrics(lie_of_rows), says="differs from its report"),
     "no metrics": Act(files=lambda rundir: rundir.metrics.unlink(), says="no line of batch 0"),
     "a round removed": Act(broker=remove_a_round, says="was removed"),
     "two rounds exchanged": Act(broker=exchange_two_rounds, says="is not what was commanded"),

@@ -161,7 +161,7 @@ def test_every_step_has_its_line():
     assert check_metrics(STEPS, [line(0), line(2, rows_in_steps=5)], damaged=[2]) == [
         "metrics.jsonl: line 2 is damaged",
         "metrics.jsonl: no line of batch 1 of the trainer's incarnation 1",
-        "metrics.jsonl: the line of batch 2 of the trainer's incarnation 1 is not what was told of it",
+        "metrics.jsonl: the line of batch 2 of the trainer's incarnation 1 differs from its report",
     ]
 
 

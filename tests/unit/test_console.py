@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.runtime.live import PlainView
 from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.teller import Teller
+from orchestrator.runtime.teller import RunConsole
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
@@ -22,13 +22,13 @@ from transport.types import RunName
 async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rundir, broker = RunDir(tmp_path), MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
     rundir.metrics.write_text(json.dumps({"batch": 0, "reward": 0.25}) + "\n")
-    teller = Teller(Settings(), rundir, PlainView())
+    console = RunConsole(Settings(), rundir, PlainView())
     with rundir.metrics.open("a") as file:
         file.write(json.dumps({"batch": 1, "reward": 0.5}) + "\n")
     for _ in range(2):
-        await teller.show(broker)
+        await console.show(broker)
     assert capsys.readouterr().out == "batch 2  reward 0.500\n"
-    assert teller.summary(3.0, restarts=0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
+    assert console.summary(3.0, restarts=0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
 
 
 def status_with(**scoring: object) -> bytes:
@@ -49,10 +49,10 @@ async def test_rewards_without_a_jail_are_part_of_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], scoring: dict[str, object], told: int
 ):
     broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
-    teller = Teller(Settings(), RunDir(tmp_path), PlainView())
+    console = RunConsole(Settings(), RunDir(tmp_path), PlainView())
     for _ in range(2):
         await broker.put_meta(keys.STATUS, status_with(**scoring))
-        await teller.show(broker)
+        await console.show(broker)
     assert capsys.readouterr().out.count("score-0.1 runs rewards without a jail") == told
 
 
@@ -60,10 +60,10 @@ async def test_what_was_given_up_is_told_once_and_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
-    teller = Teller(Settings(), RunDir(tmp_path), PlainView())
+    console = RunConsole(Settings(), RunDir(tmp_path), PlainView())
     for number in range(2):
         letter = buried(keys.EVENTS, f"{number}-1", f"reason {number}", Entry())
         await broker.append(keys.DEAD, letter)
-        await teller.show(broker)
+        await console.show(broker)
     assert capsys.readouterr().out.count("given up: ") == 1
-    assert "2" in teller.summary(3.0, restarts=0)
+    assert "2" in console.summary(3.0, restarts=0)
