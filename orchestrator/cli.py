@@ -212,12 +212,12 @@ def drop(
 def timeline(
     run_dir: RunDirectory,
     svg: Annotated[bool, typer.Option("--svg", help="Also draw it as timeline.svg.")] = False,
-    png: Annotated[bool, typer.Option("--png", help="Also draw it as timeline.png (needs streamrl[plots]).")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also draw it as timeline.png.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory to write to. [the run's]", show_default=False)] = None,
 ) -> None:
-    from orchestrator.api import timeline as drawing
+    from orchestrator.report import finish
 
-    raise typer.Exit(drawing.main(run_dir, svg=svg, png=png, out=out))
+    raise typer.Exit(finish.timeline(run_dir, svg=svg, png=png, out=out))
 
 
 @app.command(help="Write a run's report: one HTML file with its curves, timeline, idle seconds, failures and samples.")

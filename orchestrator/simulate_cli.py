@@ -83,7 +83,7 @@ def simulate(
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
     ] = 20,
     seed: Annotated[int, typer.Option(help="Of lengths and of the ranker's errors.")] = 11,
-    out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture (SVG and PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]

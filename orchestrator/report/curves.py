@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.report.drawing import Drawing, Polyline, Rect, Words
-from orchestrator.report.timeline_drawing import nice_step
+from orchestrator.printable import printable
+from orchestrator.report.drawing import new_axes, style
 
-WIDTH, HEIGHT = 380.0, 210.0
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 44.0, 24.0
-PALETTE = ("#22577a", "#e4572e", "#4c9f70", "#7b5ea7", "#f3a712", "#17a398", "#b23a48", "#6b6b6b")
-GRID = "#e6e6e6"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH, PLOT_HEIGHT = 380.0, 140.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 30.0, 26.0
+LEGEND_ROW, CHARACTER, KEY = 16.0, 6.0, 30.0
+"""Pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,53 +39,31 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def draw_chart(title: str, series: Sequence[Series]) -> Drawing | None:
+@style()
+def draw_chart(title: str, series: Sequence[Series]) -> Figure | None:
     """One chart, None when there is nothing to draw."""
     drawn = [one for one in series if one.points]
     if not drawn:
         return None
-    drawing = Drawing(WIDTH, HEIGHT, words=[Words(8, 16, title, color="#000")])
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
-    low, high = (min(ys), max(ys)) if min(ys) < max(ys) else (min(ys) - 0.5, max(ys) + 0.5)
-    leftmost = min(xs)
-    across = (WIDTH - LEFT - RIGHT) / (max(xs) - leftmost or 1.0)
-    up = (HEIGHT - TOP - BOTTOM) / (high - low)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - leftmost) * across, HEIGHT - BOTTOM - (y - low) * up
-
-    _grid(drawing, low, high, [place(leftmost, y)[1] for y in _ticks(low, high)])
-    drawing.words += [
-        Words(LEFT, HEIGHT - 8, f"{drawn[0].over} {leftmost:g}"),
-        Words(WIDTH - RIGHT, HEIGHT - 8, f"{max(xs):g}", anchor="end"),
-    ]
-    for number, one in enumerate(drawn):
-        color = PALETTE[number % len(PALETTE)]
-        points = [place(x, y) for x, y in one.points]
-        drawing.lines.append(Polyline(points, color))
-        if len(points) == 1:
-            drawing.rects.append(Rect(points[0][0] - 2, points[0][1] - 2, 4, 4, color))
-    if len(drawn) > 1:
-        _legend(drawing, [one.name for one in drawn])
-    return drawing
+    names = [printable(one.name) for one in drawn] if len(drawn) > 1 else []
+    per_row = _names_in_a_row(names)
+    top = TOP + LEGEND_ROW * math.ceil(len(names) / per_row)
+    figure, axes = new_axes(
+        WIDTH, top + PLOT_HEIGHT + BOTTOM, title=title, left=LEFT, right=RIGHT, top=top, bottom=BOTTOM
+    )
+    lines = [axes.plot(*zip(*one.points, strict=True), marker="." * (len(one.points) == 1))[0] for one in drawn]
+    if names:
+        axes.legend(lines, names, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=per_row)
+    axes.locator_params(axis="y", nbins=5, steps=[1, 2, 5, 10])
+    axes.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    axes.yaxis.set_major_formatter("{x:.4g}")
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    axes.set_xticks(ticks, labels=[f"{drawn[0].over} {ticks[0]:g}", *(f"{tick:g}" for tick in ticks[1:])])
+    return figure
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    step = nice_step(high - low, 5)
-    first = math.ceil(low / step)
-    return [number * step for number in range(first, math.floor(high / step) + 1)]
-
-
-def _grid(drawing: Drawing, low: float, high: float, heights: Sequence[float]) -> None:
-    for value, y in zip(_ticks(low, high), heights, strict=True):
-        drawing.lines.append(Polyline(((LEFT, y), (WIDTH - RIGHT, y)), GRID, 1))
-        drawing.words.append(Words(LEFT - 6, y + 4, f"{value:.4g}", anchor="end"))
-
-
-def _legend(drawing: Drawing, names: Sequence[str]) -> None:
-    x = LEFT
-    for number, name in enumerate(names):
-        drawing.rects.append(Rect(x, 24, 10, 10, PALETTE[number % len(PALETTE)]))
-        drawing.words.append(Words(x + 14, 33, name))
-        x += 28 + 6.5 * len(name)
+def _names_in_a_row(names: Sequence[str]) -> int:
+    """All where they fit beside each other, else as many columns as the longest name leaves room for."""
+    widths = [KEY + CHARACTER * len(name) for name in names]
+    return max(1, len(names) if sum(widths) <= WIDTH - LEFT else int((WIDTH - LEFT) / max(widths)))

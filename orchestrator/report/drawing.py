@@ -1,128 +1,111 @@
-"""Pictures as a list of rectangles, lines and words, and the two ways to write them down.
+"""Pictures with matplotlib: how all of them look, and how they are written as SVG and PNG.
 
-SVG is written by hand: it needs nothing and is sharp at every size. PNG is drawn with Pillow (extra ``plots``), because
-it is one wheel with its own font and without a system library, which cairo and a browser are not.
-
-Owns: shapes. Never: what they mean. Invariant: a word is escaped and loses its control characters here, in one place.
+matplotlib is imported when the first picture is drawn, because a run starts without it. A picture of the same numbers
+is the same file, byte for byte. Every text from a run passes ``printable``, and none of it is read as mathematics.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import io
+import logging
+import re
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import ConfigError
 from orchestrator.printable import printable
 from transport.files import replacing
 
-FONT_SIZE = 12
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PIXEL = 1 / 96
+"""Inches: sizes here are in the pixels of a web page."""
 PNG_SCALE = 2
-"""Pixels of a PNG for each unit of a drawing: readable on a screen of today."""
-
-Anchor = Literal["start", "middle", "end"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rect:
-    """A filled rectangle; all rectangles of one colour become one path. hint: shown by a browser under the pointer."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    color: str
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Polyline:
-    points: Sequence[tuple[float, float]]
-    color: str
-    width: float = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """A line of text; (x, y) is on its baseline."""
-
-    x: float
-    y: float
-    text: str
-    anchor: Anchor = "start"
-    color: str = "#333"
-
-
-@dataclass(slots=True)
-class Drawing:
-    """Shapes in order, on white, ``width`` x ``height`` units."""
-
-    width: float
-    height: float
-    rects: list[Rect] = field(default_factory=list[Rect])
-    lines: list[Polyline] = field(default_factory=list[Polyline])
-    words: list[Words] = field(default_factory=list[Words])
+"""Pixels of a PNG for each of a web page: readable on a screen of today."""
+INK, GRID = "#333333", "#8a8a8a40"
+PALETTE = ("#3b82c4", "#e4572e", "#4c9f70", "#8f6fc4", "#e0a010", "#17a398", "#c9506a", "#808080")
+"""Readable on white and on the dark page of a report."""
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.prop_cycle": f"cycler('color', {list(PALETTE)})",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0.0,
+    "figure.facecolor": "white",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "grid.color": GRID,
+    "legend.borderaxespad": 0.0,
+    "legend.columnspacing": 1.2,
+    "legend.frameon": False,
+    "legend.handlelength": 1.1,
+    "legend.handletextpad": 0.4,
+    "savefig.facecolor": "auto",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "streamrl",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.bottom": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "ytick.left": False,
+}
+HINT = "hint: "
 
 
-def to_svg(drawing: Drawing) -> str:
-    """The drawing as one ``<svg>`` element, to stand in a file of its own or in a page."""
-    size = f'viewBox="0 0 {drawing.width:g} {drawing.height:g}" width="{drawing.width:g}" height="{drawing.height:g}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{FONT_SIZE}">',
-        f'<rect width="{drawing.width:g}" height="{drawing.height:g}" fill="#fff"/>',
-    ]
-    plain: dict[str, list[str]] = {}
-    for rect in drawing.rects:
-        if not rect.hint:
-            path = f"M{rect.x:.6g} {rect.y:.6g}h{rect.width:.5g}v{rect.height:.5g}h{-rect.width:.5g}z"
-            plain.setdefault(rect.color, []).append(path)
-    parts += [f'<path fill="{color}" d="{"".join(paths)}"/>' for color, paths in plain.items()]
-    parts += [_hinted(rect) for rect in drawing.rects if rect.hint]
-    parts += [_polyline(line) for line in drawing.lines]
-    parts += [
-        f'<text x="{words.x:g}" y="{words.y:g}" fill="{words.color}" text-anchor="{words.anchor}">'
-        f"{escaped(words.text)}</text>"
-        for words in drawing.words
-    ]
-    return "\n".join([*parts, "</svg>\n"])
+@contextmanager
+def style() -> Generator[None]:
+    """Whatever draws or writes is decorated with this."""
+    import matplotlib
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that it builds its list of fonts is of no interest
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # a name may use any alphabet
+        yield
 
 
-def _hinted(rect: Rect) -> str:
-    where = f'x="{rect.x:.6g}" y="{rect.y:.6g}" width="{rect.width:.5g}" height="{rect.height:.5g}"'
-    return f'<rect {where} fill="{rect.color}"><title>{escaped(rect.hint)}</title></rect>'
+def new_axes(
+    width: float, height: float, *, title: str, left: float, right: float, top: float, bottom: float
+) -> tuple[Figure, Axes]:
+    """A figure of ``width`` x ``height`` pixels with a title, and its axes inside margins of so many pixels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * PIXEL, height * PIXEL), dpi=1 / PIXEL)
+    figure.text(8 / width, 1 - 18 / height, printable(title))
+    box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    return figure, figure.add_axes(box)
 
 
-def _polyline(line: Polyline) -> str:
-    points = " ".join(f"{x:.6g},{y:.6g}" for x, y in line.points)
-    return f'<polyline points="{points}" fill="none" stroke="{line.color}" stroke-width="{line.width:g}"/>'
+def hint(text: str) -> str:
+    """``gid`` of an artist that a browser explains with ``text`` while the pointer is over it."""
+    return HINT + printable(text)
 
 
-def escaped(text: str) -> str:
-    """``text`` for HTML and SVG, also inside an attribute: markup is escaped, control characters are gone."""
-    return html.escape(printable(text), quote=True)
+@style()
+def to_svg(figure: Figure, *, inline: bool = False) -> str:
+    """The figure as one ``<svg>`` element: on white, as a file of its own; or ``inline``, in the colours of a page."""
+    out = io.StringIO()
+    none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(out, format="svg", metadata=none, transparent=inline)
+    svg = out.getvalue().partition("<svg")
+    svg = svg[1] + svg[2]
+    svg = re.sub(r'<path d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
+    svg = re.sub(rf'<g id="{HINT}([^"]*)">', r"<g><title>\1</title>", svg)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # several pictures stand in one page
+    return re.sub(f"(fill|stroke): {INK}", r"\1: currentColor", svg) if inline else svg
 
 
-def write_png(drawing: Drawing, path: Path) -> None:
-    """Write the drawing as PNG. Raises ConfigError where Pillow is not installed."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
-        raise ConfigError("a PNG needs Pillow: pip install 'streamrl[plots]', or use --svg") from error
-    image = Image.new("RGB", (round(drawing.width * PNG_SCALE), round(drawing.height * PNG_SCALE)), "#fff")
-    canvas = ImageDraw.Draw(image)
-    font = ImageFont.load_default(FONT_SIZE * PNG_SCALE)
-    for rect in drawing.rects:
-        left, top = rect.x * PNG_SCALE, rect.y * PNG_SCALE
-        right, bottom = left + rect.width * PNG_SCALE, top + rect.height * PNG_SCALE
-        canvas.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), fill=rect.color)
-    for line in drawing.lines:
-        points = [(x * PNG_SCALE, y * PNG_SCALE) for x, y in line.points]
-        canvas.line(points, fill=line.color, width=max(1, round(line.width * PNG_SCALE)))
-    places = {"start": "ls", "middle": "ms", "end": "rs"}
-    for words in drawing.words:
-        place = (words.x * PNG_SCALE, words.y * PNG_SCALE)
-        canvas.text(place, printable(words.text), fill=words.color, font=font, anchor=places[words.anchor])
+@style()
+def write_png(figure: Figure, path: Path) -> None:
+    """Write the figure as PNG."""
     with replacing(path) as file:
-        image.save(file, "PNG")
+        figure.savefig(file, format="png", dpi=PNG_SCALE / PIXEL, metadata={"Software": None})

@@ -1,34 +1,34 @@
-"""One run as one HTML file: no script, no link, no file beside it; it opens anywhere and can be mailed.
+"""One run as one HTML file, and a page that compares several: no script, no link, no file beside it.
 
-Owns: what stands where. Never: numbers of its own. Invariant: every string from a run passes ``escaped``, and the
-page's own policy forbids scripts and requests, so that a model's output cannot act even if one were forgotten.
+Invariant: the templates escape every string of a run and remove its control characters, and the page's own policy
+forbids scripts and requests, so that a model's output can do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from orchestrator.printable import printable
 from orchestrator.report.bubbles import Cause, Usage
 from orchestrator.report.curves import Series, draw_chart, series_of
-from orchestrator.report.drawing import escaped, to_svg
+from orchestrator.report.drawing import to_svg
 from orchestrator.report.record import RunRecord
 from orchestrator.report.timeline_drawing import CAUSE_COLORS, draw_timeline
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-STYLE = """
-body { font: 14px/1.45 sans-serif; color: #222; margin: 24px; max-width: 1240px }
-h1 { font-size: 22px } h2 { font-size: 17px; margin-top: 32px; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse } td, th { padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid #eee }
-td:first-child, th:first-child, td.text { text-align: left }
-pre { background: #f6f6f6; padding: 8px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 }
-.sample { border-left: 3px solid #ccc; padding-left: 10px; margin: 14px 0 } .note { color: #777 }
-svg { max-width: 100%; height: auto } .scroll { overflow-x: auto }
-"""
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 MAX_TROUBLES = 200
 """Lines of what failed; a run with more has a reason that shows in the first ones."""
 
-CHARTS: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
+Parts = Sequence[tuple[str, str]]
+CHARTS: Sequence[tuple[str, Parts]] = (
     ("reward", (("mean", "reward"), ("with filtered", "reward_with_filtered"), ("standard deviation", "reward_std"))),
     ("share without use", (("groups without signal", "no_signal"), ("samples cut", "truncated"))),
     (
@@ -56,73 +56,75 @@ CHARTS: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
 """(title, [(line's name, key in metrics.jsonl)]); a chart without numbers is left out."""
 
 
-def render_report(run: RunRecord) -> str:
-    """The whole page."""
-    sections = [
-        summary(run),
-        section("Curves", curves(run)),
-        *([section("Held-out problems", evaluations(run))] if run.evaluations else []),
-        section("Timeline", f'<div class="scroll">{to_svg(draw_timeline(run.timeline, title=run.name))}</div>'),
-        section("Idle seconds by cause", idle_table(run)),
-        section("What failed and was retried", troubles(run)),
-        section("Samples", samples(run.samples)),
-        section("Configuration", f"<details><summary>config.toml</summary><pre>{escaped(run.config)}</pre></details>"),
-    ]
-    return html_page(run.name, sections)
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a run starts without it
 
+    def cleaned(value: object) -> object:
+        return value if isinstance(value, Markup) else printable(str(value))
 
-def html_page(title: str, sections: Iterable[str]) -> str:
-    head = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style></head><body>\n'
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=cleaned,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return head + f"<h1>{escaped(title)}</h1>\n" + "\n".join(sections) + "\n</body></html>\n"
 
 
-def section(title: str, body: str) -> str:
-    return f"<h2>{escaped(title)}</h2>\n{body}"
+def _drawn(charts: Iterable[tuple[str, Sequence[Series]]]) -> list[Markup]:
+    """The charts that have numbers."""
+    drawings = [draw_chart(title, series) for title, series in charts]
+    return [Markup(to_svg(drawing, inline=True)) for drawing in drawings if drawing]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table of plain strings, escaped here."""
-    lines = ["<tr>" + "".join(f"<th>{escaped(cell)}</th>" for cell in header) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+def _timeline(run: RunRecord, title: str) -> Markup:
+    return Markup(to_svg(draw_timeline(run.timeline, title=title), inline=True))
 
 
-def summary(run: RunRecord) -> str:
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def render_report(run: RunRecord) -> str:
+    """The page of one run."""
+    charts = [(title, [series_of(name, run.lines, key) for name, key in parts]) for title, parts in CHARTS]
+    charts.insert(1, ("reward components", [series_of(name, run.lines, name) for name in run.components]))
+    means = [series_of(name, run.evaluations, f"eval_{name}", over="version") for name in ("reward", *run.components)]
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(
+            title=run.name,
+            facts=_facts(run),
+            curves=_drawn(charts),
+            evaluation_curves=_drawn([("reward by version", means)]),
+            evaluations=[_evaluation_row(line) for line in run.evaluations],
+            timeline=_timeline(run, run.name),
+            causes={cause.value: CAUSE_COLORS[cause] for cause in Cause},
+            idle=_idle_rows(run),
+            troubles=[[f"{mark.at_s:.1f} s", mark.track, mark.name] for mark in run.timeline.marks if mark.trouble],
+            max_troubles=MAX_TROUBLES,
+            samples=[_sample(sample) for sample in run.samples],
+            config=run.config,
+        )
+    )
+
+
+def _facts(run: RunRecord) -> list[str]:
+    """The run in one line; nothing where no batch was trained."""
     lines = run.lines
     if not lines:
-        return '<p class="note">No batch was trained.</p>'
+        return []
     samples, tokens = (sum(line.get(f"{what}_trained", 0) for line in lines) for what in ("samples", "tokens"))
-    facts = [
+    rewards = [f"{line['reward']:.3f}" if "reward" in line else "none" for line in (lines[0], lines[-1])]
+    return [
         f"{len(lines)} batches in {run.timeline.end_s:.0f} s",
-        f"reward {_reward(lines[0])} → {_reward(lines[-1])}",
+        f"reward {' → '.join(rewards)}",
         f"{samples} samples, {tokens} tokens trained",
         *([run.damage] if run.damage else []),
     ]
-    return f"<p>{escaped(' · '.join(facts))}</p>"
-
-
-def _reward(line: Mapping[str, Any]) -> str:
-    return f"{line['reward']:.3f}" if "reward" in line else "none"
-
-
-def curves(run: RunRecord) -> str:
-    components = [series_of(name, run.lines, name) for name in run.components]
-    charts = [(title, [series_of(name, run.lines, key) for name, key in parts]) for title, parts in CHARTS]
-    charts.insert(1, ("reward components", components))
-    return drawn(charts)
-
-
-def evaluations(run: RunRecord) -> str:
-    """Curves over versions, and what each evaluation cost."""
-    names = ["reward", *run.components]
-    charts = drawn(
-        [("reward by version", [series_of(name, run.evaluations, f"eval_{name}", over="version") for name in names])]
-    )
-    header = ["version", "reward", "answered", "tokens each", "tokens", "seconds", "share of generation", "ended short"]
-    return charts + table(header, [_evaluation_row(line) for line in run.evaluations])
 
 
 def _evaluation_row(line: Mapping[str, Any]) -> list[str]:
@@ -138,21 +140,12 @@ def _evaluation_row(line: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def drawn(charts: Iterable[tuple[str, Sequence[Series]]]) -> str:
-    """The charts side by side, without those that have no numbers."""
-    drawings = [draw_chart(title, series) for title, series in charts]
-    return "\n".join(to_svg(drawing) for drawing in drawings if drawing) or '<p class="note">Nothing yet.</p>'
-
-
-def idle_table(run: RunRecord) -> str:
+def _idle_rows(run: RunRecord) -> list[list[str]]:
     """Seconds and shares of each generation worker, of all together, and of the trainer."""
-    header = ["", "present", "busy", *(cause.value for cause in Cause)]
     rows = [_usage_row(track, run.usage[track]) for track in run.timeline.workers]
     if len(rows) > 1:
         rows.append(_usage_row("generation, all", run.usage_of("generation")))
-    rows.append(_usage_row("trainer", run.usage_of("trainer")))
-    colors = " ".join(f'<span style="color:{color}">■</span> {cause}' for cause, color in CAUSE_COLORS.items())
-    return table(header, rows) + f'<p class="note">{colors}; a worker with half of its slots empty is half idle.</p>'
+    return [*rows, _usage_row("trainer", run.usage_of("trainer"))]
 
 
 def _usage_row(name: str, usage: Usage) -> list[str]:
@@ -161,25 +154,97 @@ def _usage_row(name: str, usage: Usage) -> list[str]:
     return [name, f"{usage.present_s:.1f} s", *(f"{part:.1f} s  {part / whole:.0%}" for part in seconds)]
 
 
-def troubles(run: RunRecord) -> str:
-    found = [mark for mark in run.timeline.marks if mark.trouble]
-    if not found:
-        return '<p class="note">Nothing.</p>'
-    rows = [[f"{mark.at_s:.1f} s", mark.track, mark.name] for mark in found[:MAX_TROUBLES]]
-    more = f'<p class="note">and {len(found) - MAX_TROUBLES} more</p>' if len(found) > MAX_TROUBLES else ""
-    return f"<p>{len(found)} times</p>" + table(["at", "where", "what"], rows) + more
-
-
-def samples(kept: Sequence[Mapping[str, Any]]) -> str:
-    """Newest first. Their text is whatever a model wrote."""
-    return "\n".join(_sample(sample) for sample in kept) or '<p class="note">None were kept.</p>'
-
-
-def _sample(sample: Mapping[str, Any]) -> str:
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     components = sample.get("components")
-    numbers = components.items() if isinstance(components, dict) else ()
+    parts = components.items() if isinstance(components, dict) else ()
     facts = [f"{sample.get('row', '')}", f"reward {sample.get('reward', '')}"]
-    facts += [f"{name} {value}" for name, value in numbers]
+    facts += [f"{name} {value}" for name, value in parts]
     facts += [f"{sample.get('tokens', '')} tokens", f"{sample.get('finish', '')}"]
-    texts = "".join(f"<pre>{escaped(str(sample.get(name, '')))}</pre>" for name in ("prompt", "response"))
-    return f'<div class="sample">{escaped(" · ".join(facts))}{texts}</div>'
+    return {"facts": facts, "prompt": sample.get("prompt", ""), "response": sample.get("response", "")}
+
+
+# --- several runs -----------------------------------------------------------------------------------------------------
+
+LAST = 10
+"""Batches at the end of a run over which its numbers are averaged: one batch is mostly noise."""
+MEANS = {
+    "reward": "{:.3f}",
+    "response_tokens": "{:.1f}",
+    "seconds": "{:.2f} s",
+    "samples_per_s": "{:.1f}",
+    "tokens_per_s": "{:.0f}",
+    "staleness": "{:.2f}",
+    "logprob_mismatch": "{:.4f}",
+    "grad_norm": "{:.2f}",
+}
+NOT_COMPARED = ("run.name", "run.dir", "broker.url", "broker.password")
+
+
+def render_comparison(runs: Sequence[RunRecord]) -> str:
+    """Runs side by side, in the order given: results, settings that differ, the same curves over each other."""
+    named = list(zip(labels(runs), runs, strict=True))
+    charts = [(f"{title}: {line}" if len(parts) > 1 else title, key) for title, parts in CHARTS for line, key in parts]
+    overlaid = [(title, [series_of(name, run.lines, key) for name, run in named]) for title, key in charts]
+    held_out = [series_of(name, run.evaluations, "eval_reward", over="version") for name, run in named]
+    return (
+        _templates()
+        .get_template("comparison.html")
+        .render(
+            title=" · ".join(name for name, _ in named),
+            names=[name for name, _ in named],
+            last=LAST,
+            results=result_rows(runs),
+            settings=differing_settings(runs),
+            curves=_drawn([*overlaid, ("reward of held-out problems, by version", held_out)]),
+            timelines=[_timeline(run, name) for name, run in named],
+        )
+    )
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run; runs of one name are numbered."""
+    names = [run.name for run in runs]
+    return [
+        f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
+
+
+def result_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """One row a number, one column a run; empty where a run has no such number."""
+    return [
+        ["batches", *(str(len(run.lines)) for run in runs)],
+        ["held-out reward, last", *(_last_evaluation(run) for run in runs)],
+        ["run's seconds", *(f"{run.timeline.end_s:.0f}" for run in runs)],
+        *([key.replace("_", " "), *(_mean(run, key) for run in runs)] for key in MEANS),
+        *(
+            [f"{stage} idle: {cause}", *(_idle_share(run, stage, cause) for run in runs)]
+            for stage in ("generation", "trainer")
+            for cause in Cause
+        ),
+        ["failed and retried", *(str(sum(mark.trouble for mark in run.timeline.marks)) for run in runs)],
+    ]
+
+
+def _mean(run: RunRecord, key: str) -> str:
+    values = [line[key] for line in run.lines[-LAST:] if isinstance(line.get(key), int | float)]
+    return MEANS[key].format(fmean(values)) if values else ""
+
+
+def _last_evaluation(run: RunRecord) -> str:
+    """Of the newest version with an answer."""
+    values = [(line["eval_reward"], line["version"]) for line in run.evaluations if "eval_reward" in line]
+    return f"{values[-1][0]:.3f} at version {values[-1][1]}" if values else ""
+
+
+def _idle_share(run: RunRecord, stage: str, cause: Cause) -> str:
+    usage = run.usage_of(stage)
+    return f"{usage.idle_s.get(cause, 0.0) / usage.present_s:.1%}" if usage.present_s else ""
+
+
+def differing_settings(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Rows of (key, value in each run) for the keys whose values are not all equal."""
+    settings = [run.settings() for run in runs]
+    keys = list(dict.fromkeys(key for one in settings for key in one if key not in NOT_COMPARED))
+    rows = [[key, *(str(one.get(key, "")) for one in settings)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]

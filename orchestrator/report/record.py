@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core.state import PipelineState
 from orchestrator.report.bubbles import Usage, bubbles_by_batch, stages, total, usage_by_window
-from orchestrator.report.newest import newest_records
 from orchestrator.report.samples import SAMPLES, read_samples
 from orchestrator.report.spans import Timeline, build_timeline
+from orchestrator.runtime.journal import newest_snapshot_before, read_whole_records
 from orchestrator.runtime.metrics import read_file
 from orchestrator.runtime.rundir import RunDir, journal_of
-from transport.messages import GroupScored, JournalRecord
-from transport.types import GroupId, is_evaluation
+from transport.messages import Event, GroupScored, JournalRecord, TrainerReady, WorkerJoined
+from transport.types import GroupId, WorkerKind, is_evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,11 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
+def read_timeline(run_dir: Path) -> Timeline:
+    """The timeline of the run in ``run_dir``. Raises: ConfigError: there is none; JournalError: it is damaged."""
+    return build_timeline(newest_records(journal_of(run_dir)))
+
+
 def _noting_scores(records: Iterable[JournalRecord], scored: dict[GroupId, GroupScored]) -> Iterator[JournalRecord]:
     """The records, one at a time (a long run's do not fit in memory); each group's scores are noted once on the way."""
     for record in records:
@@ -101,3 +107,38 @@ def last_of_each(lines: Iterable[dict[str, Any]], key: str) -> list[dict[str, An
     """A batch that was trained again after a restart shows as it was trained last; a version likewise."""
     last = {line[key]: line for line in lines if key in line}
     return [last[place] for place in sorted(last)]
+
+
+# --- the part of a journal that is reported ---------------------------------------------------------------------------
+
+MAX_EVENTS = 500_000
+"""About 350,000 samples: half a minute of work and half a GB."""
+
+
+def newest_records(journal: Path, *, most: int = MAX_EVENTS) -> Iterator[JournalRecord]:
+    """All records of a journal of ``most`` or fewer; else about the newest ``most``, after events for the workers that
+    the state kept before them knows: a report must not take longer than its user waits for it.
+
+    Raises JournalError.
+    """
+    found = newest_snapshot_before(journal, most)
+    if found is None:
+        yield from read_whole_records(journal)
+        return
+    seq, snapshot = found
+    state = PipelineState.restore(snapshot)
+    for event in present(state):
+        yield JournalRecord(seq=seq, now_s=state.now_s, event=event, cursor="")
+    yield from read_whole_records(journal, from_seq=seq + 1)
+
+
+def present(state: PipelineState) -> Iterator[Event]:
+    """Events that would bring in every worker of ``state``."""
+    view = state.view()
+    for worker in view.workers:
+        yield WorkerJoined(
+            worker_id=worker.worker_id, kind=WorkerKind.GENERATE, capacity=worker.capacity, weights=worker.loaded
+        )
+    for worker_id, kind in state.other_workers().items():
+        if kind is WorkerKind.TRAIN and view.newest is not None:
+            yield TrainerReady(worker_id=worker_id, weights=view.newest)

@@ -8,15 +8,19 @@ events; times in microseconds.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any
 
 from orchestrator.report.bubbles import Cause, Usage, presences_by_track, usage_by_window, usage_within
 from orchestrator.report.spans import ORCHESTRATOR, SCORING, TRAINER, Presence, Span, SpanKind, Timeline
+from transport.files import replacing
 
+TRACE = "trace.json"
 MICROSECONDS = 1e6
 NUM_COUNTS = 1000
 """Points of each counter over the run."""
@@ -28,6 +32,15 @@ MAX_SPANS = 200_000
 """Of a longer run the newest are kept: a browser opens no more than some 50 MB."""
 IN_ORDER = (ORCHESTRATOR, TRAINER, SCORING)
 """Processes with a fixed place; generation workers follow."""
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the trace, one event a line."""
+    with replacing(path) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(trace_events(timeline)):
+            file.write(((",\n" if number else "") + json.dumps(event)).encode())
+        file.write(b"\n]}\n")
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:

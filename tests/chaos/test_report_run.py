@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.api import timeline
+from orchestrator.report import finish
 from orchestrator.report.bubbles import Cause
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.tensors.shm import SHARED_MEMORY
@@ -23,7 +23,7 @@ def test_a_run_leaves_a_report_a_trace_and_its_idle_seconds(tmp_path: Path):
         run.wait_for_batch(3)
         run.kill("workers", "generate")
         before = (run.run_dir / "metrics.jsonl").read_bytes()
-        assert timeline.main(run.run_dir, svg=True, png=False, out=tmp_path / "live") == 0
+        assert finish.timeline(run.run_dir, svg=True, png=False, out=tmp_path / "live") == 0
         assert (run.run_dir / "metrics.jsonl").read_bytes().startswith(before), "a look at a live run changed it"
         ElementTree.parse(tmp_path / "live" / "timeline.svg")
         assert run.wait_for_end() == 0, run.describe()

@@ -18,10 +18,9 @@ from random import Random
 import msgspec
 
 from orchestrator.api.answers import answer
-from orchestrator.api.timeline import write_trace
-from orchestrator.report.comparison import render_comparison
-from orchestrator.report.page import render_report
+from orchestrator.report.page import render_comparison, render_report
 from orchestrator.report.record import RunRecord, read_run
+from orchestrator.report.trace import write_trace
 from orchestrator.runtime.history import LaneHistory
 from orchestrator.runtime.journal import Journal
 from orchestrator.toml_source import to_toml

@@ -112,7 +112,7 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path):
     """What makes them fast: measured 0.15 s; torch alone takes 2 s."""
     program = (
         "import sys\nimport orchestrator.__main__\n"
-        "slow = {'torch', 'transformers', 'numpy', 'redis', 'reasoning_gym', 'rich.live'}\n"
+        "slow = {'torch', 'transformers', 'numpy', 'redis', 'reasoning_gym', 'rich.live', 'matplotlib', 'jinja2'}\n"
         "print(sorted(slow & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.core.settings import core_settings
 from orchestrator.core.state import PipelineState
 from orchestrator.report.bubbles import usage_by_window
-from orchestrator.report.newest import newest_records
+from orchestrator.report.record import newest_records
 from orchestrator.report.spans import TRAINER, build_timeline
 from orchestrator.runtime.journal import Journal
 from transport.messages import Event, JournalRecord, Tick, TrainerReady, WorkerJoined, WorkerLost

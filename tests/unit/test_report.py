@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.report import finish
-from orchestrator.report.comparison import differing_settings, labels, render_comparison
 from orchestrator.report.curves import Series, draw_chart, series_of
-from orchestrator.report.page import render_report
+from orchestrator.report.drawing import to_svg
+from orchestrator.report.page import differing_settings, labels, render_comparison, render_report
 from orchestrator.report.record import read_run
 from orchestrator.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
 from orchestrator.runtime.journal import Journal
@@ -268,8 +269,23 @@ def test_a_chart_leaves_out_what_is_no_number():
     assert draw_chart("loss", [Series(name="loss", points=())]) is None
 
 
-@pytest.mark.parametrize("values", [(0.0, 0.0), (1e-12, 2e-12), (-1e9, 1e9)])
-def test_a_chart_has_an_axis_for_any_range(values: tuple[float, float]):
-    chart = draw_chart("x", [Series(name="x", points=list(enumerate(values)))])
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1e-12, 2e-12), (-1e9, 1e9), (3.0,)])
+def test_a_chart_has_an_axis_for_any_range(values: tuple[float, ...]):
+    chart = draw_chart("x", [Series(name="x", points=list(enumerate(values, 1)))])
     assert chart is not None
-    assert 2 <= len([words for words in chart.words if words.anchor == "end"]) <= 8
+    (axes,) = chart.axes
+    low, high = axes.get_ylim()
+    assert 2 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 8
+    assert low <= min(values) <= max(values) <= high
+
+
+def test_a_picture_of_the_same_numbers_is_the_same_file_and_its_text_is_text():
+    def drawn() -> str:
+        names = ("_hidden $\\frac{1}{0}$", "<b>\u4e2d\x1b", "third & last")
+        return to_svg(draw_chart("$x$", [Series(name=name, points=[(1, 1.0), (2, 3.0)]) for name in names]))
+
+    svg = drawn()
+    assert svg == drawn()
+    assert svg.startswith("<svg")
+    words = {element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")}
+    assert {"$x$", "_hidden $\\frac{1}{0}$", "<b>\u4e2d", "third & last", "batch 1"} <= words

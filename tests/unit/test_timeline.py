@@ -10,12 +10,13 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from orchestrator.api import timeline as command
 from orchestrator.errors import ConfigError
-from orchestrator.report.drawing import escaped, to_svg, write_png
+from orchestrator.report import finish
+from orchestrator.report.drawing import to_svg, write_png
+from orchestrator.report.record import read_timeline
 from orchestrator.report.spans import NO_BATCH, SCORING, TRAINER, SpanKind, Timeline, build_timeline
-from orchestrator.report.timeline_drawing import draw_timeline, nice_step
-from orchestrator.report.trace import trace_events, waits
+from orchestrator.report.timeline_drawing import draw_timeline
+from orchestrator.report.trace import trace_events, waits, write_trace
 from orchestrator.runtime.journal import Journal, JournalError
 from transport.messages import (
     CheckpointSaved,
@@ -152,7 +153,7 @@ def test_waits_are_named_by_their_cause():
 
 def test_the_trace_is_whole(tmp_path: Path):
     path = tmp_path / "trace.json"
-    command.write_trace(build_timeline(RUN), path)
+    write_trace(build_timeline(RUN), path)
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "i", "C"}
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -166,7 +167,7 @@ def test_the_trace_is_whole(tmp_path: Path):
 
 
 def test_a_trace_of_nothing_is_a_trace(tmp_path: Path):
-    command.write_trace(build_timeline([]), tmp_path / "trace.json")
+    write_trace(build_timeline([]), tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -174,8 +175,11 @@ def test_the_drawing_is_well_formed_and_shows_every_track():
     svg = to_svg(draw_timeline(build_timeline(RUN), title=f"run {HOSTILE}"))
     words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
     assert {WORKER, "scoring", "trainer", "skew bubble"} <= set(words)
+    hints = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("title")]
+    assert "round 0.0: 1.000 s at 7.00 s" in hints
     assert "<script" not in svg
     assert "\x1b" not in svg
+    assert "url(" not in svg, "several pictures stand in one page: none refers to an id"
 
 
 def test_the_drawing_of_an_empty_run_is_well_formed():
@@ -183,20 +187,11 @@ def test_the_drawing_of_an_empty_run_is_well_formed():
 
 
 def test_a_png_is_drawn(tmp_path: Path):
-    image_module = pytest.importorskip("PIL.Image", reason="extra plots is not installed")
+    image_module = pytest.importorskip("PIL.Image")
     write_png(draw_timeline(build_timeline(RUN)), tmp_path / "timeline.png")
     with image_module.open(tmp_path / "timeline.png") as image:
         assert image.width == 2400
         assert len(image.getcolors(1 << 20)) > 5
-
-
-@pytest.mark.parametrize(("span", "step"), [(0.0, 0.0), (11.0, 1.0), (12.1, 2.0), (343.0, 50.0), (0.3, 0.05)])
-def test_an_axis_has_few_round_numbers(span: float, step: float):
-    assert nice_step(span, 12) == pytest.approx(step)
-
-
-def test_hostile_words_lose_markup_and_controls():
-    assert escaped('<b a="1">\x1b[31m&\x07') == "&lt;b a=&quot;1&quot;&gt;[31m&amp;"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -212,7 +207,7 @@ def journal_of(run_dir: Path) -> Path:
 
 def test_the_command_writes_what_was_asked_for(tmp_path: Path):
     journal_of(tmp_path / "run")
-    assert command.main(tmp_path / "run", svg=True, png=False, out=tmp_path / "out") == 0
+    assert finish.timeline(tmp_path / "run", svg=True, png=False, out=tmp_path / "out") == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["timeline.svg", "trace.json"]
 
 
@@ -220,7 +215,7 @@ def test_a_torn_journal_is_drawn_as_far_as_it_goes_and_left_as_it_is(tmp_path: P
     segment = journal_of(tmp_path)
     torn = segment.read_bytes()[:-3]
     segment.write_bytes(torn)
-    assert command.read_timeline(tmp_path).end_s == 10.0
+    assert read_timeline(tmp_path).end_s == 10.0
     assert segment.read_bytes() == torn
 
 
@@ -229,12 +224,12 @@ def test_damage_in_the_middle_of_history_is_named(tmp_path: Path):
     segment.write_bytes(segment.read_bytes()[:-3])
     (tmp_path / "journal" / "segment-000000000012.log").write_bytes(b"")
     with pytest.raises(JournalError):
-        command.read_timeline(tmp_path)
+        read_timeline(tmp_path)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no run"):
-        command.read_timeline(tmp_path)
+        read_timeline(tmp_path)
 
 
 def test_every_event_of_the_trace_names_its_place():
