@@ -114,26 +114,46 @@ class ElasticFleet:
         elastic = self._p.elastic
         more = change.to_workers - change.from_workers
         if more > 0:
-            self._spawn(more, change)
+            if self._spawn(more, change.reason):
+                elastic.last = change
             return
         elastic.last = change
         for worker in self._serving()[more:]:  # who joined last: the first ones are those that a resumed run starts
             worker.draining = True
             elastic.draining.append(worker.worker_id)
 
-    def _spawn(self, more: int, change: Change) -> None:
-        """Ask for workers, no more than would be too many if all that may still come did."""
+    def keep_minimum(self) -> None:
+        """Ask for workers where fewer than the minimum are left and none is expected to come back.
+
+        A drained worker may have been the last one alive while the deaths of the others were not known yet, e.g. after
+        a resume; without workers no batch ends, and nothing else would ask for any.
+        """
+        p, settings = self._p, self._p.settings.scaling
+        if settings is None or p.elastic.since_s is None or p.stopping or p.finished:
+            return
+        num_left = sum(not worker.draining for worker in p.fleet.workers.values())
+        if num_left < settings.min_workers:
+            missing = settings.min_workers - num_left - self._num_coming()
+            self._spawn(missing, f"{num_left} generation workers are left, the minimum is {settings.min_workers}")
+
+    def _spawn(self, more: int, reason: str) -> bool:
+        """Ask for workers, no more than would be too many if all that may still come did. Returns whether it asked."""
+        p, elastic = self._p, self._p.elastic
+        limit = p.settings.scaling.max_workers if p.settings.scaling is not None else 0
+        more = min(more, limit - len(p.fleet.workers) - self._num_coming())
+        if more <= 0:
+            return False
+        elastic.spawned += more
+        elastic.asked_s += [p.now_s] * more
+        p.outbox.emit(SpawnWorkers(total=elastic.spawned, reason=reason))
+        return True
+
+    def _num_coming(self) -> int:
+        """Workers that were asked for, or that died and may be started again, as long as they may still come."""
         p, elastic = self._p, self._p.elastic
         elastic.asked_s = [at_s for at_s in elastic.asked_s if p.now_s < at_s + START_S]
         elastic.lost_s = {name: at_s for name, at_s in elastic.lost_s.items() if p.now_s < at_s + RETURN_S}
-        coming = len(elastic.asked_s) + len(elastic.lost_s)
-        limit = p.settings.scaling.max_workers if p.settings.scaling is not None else 0
-        more = min(more, limit - len(p.fleet.workers) - coming)
-        if more > 0:
-            elastic.last = change
-            elastic.spawned += more
-            elastic.asked_s += [p.now_s] * more
-            p.outbox.emit(SpawnWorkers(total=elastic.spawned, reason=change.reason))
+        return len(elastic.asked_s) + len(elastic.lost_s)
 
     def join(self, worker_id: WorkerId) -> None:
         """Somebody came: back, or because it was asked for, or by itself."""

@@ -345,6 +345,7 @@ class PipelineState:
         self._weights.expire()
         self._tries.expire()
         self._evaluation_schedule.expire()
+        self._elastic.keep_minimum()
         note_wait(self._p)
 
     def _finish_service(self) -> None:

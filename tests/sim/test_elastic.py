@@ -16,7 +16,7 @@ from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
-from transport.messages import DrainWorker, PromptRef, SpawnWorkers, WorkerJoined, WorkerLost
+from transport.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost
 from transport.types import PromptId, RowId, UpdateMode, WorkerKind
 
 GROUPS, SAMPLES = 32, 2
@@ -134,3 +134,24 @@ def test_a_replay_decides_the_same_also_from_any_snapshot():
         if record.seq % 400 == 0:
             state = PipelineState.restore(state.snapshot())
         assert state.handle(record.event, record.now_s) == commands
+
+
+def test_a_run_whose_last_worker_was_drained_asks_for_another():
+    """After a resume: the others were dead, and that was not known when the one that lived was chosen to leave."""
+    log = run(Drifting(phases=(80, 240), batches_each=10))
+    state = PipelineState.restore(log.initial)
+    for record, _ in log.history[: len(log.history) // 2]:
+        state.handle(record.event, record.now_s)
+    now_s = state.now_s
+    asked = [
+        command
+        for seconds, event in [
+            *((0.0, WorkerLost(worker_id=worker_id, reason="killed")) for worker_id in state.serving()),
+            *((float(seconds), Tick()) for seconds in range(1, 400)),
+        ]
+        for command in state.handle(event, now_s + seconds)
+        if isinstance(command, SpawnWorkers)
+    ]
+    (again,) = asked[:1]
+    assert again.reason == "0 generation workers are left, the minimum is 2"
+    assert asked[-1].total - again.total <= 2, "it asks once for each in so long as they may take to start"
