@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from benchmarks.million import memory_of
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import Journal
+from orchestrator.journal import Journal
 from orchestrator.sim.engine import Scenario, SimulationLog
 from orchestrator.sim.models import FaultModel
 from orchestrator.sim.replay import digest, replay

@@ -22,7 +22,7 @@ import numpy as np
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Append, Broker, Commit, RowWrite
-from transport.messages import (
+from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Event,
@@ -41,7 +41,15 @@ from transport.messages import (
     trainer_command_decoder,
     worker_command_decoder,
 )
-from transport.types import PROTOCOL_VERSION, FinishReason, GroupId, VersionSpan, WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.types import (
+    PROTOCOL_VERSION,
+    FinishReason,
+    GroupId,
+    VersionSpan,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+)
 from workers.generation.engine import Completion
 from workers.generation.plans import HeldPlan, HeldPlans, row_write
 from workers.leases.events import event_entry

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from transport.clock import MonotonicClock
-from transport.types import GroupId, SamplingParams, WeightIdentity
+from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
+from transport.process.clock import MonotonicClock
+from workers.generation.embedded.model_loading import load_model
+from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
-from workers.generation.model_loading import load_model
-from workers.generation.slots import SlotDecoder
-from workers.models import model_cache, prepare_model
+from workers.models.resolve import model_cache, prepare_model
 
 BATCH = 32
 GROUP_SIZE = 8

@@ -29,18 +29,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from orchestrator.config import resolve
-from orchestrator.core.cost_model import DecodeCost, TrainCost
-from orchestrator.core.settings import core_settings
-from orchestrator.other_programs import LIMIT, OtherPrograms
-from orchestrator.profiles import Profile, read_profile
-from orchestrator.runtime.metrics import read_metrics
+from orchestrator.config.load import resolve
+from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.model.settings import core_settings
+from orchestrator.launch.machine_load import LIMIT, OtherPrograms
+from orchestrator.observability.metrics import read_metrics
+from orchestrator.planning.profiles import Profile, read_profile
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
-from transport.messages import (
+from transport.contracts.messages import (
     DispatchGroups,
     GroupScored,
     PromptRef,
@@ -48,8 +48,8 @@ from transport.messages import (
     RolloutFinished,
     WeightsLoaded,
 )
-from transport.settings import Settings
-from transport.types import GroupId, PromptId, RowId, parse_row_id
+from transport.contracts.settings import Settings
+from transport.contracts.types import GroupId, PromptId, RowId, parse_row_id
 from workers.generation.worker import ForcedLengths
 
 ROOT = Path(__file__).parents[1]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from orchestrator.core.outbox import CommandId
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from transport.messages import (
+from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Command,
@@ -36,7 +36,7 @@ from transport.messages import (
     WeightsLoaded,
     WorkerJoined,
 )
-from transport.types import FinishReason, PromptId, WeightIdentity, WorkerId, WorkerKind, row_id
+from transport.contracts.types import FinishReason, PromptId, WeightIdentity, WorkerId, WorkerKind, row_id
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 256

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.run import ROOT, call, read_batches
 from orchestrator.sim.replay import replay
-from transport.messages import DispatchGroups, RolloutFinished
+from transport.contracts.messages import DispatchGroups, RolloutFinished
 
 LENGTHS = Path(__file__).with_name("long_tail_lengths.txt")
 TIME_SCALE = 0.5

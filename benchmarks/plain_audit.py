@@ -1,7 +1,7 @@
 """Was every row trained exactly once? Asked of a finished run's files, by nothing that the product uses to answer it.
 
-It reads the formats as they are documented and shares no code with ``orchestrator/audit.py``, nor with what writes the
-files: a mistake in one of them is no mistake in both.
+It reads the formats as they are documented and shares no code with ``orchestrator/observability/audit.py``, nor with
+what writes the files: a mistake in one of them is no mistake in both.
 
     checkpoints/step-<n>[.<k>]/ledger.msgpack   {version, cursor, passes: batch -> pass -> slot -> bit set of samples}
     journal/segment-*.log                 frames: length u32 | crc32 u32 | {seq, now_s, event: {type, ...}, cursor}

@@ -38,8 +38,8 @@ import torch
 from numpy.typing import NDArray
 
 from transport.broker.embedded import EmbeddedServer
-from transport.types import RowId
-from transport.units import StorageUnit
+from transport.contracts.types import RowId
+from transport.rows.units import StorageUnit
 from workers.client import Client
 
 OTHERS = ("TransferQueue==0.1.11", "ray>=2.50")

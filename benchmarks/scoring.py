@@ -16,7 +16,7 @@ import json
 
 import psutil
 
-from transport.settings import DataSettings, ScoringSettings, Settings
+from transport.contracts.settings import DataSettings, ScoringSettings, Settings
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import RewardSpec, reward_spec
 

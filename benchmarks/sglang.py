@@ -41,19 +41,28 @@ from tests.fakes.sglang_servers import VENV, command
 from tests.fakes.tiny_models import VOCAB, tiny_model
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, GroupWrite
-from transport.clock import MonotonicClock
-from transport.messages import GroupPlan, encode
-from transport.rows import encode_array
-from transport.settings import Settings
-from transport.types import Column, FinishReason, GroupId, PromptId, RunName, SamplingParams, WeightIdentity, WorkerId
+from transport.contracts.messages import GroupPlan, encode
+from transport.contracts.settings import Settings
+from transport.contracts.types import (
+    Column,
+    FinishReason,
+    GroupId,
+    PromptId,
+    RunName,
+    SamplingParams,
+    WeightIdentity,
+    WorkerId,
+)
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import encode_array
 from workers.generation.engine import Completion, GenerationRequest, serving
-from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
-from workers.generation.sglang_order import LoadOrder, read_outcome
-from workers.generation.sglang_upkeep import SglangSettings
-from workers.generation.weights import WeightPuller
+from workers.generation.server.order import LoadOrder, read_outcome
+from workers.generation.server.sglang import SglangEngine
+from workers.generation.server.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
+from workers.generation.server.upkeep import SglangSettings
 from workers.generation.worker import ForcedLengths, GenerationWorker
-from workers.models import model_cache, prepare_model
+from workers.models.resolve import model_cache, prepare_model
+from workers.weights.pull import WeightPuller
 
 SLOTS = 16
 GROUP_SIZE = 4

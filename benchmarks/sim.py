@@ -27,9 +27,9 @@ from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipel
 from benchmarks.papers.rows import Cell, Row, rows
 from benchmarks.papers.settings import colocated, fully_async, in_flight, rolling, split, sync_stream
 from benchmarks.papers.trials import MOVE, ProgressLine
-from orchestrator.core.analytic import decode_cost
-from orchestrator.core.hardware import ASSUMED, H800
-from orchestrator.core.llms import QWEN_72B
+from orchestrator.core.costs.analytic import decode_cost
+from orchestrator.core.costs.hardware import ASSUMED, H800
+from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.sim.bounds import best_bound, bound
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.scenarios import PIPELINES, Layout

@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.engine import make_prompts
 from benchmarks.trl_reference import TrlReference, pad_groups
-from transport.types import GroupId, RowId
+from transport.contracts.types import GroupId, RowId
 from workers.algorithms.advantage import group_advantages
 from workers.algorithms.loss import Aggregation, Objective, loss_sum, loss_terms, normaliser
-from workers.models import model_cache, prepare_model
-from workers.trainer.load import load_module
-from workers.trainer.model import PolicyModel
-from workers.trainer.packing import PromptGroup, TrainingSample, pack
+from workers.models.resolve import model_cache, prepare_model
+from workers.trainer.policy.load import load_module
+from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.packing import PromptGroup, TrainingSample, pack
 
 GROUPS = 8
 GROUP_SIZE = 8

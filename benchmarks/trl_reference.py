@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.algorithms.loss import Objective
-from workers.trainer.packing import PromptGroup
+from workers.trainer.policy.packing import PromptGroup
 
 VERSION = "1.16.0"
 

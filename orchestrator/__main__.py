@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.cli import app
+from orchestrator.cli.commands import app
 from orchestrator.errors import exit_code
-from orchestrator.printable import printable
+from orchestrator.terminal_text import printable
 from transport.errors import StreamError
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import RunFailedError
-from orchestrator.runtime.rundir import RunDir
 from transport.broker.base import Broker
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.contracts.settings import Settings
+from transport.contracts.types import RunName
 from transport.errors import BrokerUnavailableError, RunExistsError
-from transport.settings import Settings
-from transport.types import RunName
 
 ANSWER_S = 3.0
 """A command is not worth waiting longer for a broker."""

@@ -24,7 +24,7 @@ from ranker.calibration import Calibration, calibrate
 from ranker.errors import RankerFileError
 from ranker.lengths import PromptLengths, log_means
 from ranker.protocol import LengthEstimate
-from transport.files import replace
+from transport.process.files import replace
 
 if TYPE_CHECKING:
     import torch

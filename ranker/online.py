@@ -28,7 +28,7 @@ from ranker.model import TextModel
 from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
 from ranker.quality import TRUSTED_RECALL, RunningQuality
 from ranker.refit import refit_in_process
-from transport.messages import RankerJudged
+from transport.contracts.messages import RankerJudged
 
 MAX_KNOWN = 20_000
 """Prompts whose text is kept for refits, at most 8,000 characters each; the one not met for longest goes first."""

@@ -13,7 +13,7 @@ import msgspec
 from ranker.errors import RankerFileError
 from ranker.history import StoredHistory
 from ranker.model import StoredModel
-from transport.files import replace
+from transport.process.files import replace
 
 FORMAT = "streamrl-ranker"
 VERSION = 1

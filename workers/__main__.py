@@ -17,18 +17,18 @@ import structlog
 import typer
 import uvloop
 
-from transport import faults
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerFullError, FatalError, StreamError
-from transport.logs import configure_logs
-from transport.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
-from transport.settings import BrokerSettings
+from transport.process import faults
+from transport.process.logs import configure_logs
+from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.address import parse_ports
-from transport.types import RunName, WorkerKind
+from workers.commands.gpus import take_gpu
 from workers.errors import RewardSetupError
-from workers.gpus import take_gpu
 
 if TYPE_CHECKING:
-    from workers.lifecycle import WorkerFactory
+    from workers.leases.lifecycle import WorkerFactory
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -99,8 +99,8 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn a model path into a local Hugging Face directory, try its chat template, and print the directory."""
-    from workers.chat_template import try_chat_template
-    from workers.models import model_cache, prepare_model
+    from workers.models.chat_template import try_chat_template
+    from workers.models.resolve import model_cache, prepare_model
 
     directory = prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
     try_chat_template(directory)
@@ -127,7 +127,7 @@ def generate(
     server_args: Annotated[str, typer.Option("--server-args", help="more arguments for that server")] = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.build import ServerChoice, generation_worker, with_model
+    from workers.commands.build import ServerChoice, generation_worker, with_model
 
     take_gpu(gpus)
     home, secret = run_dir or own_directory(run), _shared_secret()
@@ -156,7 +156,7 @@ def score(
     reward_path: RewardPath = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
-    from workers.build import scoring_worker, with_model
+    from workers.commands.build import scoring_worker, with_model
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
@@ -180,7 +180,7 @@ def train(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
-    from workers.build import trainer_worker, with_model
+    from workers.commands.build import trainer_worker, with_model
 
     take_gpu(gpus)
     home, secret = run_dir or own_directory(run), _shared_secret()
@@ -211,7 +211,7 @@ def publish(
     outage_s: OutageS = OUTAGE_S,
 ) -> None:
     """Publish weights to the generation workers of a service run: its model first, then what POST /update names."""
-    from workers.build import publishing_worker, with_model
+    from workers.commands.build import publishing_worker, with_model
 
     home, secret = run_dir or own_directory(run), _shared_secret()
     own = _own_address(listen, advertise, ports)
@@ -227,8 +227,8 @@ def evaluate(
     reward_path: RewardPath = "",
 ) -> None:
     """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
-    from workers.evaluate import evaluate_run
-    from workers.models import model_cache
+    from workers.commands.evaluate import evaluate_run
+    from workers.models.resolve import model_cache
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
@@ -243,9 +243,9 @@ def profile() -> None:
 
     import msgspec
 
-    from transport.settings import Settings
-    from workers.models import model_cache, prepare_model
-    from workers.profile import profile as measure
+    from transport.contracts.settings import Settings
+    from workers.models.resolve import model_cache, prepare_model
+    from workers.profile.command import profile as measure
 
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
     trusted = settings.model.trust_remote_code
@@ -288,8 +288,8 @@ def _own_address(listen: str, advertise: str, ports: str) -> dict[str, str]:
 
 def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
     from transport.broker.connect import connect
-    from transport.clock import MonotonicClock
-    from workers.lifecycle import serve_worker
+    from transport.process.clock import MonotonicClock
+    from workers.leases.lifecycle import serve_worker
 
     heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
 

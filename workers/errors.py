@@ -34,8 +34,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from transport.contracts.types import RowId
 from transport.errors import FatalError, StreamError, TransientError
-from transport.types import RowId
 
 
 class ModelMismatchError(FatalError):

@@ -24,10 +24,10 @@ from benchmarks.papers.rows import rows
 from benchmarks.papers.rules import against_algorithm_one
 from benchmarks.papers.settings import SIZES, colocated, fully_async, in_flight, scaled, sync_stream
 from benchmarks.papers.trials import ProgressLine, Trial, run_trials
-from orchestrator.core.hardware import ASSUMED
-from orchestrator.core.llms import QWEN_72B
-from orchestrator.report.spans import Timeline, build_timeline
-from orchestrator.report.timeline_drawing import write_timeline
+from orchestrator.core.costs.hardware import ASSUMED
+from orchestrator.core.costs.llms import QWEN_72B
+from orchestrator.observability.report.spans import Timeline, build_timeline
+from orchestrator.observability.report.timeline_drawing import write_timeline
 
 DRAWN = 4
 """Iterations of a drawn timeline."""

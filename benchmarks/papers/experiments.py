@@ -12,21 +12,21 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Protocol
 
-from orchestrator.core.analytic import Algorithm, decode_cost, train_cost, transfer_cost
-from orchestrator.core.cost_model import DecodeCost
-from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.costs.analytic import Algorithm, decode_cost, train_cost, transfer_cost
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.costs.forecast import bound_s, finish_times
+from orchestrator.core.costs.hardware import H800, Assumptions, Gpu
+from orchestrator.core.costs.llms import QWEN_72B, Llm
+from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
-from orchestrator.core.forecast import bound_s, finish_times
-from orchestrator.core.hardware import H800, Assumptions, Gpu
-from orchestrator.core.llms import QWEN_72B, Llm
-from orchestrator.core.scaling import Change, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.fleet.autoscale import Change, Iteration, Scaling, ScalingSettings, estimate_of
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.log import SimulationLog, counted
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from orchestrator.sim.simulate import simulate
-from transport.types import GroupId, WorkerId
+from transport.contracts.types import GroupId, WorkerId
 
 FULL_LENGTH = 20_000
 FULL_MEDIAN = 4_500.0
@@ -243,7 +243,8 @@ class Growing:
     """The iteration after which instances are added for the ``nth`` time, as lengths grow linearly (StreamRL fig. 11).
 
     Lengths double over ``ramp`` iterations; a unit is a node of eight GPUs. 0: there is no such addition.
-    Generation and training are the forecast's and the cost model's, the rule is the live one (``core/scaling.py``).
+    Generation and training are the forecast's and the cost model's, the rule is the live one
+    (``core/fleet/autoscale.py``).
     """
 
     nth: int

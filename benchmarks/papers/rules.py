@@ -1,8 +1,8 @@
 """The papers' rules as printed, which our own replace: for comparison, and to show what is wrong with them.
 
-    Algorithm 1     how many GPUs generate, and how many train; ours: orchestrator/core/allocation.py
+    Algorithm 1     how many GPUs generate, and how many train; ours: orchestrator/planning/allocation.py
     Algorithm 2     who generates which prompts, by the sum of both classes; ours: orchestrator/core/dispatch
-    sec. 4.2        when generation gets a unit more; ours: orchestrator/core/scaling.py
+    sec. 4.2        when generation gets a unit more; ours: orchestrator/core/fleet/autoscale.py
 
 Flaws of Algorithm 1, each shown in ``tests/sim/test_papers_rules.py``:
 
@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from benchmarks.papers.experiments import FULL_LENGTH, lengths_of
-from orchestrator.core.allocation import Pool, Split, splits
-from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.costs.hardware import H800
+from orchestrator.core.costs.llms import QWEN_72B
+from orchestrator.core.dispatch.policies.registry import plan_dispatch
+from orchestrator.core.dispatch.policies.two_class import two_class
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
-from orchestrator.core.dispatch.two_class import two_class
-from orchestrator.core.hardware import H800
-from orchestrator.core.llms import QWEN_72B
-from orchestrator.core.scaling import Change, Estimate, Iteration, ScalingSettings
-from orchestrator.sim.advice import Bounds, advise
-from orchestrator.sim.allocating import LONG, Job, predict
+from orchestrator.core.fleet.autoscale import Change, Estimate, Iteration, ScalingSettings
+from orchestrator.planning.allocation import Pool, Split, splits
+from orchestrator.planning.plan_search import Bounds, advise
+from orchestrator.planning.split_search import LONG, Job, predict
 
 StageTime: TypeAlias = Callable[[int], float]
 """GPUs -> seconds of one batch."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
-from orchestrator.core.analytic import most_ranks
-from orchestrator.core.hardware import A100, H800
-from orchestrator.core.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.core.costs.analytic import most_ranks
+from orchestrator.core.costs.hardware import A100, H800
+from orchestrator.core.costs.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
 from orchestrator.sim.scenarios import Layout
 
 GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}
@@ -84,7 +84,7 @@ GROWING_START = 8
 nodes. Ours, which deals out half nodes, answers 12; a single node is added then, after iteration 5."""
 CROSSING_TRAINERS = {5_000: 32, 10_000: 30, 20_000: 28}
 """H800 that train beside 32 H20 that generate, longest response -> GPUs, in ranks of two: the cheapest samples among
-all 132 sizes and degrees by the search of the allocation (``core/allocation.py``), on seed 0."""
+all 132 sizes and degrees by the search of the allocation (``planning/allocation.py``), on seed 0."""
 
 
 def sync_stream(llm: Llm, max_tokens: int = FULL_LENGTH) -> Pipelined:

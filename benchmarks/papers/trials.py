@@ -17,8 +17,8 @@ from typing import TypeAlias
 import msgspec
 
 from benchmarks.papers.experiments import Experiment
-from orchestrator.core.analytic import DoesNotFitError
-from orchestrator.core.hardware import ASSUMED, Assumptions
+from orchestrator.core.costs.analytic import DoesNotFitError
+from orchestrator.core.costs.hardware import ASSUMED, Assumptions
 
 MOVE = 0.2
 """By which each constant is moved: about the width of the ranges that the sources of ``Assumptions`` give."""

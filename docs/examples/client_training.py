@@ -6,7 +6,7 @@ import sys
 import torch
 
 from workers.client import Client
-from workers.generation.weights import WeightPuller
+from workers.weights.pull import WeightPuller
 
 STEPS, TOKENS, TARGET = 30, 10, 7
 

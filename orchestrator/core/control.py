@@ -1,6 +1,6 @@
 """What people ask of the run while it goes on, and that it goes on after an end.
 
-Owns: what each request changes. Never: whether it may be asked (``runtime/control.py``); here it is on the log, and is
+Owns: what each request changes. Never: whether it may be asked (``loop/control.py``); here it is on the log, and is
 obeyed as far as that is safe. Invariant: a request that cannot be taken changes nothing, and the view shows it.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.evaluation_schedule import EvaluationSchedule
-from orchestrator.core.pipeline import Pipeline
-from orchestrator.core.requests import Requests
-from orchestrator.core.rollouts import Rollouts
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.settings import changed
-from transport.messages import (
+from orchestrator.core.lanes.evaluation_schedule import EvaluationSchedule
+from orchestrator.core.lanes.service import Requests
+from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.settings import changed
+from orchestrator.core.rollout.lifecycle import Rollouts
+from orchestrator.core.training.rounds import Rounds
+from transport.contracts.messages import (
     CheckpointRequested,
     PauseRequested,
     ResumeRequested,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from orchestrator.core.batches import MISSING, Batch, Group, Stage
-from orchestrator.core.outbox import DispatchKey
-from orchestrator.core.pipeline import Pipeline
-from transport.messages import TrainRound
-from transport.types import is_evaluation
+from orchestrator.core.model.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.model.outbox import DispatchKey
+from orchestrator.core.model.pipeline import Pipeline
+from transport.contracts.messages import TrainRound
+from transport.contracts.types import is_evaluation
 
 
 class BrokenInvariantError(Exception):

@@ -12,35 +12,35 @@ from typing import assert_never
 
 import msgspec
 
-from orchestrator.core.assignments import Assignments
-from orchestrator.core.batches import Stage
-from orchestrator.core.batching import plan_phases
 from orchestrator.core.control import Control
 from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.elastic_fleet import ElasticFleet
-from orchestrator.core.evaluation import Evaluation
-from orchestrator.core.evaluation_schedule import EvaluationSchedule
-from orchestrator.core.evaluation_tries import EvaluationTries
-from orchestrator.core.experience import Experience
+from orchestrator.core.dispatch.assignments import Assignments
+from orchestrator.core.dispatch.migration import Moving
+from orchestrator.core.dispatch.plan_requests import PlanRequests
+from orchestrator.core.dispatch.prediction_feedback import Experience
+from orchestrator.core.fleet.elastic_fleet import ElasticFleet
+from orchestrator.core.fleet.weights import Weights
 from orchestrator.core.invariants import check
-from orchestrator.core.lpt import longest_first
-from orchestrator.core.moving import Moving
-from orchestrator.core.outbox import CommandId, entry_id, parse_entry_id
-from orchestrator.core.pipeline import Pipeline, Wait
-from orchestrator.core.plan_requests import PlanRequests
-from orchestrator.core.request import Request
-from orchestrator.core.requests import Requests
-from orchestrator.core.rollouts import Rollouts
-from orchestrator.core.rounds import Rounds
-from orchestrator.core.running import RunningView, longest_running
-from orchestrator.core.settings import CoreSettings, core_settings, reconfigured
-from orchestrator.core.slots import Slots
+from orchestrator.core.lanes.evaluation_attempts import EvaluationTries
+from orchestrator.core.lanes.evaluation_schedule import EvaluationSchedule
+from orchestrator.core.lanes.service import Requests
+from orchestrator.core.model.batches import Stage
+from orchestrator.core.model.batching import plan_phases
+from orchestrator.core.model.evaluation import Evaluation
+from orchestrator.core.model.lpt import longest_first
+from orchestrator.core.model.outbox import CommandId, entry_id, parse_entry_id
+from orchestrator.core.model.pipeline import Pipeline, Wait
+from orchestrator.core.model.service_request import Request
+from orchestrator.core.model.settings import CoreSettings, core_settings, reconfigured
+from orchestrator.core.observe.in_flight import RunningView, longest_running
+from orchestrator.core.observe.view import PipelineView, describe_wait, rows_told, view
+from orchestrator.core.observe.wait_reasons import current_wait, note_wait
+from orchestrator.core.rollout.admission import Slots
+from orchestrator.core.rollout.lifecycle import Rollouts
 from orchestrator.core.trainer_reports import TrainerReports
-from orchestrator.core.view import PipelineView, describe_wait, rows_told, view
-from orchestrator.core.waits import current_wait, note_wait
-from orchestrator.core.weights import Weights
+from orchestrator.core.training.rounds import Rounds
 from orchestrator.core.worker_reports import WorkerReports
-from transport.messages import (
+from transport.contracts.messages import (
     BrokerUsage,
     CheckpointRequested,
     CheckpointSaved,
@@ -76,7 +76,7 @@ from transport.messages import (
     WorkerReported,
     WorkerStarted,
 )
-from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.types import RowId, WeightIdentity, WorkerId, WorkerKind
 
 __all__ = ["CommandId", "CoreSettings", "PipelineState", "PipelineView", "core_settings", "entry_id", "parse_entry_id"]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.elastic_fleet import ElasticFleet
-from orchestrator.core.evaluation_schedule import EvaluationSchedule
-from orchestrator.core.experience import Experience
-from orchestrator.core.outbox import parse_entry_id
-from orchestrator.core.pipeline import Pipeline
-from orchestrator.core.rollouts import Rollouts
-from orchestrator.core.rounds import Rounds
-from transport.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady
-from transport.types import WeightIdentity, WorkerKind
+from orchestrator.core.dispatch.prediction_feedback import Experience
+from orchestrator.core.fleet.elastic_fleet import ElasticFleet
+from orchestrator.core.lanes.evaluation_schedule import EvaluationSchedule
+from orchestrator.core.model.outbox import parse_entry_id
+from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.rollout.lifecycle import Rollouts
+from orchestrator.core.training.rounds import Rounds
+from transport.contracts.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady
+from transport.contracts.types import WeightIdentity, WorkerKind
 
 TrainerReport: TypeAlias = RoundDone | StepDone | CheckpointSaved | TrainerReady
 

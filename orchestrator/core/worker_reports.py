@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
-from orchestrator.core.elastic_fleet import ElasticFleet
-from orchestrator.core.evaluation_tries import EvaluationTries
-from orchestrator.core.fleet import Worker
-from orchestrator.core.pipeline import Pipeline
-from orchestrator.core.rollouts import Rollouts
-from orchestrator.core.weights import Weights
-from transport.messages import WorkerJoined, WorkerLost, WorkerReported
-from transport.types import WorkerKind
+from orchestrator.core.fleet.elastic_fleet import ElasticFleet
+from orchestrator.core.fleet.weights import Weights
+from orchestrator.core.lanes.evaluation_attempts import EvaluationTries
+from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.workers import Worker
+from orchestrator.core.rollout.lifecycle import Rollouts
+from transport.contracts.messages import WorkerJoined, WorkerLost, WorkerReported
+from transport.contracts.types import WorkerKind
 
 WorkerReport: TypeAlias = WorkerJoined | WorkerReported | WorkerLost
 

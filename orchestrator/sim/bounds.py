@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from orchestrator.core.analytic import decode_cost, train_cost
-from orchestrator.core.cost_model import DecodeCost
-from orchestrator.core.hardware import ASSUMED, Assumptions
+from orchestrator.core.costs.analytic import decode_cost, train_cost
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.costs.hardware import ASSUMED, Assumptions
 from orchestrator.sim.scenarios import Layout, Workload
 
 

@@ -14,9 +14,9 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from orchestrator.core.cost_model import DecodeCost
-from transport.messages import GroupPlan
-from transport.types import GroupId, WeightIdentity
+from orchestrator.core.costs.cost_model import DecodeCost
+from transport.contracts.messages import GroupPlan
+from transport.contracts.types import GroupId, WeightIdentity
 
 HEADROOM_TOKENS = 256
 """Free KV tokens that admission leaves for each running sample, so that few of them are retracted soon.

@@ -16,17 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.lpt import longest_first
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.lpt import longest_first
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import CommandId, PipelineState
+from orchestrator.sim.colocated import SharedMachine
 from orchestrator.sim.lengths import LengthModel, Lengths
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
-from orchestrator.sim.shared import SharedMachine
-from transport.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
-from transport.types import WorkerId
+from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
+from transport.contracts.types import WorkerId
 
 Action: TypeAlias = Callable[[], None]
 Obey: TypeAlias = Callable[[CommandId, Command], None]

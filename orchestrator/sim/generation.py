@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.model.outbox import CommandId
 from orchestrator.sim.decoding import Decoding, Sample
 from orchestrator.sim.engine import Simulation
 from orchestrator.sim.rows import SimulatedRows
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     Command,
     DispatchGroups,
@@ -27,7 +27,7 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.types import FinishReason, GroupId, WeightIdentity, WorkerId, WorkerKind, row_id
+from transport.contracts.types import FinishReason, GroupId, WeightIdentity, WorkerId, WorkerKind, row_id
 
 
 class SimulatedWorker:

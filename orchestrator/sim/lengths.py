@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from transport.messages import PromptRef
-from transport.types import PromptId, RowId, parse_row_id
+from transport.contracts.messages import PromptRef
+from transport.contracts.types import PromptId, RowId, parse_row_id
 
 
 class Lengths(Protocol):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from transport.messages import Command, Event, JournalRecord, TrainerCommand, encode
-from transport.types import RowId, WorkerId
+from transport.contracts.messages import Command, Event, JournalRecord, TrainerCommand, encode
+from transport.contracts.types import RowId, WorkerId
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.core.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
 
 SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
 SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)
@@ -25,7 +25,7 @@ class CostModel:
     steps.  switch_s: of colocated GPUs between the stages, paid by the trainer before and after every batch.
     spawn_s: until a worker that was asked for has joined.
     decode_beside, train_beside: decode steps and the trainer's work take so many times as long while both go on, where
-    they share a machine (``shared.py``).
+    they share a machine (``colocated.py``).
     """
 
     decode: DecodeCost = SMALL_DECODE

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 
 from orchestrator.core.dispatch.compute import compute_plan
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.model.outbox import CommandId
 from orchestrator.sim.engine import Simulation
-from transport.messages import Command, ComputePlan
+from transport.contracts.messages import Command, ComputePlan
 
 PLAN_S = 0.02
 """Of virtual time: 1,024 prompts on 16 instances take about that live (``make bench NAME=dispatch``)."""

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from orchestrator.config.run_directory import journal_of
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import JournalError, all_snapshots, first_snapshot, read_whole_records
-from orchestrator.runtime.rundir import journal_of
-from transport.messages import Command, JournalRecord, encode
+from orchestrator.journal import JournalError, all_snapshots, first_snapshot, read_whole_records
+from transport.contracts.messages import Command, JournalRecord, encode
 
 
 def recorded_commands(directory: Path) -> Iterator[tuple[JournalRecord, list[Command]]]:

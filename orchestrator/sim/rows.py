@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeAlias
 
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.model.outbox import CommandId
 from orchestrator.sim.decoding import Sample
 from orchestrator.sim.engine import Simulation
-from transport.messages import (
+from transport.contracts.messages import (
     Command,
     DropRows,
     GroupScored,
@@ -22,7 +22,7 @@ from transport.messages import (
     RequestPrompts,
     RolloutFinished,
 )
-from transport.types import GroupId, RowId, WeightIdentity, is_evaluation, parse_row_id, row_id
+from transport.contracts.types import GroupId, RowId, WeightIdentity, is_evaluation, parse_row_id, row_id
 
 Spans: TypeAlias = tuple[tuple[WeightIdentity, int], ...]
 """(weights, tokens that they sampled), in order."""

@@ -1,7 +1,7 @@
 """Named pipelines, and workloads at the papers' scale: scenarios from an LLM, GPUs and a split of them.
 
-Owns: what the papers' settings mean in ours. Never: constants (``core/hardware.py``), policies. Invariant: pipelines
-differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
+Owns: what the papers' settings mean in ours. Never: constants (``core/costs/hardware.py``), policies. Invariant:
+pipelines differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from orchestrator.core.analytic import GPUS_PER_NODE, Algorithm, decode_cost, switch_s, train_cost, transfer_cost
-from orchestrator.core.hardware import ASSUMED, H800, Assumptions, Gpu
-from orchestrator.core.llms import QWEN_72B, Llm
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.costs.analytic import GPUS_PER_NODE, Algorithm, decode_cost, switch_s, train_cost, transfer_cost
+from orchestrator.core.costs.hardware import ASSUMED, H800, Assumptions, Gpu
+from orchestrator.core.costs.llms import QWEN_72B, Llm
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import RecordedLengths
 from orchestrator.sim.models import CostModel
-from transport.types import UpdateMode
+from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
 """Of simulated workers and ticks at this scale: nothing is lost here, so nobody waits for one."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.outbox import CommandId
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.sim.dp_ranks import Ranks
 from orchestrator.sim.engine import Simulation
-from orchestrator.sim.ranks import Ranks
 from orchestrator.sim.rows import SimulatedRows
-from transport.messages import (
+from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Command,
@@ -27,7 +27,7 @@ from transport.messages import (
     TrainerReady,
     TrainRound,
 )
-from transport.types import RowId, WeightIdentity, WorkerId, row_id
+from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.audit import AuditReport, audit_run
+from orchestrator.config.run_directory import RunDir, find_run
+from orchestrator.journal import Journal, JournalError, read_records
+from orchestrator.observability.audit import AuditReport, audit_run
 from orchestrator.run_broker import run_broker
-from orchestrator.runtime.journal import Journal, JournalError, read_records
-from orchestrator.runtime.rundir import RunDir, find_run
 from orchestrator.sim import replay
 from tests.fakes.live_run import BATCHES, EMULATED, LiveRun
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, LogEntry
-from transport.ledger import FILE_NAME, Ledger, checkpoint_dirs, newest_checkpoint
-from transport.messages import JournalRecord, StepDone
-from transport.types import RowId
+from transport.contracts.ledger import FILE_NAME, Ledger, checkpoint_dirs, newest_checkpoint
+from transport.contracts.messages import JournalRecord, StepDone
+from transport.contracts.types import RowId
 
 pytestmark = pytest.mark.chaos
 

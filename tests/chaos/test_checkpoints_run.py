@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
-from transport.ledger import checkpoint_dirs
+from transport.contracts.ledger import checkpoint_dirs
 
 pytestmark = pytest.mark.chaos
 

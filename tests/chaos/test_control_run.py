@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.runtime.journal import read_records
+from orchestrator.journal import read_records
 from tests.fakes.command_line import ask_status
 from tests.fakes.live_run import LiveRun
-from transport.messages import CheckpointRequested, PauseRequested, ResumeRequested, SettingChanged, StopRequested
+from transport.contracts.messages import (
+    CheckpointRequested,
+    PauseRequested,
+    ResumeRequested,
+    SettingChanged,
+    StopRequested,
+)
 
 pytestmark = pytest.mark.chaos
 

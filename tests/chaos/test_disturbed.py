@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun, check_whole
-from transport.messages import MAX_MESSAGE_BYTES, encode
+from transport.contracts.messages import MAX_MESSAGE_BYTES, encode
 
 pytestmark = pytest.mark.chaos
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import EMULATED, LiveRun
-from transport.messages import (
+from transport.contracts.messages import (
     DispatchGroups,
     DrainWorker,
     RolloutFinished,
@@ -18,7 +18,7 @@ from transport.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from transport.types import WorkerId
+from transport.contracts.types import WorkerId
 
 pytestmark = pytest.mark.chaos
 

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
-from transport.messages import RolloutFinished
-from transport.types import is_evaluation
+from transport.contracts.messages import RolloutFinished
+from transport.contracts.types import is_evaluation
 
 pytestmark = pytest.mark.chaos
 

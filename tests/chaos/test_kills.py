@@ -1,8 +1,8 @@
 """Any process may be killed at any moment: the run finishes, and every row is trained exactly once.
 
-Each test is a whole run of the tiny model in real processes. The named points (transport/faults.py) are the moments of
-a sample's life at which its process dies; points of different processes share a run, because starting one takes longer
-than it lasts.
+Each test is a whole run of the tiny model in real processes. The named points (transport/process/faults.py) are the
+moments of a sample's life at which its process dies; points of different processes share a run, because starting one
+takes longer than it lasts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.deaths import STABLE_S
+from orchestrator.core.model.deaths import STABLE_S
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
-from transport.messages import SlotOutcome
+from transport.contracts.messages import SlotOutcome
 
 pytestmark = pytest.mark.chaos
 

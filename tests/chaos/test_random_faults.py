@@ -15,7 +15,7 @@ import redis
 
 from benchmarks.chaos_random import Tally, draw, play, served
 from benchmarks.plain_audit import Expected, Findings, audit
-from orchestrator.config import resolve
+from orchestrator.config.load import resolve
 from tests.fakes.live_run import BATCHES, EMULATED, LiveRun
 
 pytestmark = pytest.mark.chaos

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import EMULATED, LiveRun
-from transport.messages import PlanComputed, PromptsArrived, RankerJudged
+from transport.contracts.messages import PlanComputed, PromptsArrived, RankerJudged
 
 pytestmark = pytest.mark.chaos
 

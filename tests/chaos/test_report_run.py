@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.report import finish
-from orchestrator.report.bubbles import Cause
+from orchestrator.observability.report import finish
+from orchestrator.observability.report.bubbles import Cause
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.tensors.shm import SHARED_MEMORY
 

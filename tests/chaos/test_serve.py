@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.journal import read_records
+from orchestrator.journal import read_records
 from tests.fakes.command_line import orchestrator
 from tests.fakes.machine import machine
-from transport.messages import RolloutFinished, WeightsLoaded, WorkerLost
+from transport.contracts.messages import RolloutFinished, WeightsLoaded, WorkerLost
 
 QUICK = (
     "run.batches=5000",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.machine import Machine, machine
 from transport.tensors.shm import SHARED_MEMORY
-from workers.models import prepare_model
+from workers.models.resolve import prepare_model
 
 TINY = (
     "model.path=random:qwen3-tiny",

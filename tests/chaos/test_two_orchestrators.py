@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.journal import newest_epoch
+from orchestrator.journal import newest_epoch
 from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 
 pytestmark = pytest.mark.chaos

@@ -233,8 +233,8 @@ def test_a_broker_on_a_bad_volume_says_what_to_do(images: None, tmp_path: Path, 
 WRITE_A_RUN = """
 from pathlib import Path
 import sys
-from orchestrator.runtime.journal import Journal
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.journal import Journal
+from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import StreamError
 try:
     rundir = RunDir(Path("runs/first"))

@@ -14,10 +14,10 @@ from tests.fakes.stored_rows import new_unit
 from transport.broker.base import Broker
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
-from transport.clock import ManualClock
-from transport.types import RunName
-from transport.unit_rows import UnitRows
-from transport.units import StorageUnit
+from transport.contracts.types import RunName
+from transport.process.clock import ManualClock
+from transport.rows.unit_rows import UnitRows
+from transport.rows.units import StorageUnit
 
 _run_numbers = count()
 

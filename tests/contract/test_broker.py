@@ -20,8 +20,8 @@ from transport.broker.base import (
     StreamWrite,
     parse_entry_id,
 )
+from transport.contracts.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
 from transport.errors import FencedError
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId
 
 # -- the atomic step
 

@@ -21,9 +21,9 @@ from transport.broker.connect import check_server, connect
 from transport.broker.lua import NUM_SLOTS, ScriptCall
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import Column, GroupId, RowId, RunName, WorkerId
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
-from transport.settings import BrokerSettings
-from transport.types import Column, GroupId, RowId, RunName, WorkerId
 
 RUN = RunName("r")
 HELLO = Entry(fields={"name": "hello"}, payload=b"\x80")

@@ -21,8 +21,8 @@ from transport.broker.base import (
     Mark,
     StreamWrite,
 )
+from transport.contracts.messages import MAX_MESSAGE_BYTES
 from transport.errors import FencedError, MessageError, TailLostError
-from transport.messages import MAX_MESSAGE_BYTES
 
 # -- logs
 

@@ -15,14 +15,14 @@ import pytest
 
 from tests.fakes.stored_rows import GROUP, ids_block, new_unit, x_ids_of
 from transport.broker.base import Block, Broker, Commit
+from transport.contracts.types import Column, group_id, row_id
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
-from transport.segments import open_segment, path_of, read_ranges, read_segments
+from transport.rows.segments import open_segment, path_of, read_ranges, read_segments
+from transport.rows.unit_rows import SegmentLocator, UnitRows, decode_locator
+from transport.rows.units import Full, Range, StorageUnit, UnitClient
+from transport.rows.user_columns import decode_table, decode_value, encode_value
 from transport.tensors.base import Deadline
 from transport.tensors.shm import SHARED_MEMORY
-from transport.types import Column, group_id, row_id
-from transport.unit_rows import SegmentLocator, UnitRows, decode_locator
-from transport.units import Full, Range, StorageUnit, UnitClient
-from transport.user_columns import decode_table, decode_value, encode_value
 
 GROUPS = [group_id(0, 0), group_id(0, 1)]
 
@@ -137,7 +137,7 @@ async def test_a_writer_that_cannot_reach_the_segments_sends_its_bytes(
     first = ids_block(GROUPS[:1], large[:2])
     await elsewhere.commit(Commit(blocks=[first]))
     assert units[0].retained_bytes == sum(len(encode_value(value)) for value in large[:2])
-    monkeypatch.setattr("transport.units.host_id", lambda: "another")
+    monkeypatch.setattr("transport.rows.units.host_id", lambda: "another")
     second = ids_block(GROUPS[1:], large[2:])
     await elsewhere.commit(Commit(blocks=[second]))
     assert await held_segments(broker, first) | await held_segments(broker, second) == set()
@@ -152,7 +152,7 @@ async def test_full_shared_memory_leaves_the_bytes_to_the_unit(
     def full(*_: object) -> Path:
         raise SegmentSpaceError(1, "nothing is free")
 
-    monkeypatch.setattr("transport.segments.choose_directory", full)
+    monkeypatch.setattr("transport.rows.segments.choose_directory", full)
     before = ids_block(GROUPS[:1], large[:2])
     await unit_rows.commit(Commit(blocks=[before]))
     monkeypatch.undo()
@@ -160,7 +160,7 @@ async def test_full_shared_memory_leaves_the_bytes_to_the_unit(
     def fills_up(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("transport.unit_rows.write_buffers", fills_up)
+    monkeypatch.setattr("transport.rows.unit_rows.write_buffers", fills_up)
     while_writing = ids_block(GROUPS[1:], large[2:])
     await unit_rows.commit(Commit(blocks=[while_writing]))
     assert await held_segments(broker, before) | await held_segments(broker, while_writing) == set()
@@ -266,8 +266,8 @@ async def die(address: str, when: str) -> None:
 
 _DYING_WRITER = """
 import os, signal, sys
-from transport.segments import open_segment, write_buffers
-from transport.units import UnitClient
+from transport.rows.segments import open_segment, write_buffers
+from transport.rows.units import UnitClient
 client = UnitClient(sys.argv[1])
 segment = client.allocate([sys.argv[2]], 100_000)
 with open_segment(segment, write=True) as fd:
@@ -289,7 +289,7 @@ def test_files_of_a_unit_that_was_killed_are_swept_by_the_next(units: list[Stora
 
 _DYING_UNIT = """
 import os, signal
-from transport.segments import Segments
+from transport.rows.segments import Segments
 print(Segments().take(100_000, 1 << 20), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

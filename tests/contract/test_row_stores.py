@@ -11,12 +11,12 @@ import pytest
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_block, ids_of, new_unit, response, x_ids_of
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Block, Broker, Commit, RowWrite
+from transport.contracts.types import Column, TaskSpec, group_id, row_id
 from transport.errors import MessageError
-from transport.rows import BrokerRows, RowStore, decode_array, encode_array
-from transport.types import Column, TaskSpec, group_id, row_id
-from transport.unit_rows import UnitRows
-from transport.units import StorageUnit
-from transport.user_columns import encode_value, encode_values
+from transport.rows.columns import BrokerRows, RowStore, decode_array, encode_array
+from transport.rows.unit_rows import UnitRows
+from transport.rows.units import StorageUnit
+from transport.rows.user_columns import encode_value, encode_values
 
 
 @pytest.fixture(params=["broker", "units"])

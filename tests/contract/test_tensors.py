@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.types import PROTOCOL_VERSION
 from transport.errors import (
     ChecksumError,
     ListenError,
@@ -26,14 +28,12 @@ from transport.errors import (
     SegmentSpaceError,
     StreamError,
 )
-from transport.messages import MessageDecoder, encode
 from transport.tensors.address import Address, Endpoint, choose_sources, host_id, parse_address, parse_ports
 from transport.tensors.base import Deadline, SegmentStore
 from transport.tensors.server import MAX_CONNECTIONS, MAX_UNPROVEN, ChannelServer
 from transport.tensors.shm import ShmStore, create_locked, file_name, sweep_stale
 from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader, reader_for
 from transport.tensors.wire import Channel, Hello, Proof, Refused, connect, greet_client, greet_server
-from transport.types import PROTOCOL_VERSION
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 ROOT = Path(__file__).parents[2]

@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_of, new_unit, response
 from transport.broker.base import Broker, Commit, Fence
+from transport.contracts.messages import encode
+from transport.contracts.types import group_id, row_id
 from transport.errors import ChecksumError, FencedError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.messages import encode
+from transport.rows.unit_rows import UNIT_COLUMNS, SegmentLocator, SentLocator, UnitRows, decode_locator
+from transport.rows.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
 from transport.tensors.address import Endpoint, parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.manifest import checksum
 from transport.tensors.wire import connect
-from transport.types import group_id, row_id
-from transport.unit_rows import UNIT_COLUMNS, SegmentLocator, SentLocator, UnitRows, decode_locator
-from transport.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
 
 T = TypeVar("T")
 RIGHT = b"the right secret"

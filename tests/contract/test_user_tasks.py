@@ -6,10 +6,10 @@ import pytest
 
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, GroupWrite, RowWrite
+from transport.contracts.types import Column, TaskSpec, group_id, row_id
 from transport.errors import MessageError
-from transport.rows import BrokerRows
-from transport.types import Column, TaskSpec, group_id, row_id
-from transport.user_columns import encode_value
+from transport.rows.columns import BrokerRows
+from transport.rows.user_columns import encode_value
 
 GROUP = group_id(0, 0)
 NOTES = Column("x_notes")

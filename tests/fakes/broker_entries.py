@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transport.broker import keys
 from transport.broker.base import Append, Delivery, Entry, GroupWrite, LogEntry, RowWrite
-from transport.types import Column, GroupId, RowId
+from transport.contracts.types import Column, GroupId, RowId
 
 IDS, LOGPROBS, REWARD = Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.REWARD
 LEASE_S = 0.05

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transport.secret import Purpose, derive
+from transport.process.secret import Purpose, derive
 
 ROOT = Path(__file__).parents[2]
 CPU = ("docker-compose.yml", "compose/cpu.yml")

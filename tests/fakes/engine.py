@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import torch
 
-from transport.types import FinishReason, GroupId, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from workers.generation.engine import (
     BASE_WEIGHTS,
     Completion,

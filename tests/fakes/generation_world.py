@@ -12,8 +12,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.clock import MonotonicClock
-from transport.messages import (
+from transport.contracts.messages import (
     GroupPlan,
     RolloutFailed,
     RolloutFinished,
@@ -24,9 +23,8 @@ from transport.messages import (
     encode,
     event_decoder,
 )
-from transport.rows import encode_array
-from transport.settings import Settings
-from transport.types import (
+from transport.contracts.settings import Settings
+from transport.contracts.types import (
     Column,
     PromptId,
     RunName,
@@ -34,6 +32,8 @@ from transport.types import (
     WorkerId,
     group_id,
 )
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import encode_array
 from workers.generation import worker as worker_module
 from workers.generation.worker import GenerationWorker
 

@@ -43,7 +43,9 @@ class LiveRun:
     """``streamrl-orchestrator run --preset tiny`` in ``directory``. Use as a context: it leaves no process behind."""
 
     def __init__(self, directory: Path, *settings: str, faults: Mapping[str, int] | None = None) -> None:
-        """settings: ``section.key=value``.  faults: point -> pass at which its process dies (transport/faults.py)."""
+        """settings: ``section.key=value``.  faults: point -> pass at which its process dies
+        (transport/process/faults.py).
+        """
         self.run_dir = directory / "runs" / "tiny"
         self._directory = directory
         self._settings = settings

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrator.runtime.journal import read_records
+from orchestrator.journal import read_records
 from tests.fakes.command_line import ask_status, environment, orchestrator
 from tests.fakes.redis_servers import ServerProcess, find_binary
-from transport.messages import RolloutFinished
+from transport.contracts.messages import RolloutFinished
 
 
 class Machine:

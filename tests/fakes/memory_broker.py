@@ -42,8 +42,8 @@ from transport.broker.entries import (
     dead_letter,
     without_blocks,
 )
+from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 from transport.errors import FencedError, TailLostError
-from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 __all__ = ["MemoryBroker", "MemoryServer"]
 

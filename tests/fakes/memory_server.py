@@ -14,9 +14,9 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, DeadLetter, Entry, LogEntry, Pending, parse_entry_id
 from transport.broker.entries import buried, dead_letter
 from transport.broker.lua import MAX_DEAD_LETTERS
-from transport.clock import Clock, MonotonicClock
+from transport.contracts.types import Column, GroupId, RunName, TaskSpec, WorkerId
 from transport.errors import BrokerUnavailableError
-from transport.types import Column, GroupId, RunName, TaskSpec, WorkerId
+from transport.process.clock import Clock, MonotonicClock
 
 
 @dataclass(slots=True)

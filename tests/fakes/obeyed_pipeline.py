@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.core.outbox import CommandId, entry_id
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.outbox import CommandId, entry_id
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
     CloseMiniBatch,
@@ -29,7 +29,7 @@ from transport.messages import (
     SlotOutcome,
     TrainRound,
 )
-from transport.types import (
+from transport.contracts.types import (
     GroupId,
     RowId,
     WeightIdentity,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Self
 
 from orchestrator.core.dispatch.compute import compute_plan
-from orchestrator.core.outbox import CommandId
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.obeyed_pipeline import HELD_OUT, FakeTrainer, FakeWorker, ObeyedPipeline, groups_of
-from transport.messages import (
+from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
     Command,
@@ -33,7 +33,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerReported,
 )
-from transport.types import (
+from transport.contracts.types import (
     FinishReason,
     GroupId,
     PromptId,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from tests.fakes.tiny_models import VOCAB, full_logprobs
-from transport.types import GroupId, SamplingParams, WeightIdentity
+from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest
 
 EXACT = 1e-4

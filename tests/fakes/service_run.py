@@ -13,17 +13,17 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.runtime.app import serve
+from orchestrator.launch.app import serve
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
-from transport.clock import Clock, MonotonicClock
-from transport.messages import WorkerStatus, encode
-from transport.settings import Settings
-from transport.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
-from workers.build import publishing_worker
-from workers.generation.replay import ReplayEngine
+from transport.contracts.messages import WorkerStatus, encode
+from transport.contracts.settings import Settings
+from transport.contracts.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
+from transport.process.clock import Clock, MonotonicClock
+from workers.commands.build import publishing_worker
+from workers.generation.emulated import ReplayEngine
 from workers.generation.slow_link import SlowLink
 from workers.generation.worker import GenerationWorker
-from workers.lifecycle import Worker
+from workers.leases.lifecycle import Worker
 
 NAME = RunName("service")
 BEAT_S = 0.2

@@ -21,7 +21,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from workers.generation.sglang_order import Outcome, outcome_numbers
+from workers.generation.server.order import Outcome, outcome_numbers
 
 VENV = os.environ.get("SGLANG_VENV", "")
 ON_CPU = shlex.split(
@@ -70,7 +70,7 @@ class FakeServer:
                         "version": "0.5.23",
                         "max_total_num_tokens": 4096,
                         "max_running_requests": 4,
-                        "custom_weight_loader": ["workers.generation.sglang_loader.load"],
+                        "custom_weight_loader": ["workers.generation.server.sglang_loader.load"],
                     }
                 )
             case "/get_weights_by_name":

@@ -12,8 +12,7 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, GroupWrite, RowWrite
-from transport.clock import MonotonicClock
-from transport.messages import (
+from transport.contracts.messages import (
     CloseMiniBatch,
     Event,
     FinishTraining,
@@ -24,14 +23,21 @@ from transport.messages import (
     encode,
     event_decoder,
 )
-from transport.rows import BrokerRows, encode_array
-from transport.settings import AlgorithmSettings, LivenessSettings, PipelineSettings, Settings, TrainerSettings
+from transport.contracts.settings import (
+    AlgorithmSettings,
+    LivenessSettings,
+    PipelineSettings,
+    Settings,
+    TrainerSettings,
+)
+from transport.contracts.types import Column, RunName, WeightIdentity, WorkerId
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import BrokerRows, encode_array
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
-from transport.types import Column, RunName, WeightIdentity, WorkerId
-from workers.trainer.policy_learner import PolicyLearner
-from workers.trainer.publish import dtype_name
+from workers.trainer.policy.policy_learner import PolicyLearner
 from workers.trainer.samples import PromptGroup
 from workers.trainer.worker import TrainerWorker
+from workers.weights.publish import dtype_name
 
 
 class DigestPublisher:

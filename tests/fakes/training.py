@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transport.types import GroupId, RowId
-from workers.trainer.packing import PromptGroup, TrainingSample
+from transport.contracts.types import GroupId, RowId
+from workers.trainer.policy.packing import PromptGroup, TrainingSample
 
 
 def make_groups(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from orchestrator.core.dataflow import grpo_tasks
+from orchestrator.core.model.dataflow import grpo_tasks
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, GroupWrite, RowWrite
-from transport.messages import Event, RolloutInfo, encode, event_decoder
-from transport.rows import BrokerRows, encode_array
-from transport.settings import (
+from transport.contracts.messages import Event, RolloutInfo, encode, event_decoder
+from transport.contracts.settings import (
     AlgorithmSettings,
     DataSettings,
     PipelineSettings,
@@ -19,7 +18,7 @@ from transport.settings import (
     Settings,
     TrainerSettings,
 )
-from transport.types import (
+from transport.contracts.types import (
     Column,
     FinishReason,
     GroupId,
@@ -29,6 +28,7 @@ from transport.types import (
     group_id,
     row_id,
 )
+from transport.rows.columns import BrokerRows, encode_array
 
 GROUP = group_id(0, 0)
 PROMPT = [5, 6, 7]

@@ -22,14 +22,14 @@ import psutil
 
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, packed, raw_message
+from transport.contracts.types import PROTOCOL_VERSION, GroupId
+from transport.rows.units import Allocate, GroupParts, Keep, Part, Put, StorageUnit, UnitClient, UnitRequest
 from transport.tensors.address import Address, Endpoint, host_id, parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.manifest import checksum
 from transport.tensors.shm import ShmStore
 from transport.tensors.tcp import ReadRange, ServedStore, reader_for
 from transport.tensors.wire import Hello, Proof, Refused, connect
-from transport.types import PROTOCOL_VERSION, GroupId
-from transport.units import Allocate, GroupParts, Keep, Part, Put, StorageUnit, UnitClient, UnitRequest
 
 SECRET = b"of the fuzzed servers"
 CONTENT = bytes(range(256)) * 16

@@ -14,16 +14,17 @@ import msgspec
 
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import damaged, packed, raw_message, text
-from transport import messages, rows, unit_rows, units, user_columns
 from transport.broker.base import parse_entry_id
 from transport.broker.entries import check_entry, entry_from_fields
+from transport.contracts import messages
+from transport.contracts.ledger import Ledger, _LedgerFile
+from transport.contracts.model_identity import ModelIdentity
+from transport.contracts.types import Column, RowId, parse_row_id
 from transport.errors import MessageError
-from transport.ledger import Ledger, _LedgerFile
-from transport.model_identity import ModelIdentity
+from transport.rows import columns, unit_rows, units, user_columns
 from transport.tensors import tcp, wire
 from transport.tensors.address import parse_address
 from transport.tensors.manifest import check_manifest
-from transport.types import Column, RowId, parse_row_id
 from workers.client import consumer, tasks
 
 
@@ -78,7 +79,7 @@ def _column_value(random: Random) -> bytes:
 
 def _row(raw: bytes) -> None:
     columns = msgspec.msgpack.decode(raw, type=dict[str, bytes])
-    rows.check_columns({Column(name): value for name, value in columns.items()})
+    columns.check_columns({Column(name): value for name, value in columns.items()})
 
 
 def _row_input(random: Random) -> bytes:
@@ -155,8 +156,8 @@ DECODERS: dict[str, Decoder] = {
     "manifest": Decoder(decode=_manifest, make=_manifest_input),
     "locator": Decoder(decode=_locator, make=_locator_input),
     "ledger": Decoder(decode=_ledger, make=_ledger_input),
-    "column": Decoder(decode=lambda raw: rows.decode_array(Column.RESPONSE_IDS, raw), make=_array),
-    "scalar": Decoder(decode=lambda raw: rows.decode_scalar(Column.REWARD, raw), make=_array),
+    "column": Decoder(decode=lambda raw: columns.decode_array(Column.RESPONSE_IDS, raw), make=_array),
+    "scalar": Decoder(decode=lambda raw: columns.decode_scalar(Column.REWARD, raw), make=_array),
     "user column": Decoder(decode=lambda raw: user_columns.decode_value(Column("x_a"), raw), make=_column_value),
     "user columns": Decoder(
         decode=lambda raw: user_columns.decode_table(Column("x_a"), [raw, raw]) if raw else None, make=_column_value

@@ -12,14 +12,14 @@ from random import Random
 
 import msgspec
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import Maker, packed
+from transport.contracts.messages import PromptRef, PromptsSubmitted, ToldEvent, event_decoder
+from transport.contracts.types import PromptId, UpdateMode
 from transport.errors import MessageError
-from transport.messages import PromptRef, PromptsSubmitted, ToldEvent, event_decoder
-from transport.types import PromptId, UpdateMode
 
 MOST_EVENTS = 12
 

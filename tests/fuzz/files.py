@@ -19,25 +19,25 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config import render, resolve
+from orchestrator.cli.plan import parse_model
+from orchestrator.config.load import render, resolve
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.plan_cli import parse_model
-from orchestrator.profiles import Profile, read_profile
-from orchestrator.report.samples import read_samples
-from orchestrator.runtime.journal import Journal, JournalError, read_whole_records, recover
-from orchestrator.runtime.problems import load_problems
+from orchestrator.journal import Journal, JournalError, read_whole_records, recover
+from orchestrator.observability.report.samples import read_samples
+from orchestrator.planning.profiles import Profile, read_profile
+from orchestrator.prompts.dataset import load_problems
 from ranker import store
 from ranker.errors import LengthLogError, RankerFileError
 from ranker.logs import read_log
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
+from transport.contracts.ledger import FILE_NAME, read_ledger
+from transport.contracts.lengths import read_lengths
+from transport.contracts.messages import JournalRecord, StepDone
+from transport.contracts.model_identity import identify_model
 from transport.errors import FatalError, LengthFileError
-from transport.ledger import FILE_NAME, read_ledger
-from transport.lengths import read_lengths
-from transport.messages import JournalRecord, StepDone
-from transport.model_identity import identify_model
-from workers.generation.stop_tokens import stop_token_ids
-from workers.models import check_model_dir
+from workers.generation.embedded.stop_tokens import stop_token_ids
+from workers.models.resolve import check_model_dir
 from workers.trainer.checkpoint import META_FILE, STEPS_FILE, CheckpointMeta, CheckpointStore, _mark
 
 

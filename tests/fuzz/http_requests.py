@@ -16,12 +16,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.api.control import Change
-from orchestrator.api.generate import Generate, Taken, Update
+from orchestrator.observability.http.control import Change
+from orchestrator.serving.http import Generate, Taken, Update
 from tests.fakes.service_run import ServiceRun, service_run
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, nested, text
-from workers.models import prepare_model
+from workers.models.resolve import prepare_model
 
 ANSWER_S = 30.0
 """No request of these takes so long on any machine: who gets no answer by then never does."""

@@ -17,16 +17,16 @@ from random import Random
 
 import msgspec
 
-from orchestrator.api.answers import answer
-from orchestrator.report.page import render_comparison, render_report
-from orchestrator.report.record import RunRecord, read_run
-from orchestrator.report.trace import write_trace
-from orchestrator.runtime.history import LaneHistory
-from orchestrator.runtime.journal import Journal
-from orchestrator.toml_source import to_toml
+from orchestrator.config.toml_source import to_toml
+from orchestrator.journal import Journal
+from orchestrator.observability.history import LaneHistory
+from orchestrator.observability.http.answers import answer
+from orchestrator.observability.report.page import render_comparison, render_report
+from orchestrator.observability.report.record import RunRecord, read_run
+from orchestrator.observability.report.trace import write_trace
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import packed, text
-from transport.messages import (
+from transport.contracts.messages import (
     Event,
     GroupScored,
     JournalRecord,
@@ -38,7 +38,15 @@ from transport.messages import (
     WorkerLost,
     WorkerStatus,
 )
-from transport.types import PROTOCOL_VERSION, FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.types import (
+    PROTOCOL_VERSION,
+    FinishReason,
+    GroupId,
+    RowId,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+)
 
 NUM_STRINGS = 12
 MARKUP = (

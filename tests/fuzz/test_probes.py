@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.api.routes import STATIC
+from orchestrator.observability.http.routes import STATIC
 from tests.fuzz.http_requests import KEY, served, status_of
 
 HOST = "Host: 127.0.0.1:@PORT@"

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from tests.golden.renames import RENAMES, Renaming
-from transport.messages import Command, Event, JournalRecord
+from transport.contracts.messages import Command, Event, JournalRecord
 
 HERE = Path(__file__).parent
 JOURNALS = HERE / "journals"

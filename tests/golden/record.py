@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import first_snapshot, read_whole_records
+from orchestrator.journal import first_snapshot, read_whole_records
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
 from tests.fakes.command_line import REPOSITORY
@@ -30,7 +30,7 @@ from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.service_run import service_run
 from tests.golden.goldens import DIGESTS, digest, journal_path, plain, recorded, write
 from tests.golden.scenarios import SCENARIOS
-from workers.models import prepare_model
+from workers.models.resolve import prepare_model
 
 TWO_WORKERS = (*QUICK, *EMULATED, "generation.workers=2", "generation.slots=8", "replay.time_scale=0.2")
 

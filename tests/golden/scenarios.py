@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import msgspec
 
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.dispatch.policies import PLANNERS
-from orchestrator.core.scaling import ScalingSettings
-from orchestrator.core.settings import LEAST_LOADED, CoreSettings
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.dispatch.policies.registry import PLANNERS
+from orchestrator.core.fleet.autoscale import ScalingSettings
+from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import LengthModel, long_tailed
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
-from transport.types import UpdateMode
+from transport.contracts.types import UpdateMode
 
 BATCHES = 4
 WORKLOAD = Workload(lengths=long_tailed(24 * BATCHES, seed=1, recall=0.87), batch=24, group_size=2)

@@ -17,15 +17,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from orchestrator.api import server
-from orchestrator.api.guard import SMALL_BODY, BodyLimit, is_loopback, presented_key
-from orchestrator.api.routes import HEALTHY_AGE_S, Api, build_app
-from orchestrator.api.server import check_secret, open_listener, run_key, serve_http
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.status import StatusBoard
-from transport.clock import ManualClock
-from transport.secret import Purpose, derive
-from transport.settings import ApiSettings
+from orchestrator.observability.http import server
+from orchestrator.observability.http.guard import SMALL_BODY, BodyLimit, is_loopback, presented_key
+from orchestrator.observability.http.routes import HEALTHY_AGE_S, Api, build_app
+from orchestrator.observability.http.server import check_secret, open_listener, run_key, serve_http
+from orchestrator.observability.http.status import StatusBoard
+from transport.contracts.settings import ApiSettings
+from transport.process.clock import ManualClock
+from transport.process.secret import Purpose, derive
 
 SECRET = "hush-hush"
 KEY = f"Authorization: Bearer {SECRET}"

@@ -16,13 +16,13 @@ import torch
 
 from tests.fakes.consumer_process import ConsumerProcess
 from tests.fakes.redis_servers import ServerProcess, find_binary
+from transport.contracts.types import RowId
 from transport.errors import FencedError
-from transport.types import RowId
-from transport.units import StorageUnit
+from transport.rows.units import StorageUnit
 from workers.client import Client
 from workers.client.loader import Ragged
 from workers.errors import ClientError, ClientTimeoutError
-from workers.generation.weights import WeightPuller
+from workers.weights.pull import WeightPuller
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 100.0

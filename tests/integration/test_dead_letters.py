@@ -10,8 +10,8 @@ from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, GroupWrite
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.settings import BrokerSettings
-from transport.types import Column, GroupId, RunName
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import Column, GroupId, RunName
 
 REWARDS = keys.tasks("reward")
 RUN = "runs/tiny"

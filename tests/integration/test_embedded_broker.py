@@ -22,9 +22,9 @@ from transport.broker.connect import connect
 from transport.broker.embedded import REMOVED, EmbeddedServer
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import Column, RowId, RunName, group_id, row_id
 from transport.errors import BrokerRejectedError, BrokerUnavailableError, ForeignError, RunExistsError
-from transport.settings import BrokerSettings
-from transport.types import Column, RowId, RunName, group_id, row_id
 
 RUN = RunName("r")
 GROUP_SIZE = 8

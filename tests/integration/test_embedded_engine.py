@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
-from transport.clock import MonotonicClock
-from transport.types import FinishReason, GroupId, SamplingParams, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
+from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
-from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from workers.generation.embedded.slots import SlotDecoder
+from workers.generation.embedded.stop_tokens import stop_token_ids
 from workers.generation.engine import EngineFailure, GenerationRequest
-from workers.generation.slots import SlotDecoder
-from workers.generation.stop_tokens import stop_token_ids
-from workers.models import check_model_dir
-from workers.random_model import build_qwen3_tiny
+from workers.models.random_model import build_qwen3_tiny
+from workers.models.resolve import check_model_dir
 
 V1 = WeightIdentity(epoch=1, version=1)
 

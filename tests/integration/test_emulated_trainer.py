@@ -11,15 +11,22 @@ import pytest
 
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
 from transport.broker import keys
-from transport.clock import MonotonicClock
-from transport.ledger import read_ledger
-from transport.messages import CheckpointSaved, RoundDone, StepDone, TrainerReady, WeightManifest, manifest_decoder
-from transport.settings import EmulatedSettings
-from transport.types import WorkerId
+from transport.contracts.ledger import read_ledger
+from transport.contracts.messages import (
+    CheckpointSaved,
+    RoundDone,
+    StepDone,
+    TrainerReady,
+    WeightManifest,
+    manifest_decoder,
+)
+from transport.contracts.settings import EmulatedSettings
+from transport.contracts.types import WorkerId
+from transport.process.clock import MonotonicClock
 from workers.generation.slow_link import SlowLink
 from workers.trainer.emulated import EmulatedLearner
-from workers.trainer.publish import WeightPublisher
 from workers.trainer.worker import TrainerWorker
+from workers.weights.publish import WeightPublisher
 
 COSTS = EmulatedSettings(time_scale=0.5, round_s=1.0, train_token_s=0.1, optimizer_s=3.0)
 ROWS, TOKENS = 9, 34
@@ -120,8 +127,8 @@ async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_
 def test_workers_of_a_replay_import_no_torch():
     """Or they would take seconds to start."""
     modules = (
-        "workers.build, workers.generation.replay, workers.generation.slow_link, workers.generation.worker, "
-        "workers.trainer.emulated, workers.trainer.publish, workers.trainer.worker"
+        "workers.commands.build, workers.generation.emulated, workers.generation.slow_link, workers.generation.worker, "
+        "workers.trainer.emulated, workers.weights.publish, workers.trainer.worker"
     )
     code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=90, check=False).returncode == 0

@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import torch
 
-from orchestrator.runtime.process import see_off
+from orchestrator.launch.process import see_off
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
 from transport.broker import keys
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.clock import ManualClock, MonotonicClock
-from transport.messages import encode
-from transport.settings import BrokerSettings, EmulatedSettings
+from transport.contracts.messages import encode
+from transport.contracts.settings import BrokerSettings, EmulatedSettings
+from transport.contracts.types import RunName, WorkerId
+from transport.process.clock import ManualClock, MonotonicClock
 from transport.tensors.shm import SHARED_MEMORY
-from transport.types import RunName, WorkerId
-from workers.generation.publisher import PublishingWorker
 from workers.trainer.emulated import EmulatedLearner
-from workers.trainer.publish import WeightPublisher
 from workers.trainer.worker import TrainerWorker
+from workers.weights.publish import WeightPublisher
+from workers.weights.publisher import PublishingWorker
 
 NEVER_S = 1000.0
 """What is begun is not over when its process ends."""

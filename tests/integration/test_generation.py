@@ -11,8 +11,7 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.clock import MonotonicClock
-from transport.messages import (
+from transport.contracts.messages import (
     GroupPlan,
     LoadWeights,
     RolloutFinished,
@@ -22,14 +21,15 @@ from transport.messages import (
     encode,
     event_decoder,
 )
-from transport.rows import decode_array, encode_array
-from transport.settings import Settings
-from transport.types import Column, PromptId, RunName, WorkerId, group_id, row_id
-from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
-from workers.generation.weights import WeightPuller
+from transport.contracts.settings import Settings
+from transport.contracts.types import Column, PromptId, RunName, WorkerId, group_id, row_id
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import decode_array, encode_array
+from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from workers.generation.worker import GenerationWorker
-from workers.random_model import build_qwen3_tiny
-from workers.trainer.publish import WeightPublisher
+from workers.models.random_model import build_qwen3_tiny
+from workers.weights.publish import WeightPublisher
+from workers.weights.pull import WeightPuller
 
 ME = WorkerId("generate-0.1")
 GROUP_SIZE = 3

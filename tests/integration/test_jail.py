@@ -256,7 +256,7 @@ async def test_a_jail_in_which_the_reward_does_not_start_is_none_and_says_so() -
 
 async def test_an_evaluation_hides_itself_from_its_rewards() -> None:
     program = (
-        "import ctypes, workers.evaluate as evaluate\n"
+        "import ctypes, workers.commands.evaluate as evaluate\n"
         "evaluate.evaluate_run = lambda *_, **__: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE\n"
         "from workers.__main__ import app\n"
         "app(['evaluate', '--run-dir', 'x'])"

@@ -13,17 +13,17 @@ from urllib.parse import quote
 import msgspec
 import pytest
 
-from orchestrator.api.routes import Api, build_app
-from orchestrator.api.server import open_listener, serve_http
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.history import CELLS, Curves, LaneHistory
-from orchestrator.runtime.status import StatusBoard
+from orchestrator.observability.history import CELLS, Curves, LaneHistory
+from orchestrator.observability.http.routes import Api, build_app
+from orchestrator.observability.http.server import open_listener, serve_http
+from orchestrator.observability.http.status import StatusBoard
 from tests.fakes.browser import Browser, find_chromium
-from transport.clock import ManualClock, MonotonicClock
-from transport.messages import WorkerStatus
-from transport.settings import ApiSettings
-from transport.types import WorkerId, WorkerKind
+from transport.contracts.messages import WorkerStatus
+from transport.contracts.settings import ApiSettings
+from transport.contracts.types import WorkerId, WorkerKind
+from transport.process.clock import ManualClock, MonotonicClock
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

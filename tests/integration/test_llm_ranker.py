@@ -12,7 +12,7 @@ from ranker.evaluate import evaluate
 from ranker.lengths import split
 from ranker.llm import BATCH_TOKENS, LlmRanker, PromptVectors, batches
 from tests.fakes.length_logs import synthetic_lengths
-from workers.random_model import build_qwen3_tiny
+from workers.models.random_model import build_qwen3_tiny
 
 transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
 

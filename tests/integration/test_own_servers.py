@@ -15,15 +15,15 @@ import pytest
 
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.sglang_servers import fake_server, own_command
-from transport.clock import MonotonicClock
-from transport.types import GroupId, SamplingParams
+from transport.contracts.types import GroupId, SamplingParams
+from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError
 from workers.generation.engine import Completion, GenerationRequest, serving
-from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_http import SglangClient
-from workers.generation.sglang_server import ServerProcess, wait_healthy
-from workers.generation.sglang_upkeep import SglangSettings
-from workers.generation.vllm import VllmSettings
+from workers.generation.server.process import ServerProcess, wait_healthy
+from workers.generation.server.sglang import SglangEngine
+from workers.generation.server.sglang_http import SglangClient
+from workers.generation.server.upkeep import SglangSettings
+from workers.generation.server.vllm import VllmSettings
 
 STARTUP_S = 50.0
 PATHS = ("/model_info", "/server_info", "/generate", "/pause_generation", "/update_weights_from_tensor")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
+from orchestrator.cli.commands import app
 from orchestrator.errors import ConfigError, DataError, ExitCode, exit_code
 
 GPUS = ("--gpus", "8xH800")

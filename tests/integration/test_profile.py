@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.profiles import read_profile
+from orchestrator.planning.profiles import read_profile
 from tests.fakes.command_line import orchestrator
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from orchestrator.cli.rank import rank
 from orchestrator.errors import ConfigError, DataError, ExitCode, exit_code
-from orchestrator.rank_cli import rank
 from ranker.train import train
 from tests.fakes.length_logs import synthetic_lengths
 

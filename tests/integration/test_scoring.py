@@ -19,22 +19,22 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
-from transport.clock import ManualClock
-from transport.messages import GroupScored, RowsMissing, ScoringFailed, TrialRow, TrialRows, encode
-from transport.rows import BrokerRows, decode_array, decode_scalar
-from transport.settings import (
+from transport.contracts.messages import GroupScored, RowsMissing, ScoringFailed, TrialRow, TrialRows, encode
+from transport.contracts.settings import (
     Settings,
 )
-from transport.types import (
+from transport.contracts.types import (
     Column,
     RunName,
     WorkerId,
     group_id,
     row_id,
 )
+from transport.process.clock import ManualClock
+from transport.rows.columns import BrokerRows, decode_array, decode_scalar
 from workers.__main__ import exit_code
 from workers.errors import RewardSetupError
-from workers.models import prepare_model
+from workers.models.resolve import prepare_model
 from workers.scoring.worker import ScoringWorker
 
 ROOT = str(Path(__file__).parents[2])

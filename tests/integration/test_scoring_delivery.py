@@ -10,17 +10,17 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.unscored_group import GROUP, admit, generate, next_event
 from transport.broker import keys
 from transport.broker.base import Broker, RowWrite
-from transport.clock import ManualClock
-from transport.messages import ScoringFailed
-from transport.rows import BrokerRows, decode_scalar, encode_array
-from transport.types import (
+from transport.contracts.messages import ScoringFailed
+from transport.contracts.types import (
     Column,
     RunName,
     WorkerId,
     row_id,
 )
-from workers.lifecycle import BusyMeter
-from workers.scoring.consumer import Outcome, TaskConsumer, Unit
+from transport.process.clock import ManualClock
+from transport.rows.columns import BrokerRows, decode_scalar, encode_array
+from workers.leases.consumer import Outcome, TaskConsumer, Unit
+from workers.leases.lifecycle import BusyMeter
 
 
 @pytest.fixture

@@ -38,19 +38,19 @@ from tests.fakes.served_samples import (
     weights_of,
 )
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
-from transport.clock import MonotonicClock
+from transport.contracts.types import FinishReason, GroupId, SamplingParams
 from transport.errors import PeerUnavailableError
-from transport.types import FinishReason, GroupId, SamplingParams
+from transport.process.clock import MonotonicClock
 from workers.errors import WeightsMismatchError
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, serving
-from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
-from workers.generation.sglang_server import PACKAGES, free_port
-from workers.generation.sglang_upkeep import SglangSettings
-from workers.generation.sglang_weights import HeldWeights, OrderDesk, hold
-from workers.generation.vllm import CUTS_THE_TAIL, VllmEngine, VllmSettings
-from workers.generation.weights import WeightPuller
-from workers.trainer.publish import WeightPublisher
+from workers.generation.server.process import PACKAGES, free_port
+from workers.generation.server.sglang import SglangEngine
+from workers.generation.server.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
+from workers.generation.server.upkeep import SglangSettings
+from workers.generation.server.vllm import CUTS_THE_TAIL, VllmEngine, VllmSettings
+from workers.generation.server.weights import HeldWeights, OrderDesk, hold
+from workers.weights.publish import WeightPublisher
+from workers.weights.pull import WeightPuller
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -18,25 +18,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchestrator.api.generate import MAX_GENERATE_BYTES, Chat, ChatMessage
 from orchestrator.errors import DataError
-from orchestrator.runtime.journal import read_records
-from orchestrator.runtime.service_prompts import ServicePrompts
+from orchestrator.journal import read_records
+from orchestrator.serving.http import MAX_GENERATE_BYTES, Chat, ChatMessage
+from orchestrator.serving.prompts import ServicePrompts
 from tests.fakes.service_run import service_run, settings_of
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.clock import MonotonicClock
-from transport.messages import RolloutFinished, UpdateFailed, UpdateRequest, WeightManifest, WeightsPublished, encode
+from transport.contracts.messages import (
+    RolloutFinished,
+    UpdateFailed,
+    UpdateRequest,
+    WeightManifest,
+    WeightsPublished,
+    encode,
+)
+from transport.contracts.types import WeightIdentity
+from transport.process.clock import MonotonicClock
 from transport.tensors.address import Endpoint
 from transport.tensors.manifest import digest_tensors, layout_bytes
-from transport.types import WeightIdentity
 from workers.client import ServiceClient
 from workers.client.service import ACK_EVERY
 from workers.client.weights import WeightChannel
 from workers.errors import ClientError
-from workers.generation.publisher import MAX_REASON_CHARACTERS
-from workers.models import prepare_model
-from workers.trainer.publish import WeightPublisher
+from workers.models.resolve import prepare_model
+from workers.weights.publish import WeightPublisher
+from workers.weights.publisher import MAX_REASON_CHARACTERS
 
 DAY_S = 86_400.0
 

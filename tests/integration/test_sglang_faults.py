@@ -16,15 +16,15 @@ import torch
 from aiohttp import web
 
 from tests.fakes.sglang_servers import FakeServer, events, fake_server, loader_says, says
-from transport.clock import MonotonicClock
+from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.errors import PeerUnavailableError
-from transport.types import GroupId, SamplingParams, WeightIdentity
+from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
-from workers.generation import sglang, sglang_sender
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
-from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_order import LOADER
-from workers.generation.sglang_upkeep import SglangSettings
+from workers.generation.server import sender, sglang
+from workers.generation.server.order import LOADER
+from workers.generation.server.sglang import SglangEngine
+from workers.generation.server.upkeep import SglangSettings
 
 WEIGHTS = WeightIdentity(epoch=1, version=1)
 TENSORS = {"a": torch.ones(2)}
@@ -96,7 +96,9 @@ async def test_a_server_with_another_vocabulary_is_refused(model_dir: Path) -> N
 async def test_a_server_without_our_loader_is_refused_with_what_to_do(model_dir: Path) -> None:
     async with fake_server() as server:
         server.answers["/server_info"] = says({"version": "0.5.23", "max_total_num_tokens": 100})
-        with pytest.raises(ModelError, match=r"--custom-weight-loader workers\.generation\.sglang_loader\.load"):
+        with pytest.raises(
+            ModelError, match=r"--custom-weight-loader workers\.generation\.server\.sglang_loader\.load"
+        ):
             async with started(model_dir, server):
                 pass
 
@@ -212,7 +214,7 @@ async def test_a_server_that_keeps_answering_nonsense_is_lost_and_what_it_had_is
 async def test_what_waits_for_memory_lowers_what_fits_and_what_runs_raises_it_again(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_sender, "STUCK_S", 0.1)
+    monkeypatch.setattr(sender, "STUCK_S", 0.1)
     monkeypatch.setattr(sglang, "POLL_S", 0.05)
     async with fake_server() as server, started(model_dir, server) as engine:
         release = asyncio.Event()

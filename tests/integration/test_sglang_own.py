@@ -28,14 +28,14 @@ from tests.fakes.served_samples import (
 )
 from tests.fakes.sglang_servers import command, needs_sglang
 from tests.fakes.tiny_models import tiny_model
-from transport.clock import MonotonicClock
-from transport.types import FinishReason
-from workers.generation.embedded import EmbeddedEngine, EmbeddedSettings
+from transport.contracts.types import FinishReason
+from transport.process.clock import MonotonicClock
+from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import EngineFailure, GenerationRequest, serving
-from workers.generation.sglang import SglangEngine
-from workers.generation.sglang_upkeep import SglangSettings
-from workers.models import model_cache, prepare_model
-from workers.random_model import build_qwen3_tiny
+from workers.generation.server.sglang import SglangEngine
+from workers.generation.server.upkeep import SglangSettings
+from workers.models.random_model import build_qwen3_tiny
+from workers.models.resolve import model_cache, prepare_model
 
 pytestmark = [pytest.mark.sglang, needs_sglang, pytest.mark.timeout(600)]
 

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.trl_reference import pad_groups
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
-from transport.settings import TrainerSettings
+from transport.contracts.settings import TrainerSettings
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
-from workers.random_model import build_qwen3_tiny
-from workers.trainer import attention
-from workers.trainer.load import check_packing, load_module
-from workers.trainer.model import PolicyModel
-from workers.trainer.packing import PromptGroup, pack
-from workers.trainer.step import TrainStep, global_norm
+from workers.models.random_model import build_qwen3_tiny
+from workers.trainer.policy import attention
+from workers.trainer.policy.load import check_packing, load_module
+from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.packing import PromptGroup, pack
+from workers.trainer.policy.step import TrainStep, global_norm
 
 CPU = torch.device("cpu")
 

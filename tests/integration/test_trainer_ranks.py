@@ -21,10 +21,10 @@ from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
-from transport.messages import StepDone, TrainerReady, encode
-from transport.settings import BrokerSettings
-from transport.types import RunName
-from workers.models import prepare_model
+from transport.contracts.messages import StepDone, TrainerReady, encode
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import RunName
+from workers.models.resolve import prepare_model
 
 BATCHES = 3
 

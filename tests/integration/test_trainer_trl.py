@@ -14,10 +14,10 @@ from benchmarks.trl_reference import VERSION, TrlReference, pad_groups
 from tests.fakes.training import make_groups
 from workers.algorithms.advantage import group_advantages
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, normaliser
-from workers.models import prepare_model
-from workers.trainer.load import load_module
-from workers.trainer.model import PolicyModel
-from workers.trainer.packing import pack
+from workers.models.resolve import prepare_model
+from workers.trainer.policy.load import load_module
+from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.packing import pack
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'streamrl[bench]'")
 pytestmark = [

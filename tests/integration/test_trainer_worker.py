@@ -21,9 +21,8 @@ from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.errors import FencedError
-from transport.ledger import read_ledger
-from transport.messages import (
+from transport.contracts.ledger import read_ledger
+from transport.contracts.messages import (
     CheckpointSaved,
     RoundDone,
     RowsMissing,
@@ -31,10 +30,11 @@ from transport.messages import (
     TrainerReady,
     manifest_decoder,
 )
-from transport.settings import DataSettings, ModelSettings, PipelineSettings
-from transport.types import RunName
+from transport.contracts.settings import DataSettings, ModelSettings, PipelineSettings
+from transport.contracts.types import RunName
+from transport.errors import FencedError
 from workers.errors import CheckpointError, ResumeMismatchError, RoundsError
-from workers.models import prepare_model
+from workers.models.resolve import prepare_model
 from workers.trainer import checkpoint as checkpoint_module
 
 

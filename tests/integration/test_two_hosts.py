@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from transport.messages import encode
-from transport.secret import SHARED_SECRET
+from transport.contracts.messages import encode
+from transport.process.secret import SHARED_SECRET
 from transport.tensors.address import Endpoint
-from workers.trainer.publish import WeightPublisher
+from workers.weights.publish import WeightPublisher
 
 ROOT = Path(__file__).parents[2]
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 PULL = """
 import os, sys
-from transport.messages import manifest_decoder
-from transport.secret import SHARED_SECRET, read_secret
+from transport.contracts.messages import manifest_decoder
+from transport.process.secret import SHARED_SECRET, read_secret
 from transport.errors import StreamError
-from workers.generation.weights import WeightPuller
+from workers.weights.pull import WeightPuller
 manifest = manifest_decoder.decode(open(sys.argv[1], "rb").read())
 puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode(), deadline_s=10)
 try:

@@ -13,15 +13,22 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.clock import MonotonicClock
+from transport.contracts.messages import (
+    TensorSpec,
+    WeightManifest,
+    WeightsFailed,
+    WeightsLoaded,
+    encode,
+    manifest_decoder,
+)
+from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.messages import TensorSpec, WeightManifest, WeightsFailed, WeightsLoaded, encode, manifest_decoder
+from transport.process.clock import MonotonicClock
 from transport.tensors.address import Endpoint
 from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
-from transport.types import RunName, WeightIdentity, WorkerId
-from workers.generation.updates import WeightUpdates, newest_manifest
-from workers.generation.weights import WeightPuller
-from workers.trainer.publish import CHUNK_ELEMENTS, WeightPublisher
+from workers.weights.publish import CHUNK_ELEMENTS, WeightPublisher
+from workers.weights.pull import WeightPuller
+from workers.weights.updates import WeightUpdates, newest_manifest
 
 RIGHT = b"the right secret"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.local_fleet import LocalFleet
-from orchestrator.runtime.provision import prepare_model
+from orchestrator.launch.fleet import LocalFleet
+from orchestrator.launch.processes import prepare_model
 from ranker.lengths import PromptLengths
 from ranker.refit import refit_in_process
-from transport.programs import python_module
-from transport.settings import ScoringSettings, Settings
-from transport.types import WorkerKind
+from transport.contracts.settings import ScoringSettings, Settings
+from transport.contracts.types import WorkerKind
+from transport.process.programs import python_module
 from workers.errors import RewardSetupError
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import RewardSpec, reward_spec
@@ -101,4 +101,4 @@ def test_programs_of_ours_are_started_in_one_way_only():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
-    assert starts == ["transport/programs.py"]
+    assert starts == ["transport/process/programs.py"]

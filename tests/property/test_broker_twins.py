@@ -17,8 +17,8 @@ from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, Fence, GroupWrite, RowWrite
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
+from transport.contracts.types import Column, GroupId, RunName, TaskSpec, group_id, row_id
 from transport.errors import FencedError
-from transport.types import Column, GroupId, RunName, TaskSpec, group_id, row_id
 
 TASKS = (
     TaskSpec(name="reward", unit="sample", reads=frozenset({Column.RESPONSE_IDS})),

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.cost_model import DecodeCost
-from orchestrator.core.dispatch.policies import PLANNERS, plan_dispatch
-from orchestrator.core.dispatch.pricing import price
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.costs.forecast import bound_s, finish_times, training_end_s
+from orchestrator.core.dispatch.policies.pricing import price
+from orchestrator.core.dispatch.policies.registry import PLANNERS, plan_dispatch
+from orchestrator.core.dispatch.policies.scored import Scorer
+from orchestrator.core.dispatch.policies.slicing import slicing
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem, repaired
-from orchestrator.core.dispatch.scored import Scorer
-from orchestrator.core.dispatch.slicing import slicing
-from orchestrator.core.forecast import bound_s, finish_times, training_end_s
-from transport.types import GroupId, WorkerId
+from transport.contracts.types import GroupId, WorkerId
 
 COSTS = st.builds(
     DecodeCost,

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.obeyed_pipeline import HELD_OUT, groups_of
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import (
+from transport.contracts.messages import (
     BrokerUsage,
     CheckpointRequested,
     PauseRequested,
@@ -30,7 +30,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import UpdateMode, parse_row_id
+from transport.contracts.types import UpdateMode, parse_row_id
 
 
 def core_settings() -> st.SearchStrategy[CoreSettings]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.sim.decoding import HEADROOM_TOKENS, Decoding, Sample, SampleTooLongError
-from transport.messages import GroupPlan
-from transport.types import GroupId, PromptId, WeightIdentity
+from transport.contracts.messages import GroupPlan
+from transport.contracts.types import GroupId, PromptId, WeightIdentity
 
 ROOMY = DecodeCost(fixed_s=0.004, weights_s=0.006, gemm_sample_s=0.0007, sample_s=3e-5, kv_token_s=2e-6)
 TIGHT = DecodeCost(

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from orchestrator.core.cost_model import DecodeCost, TrainCost
-from orchestrator.core.scaling import ScalingSettings
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.fleet.autoscale import ScalingSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
-from transport.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost
-from transport.types import PromptId, RowId, UpdateMode, WorkerKind
+from transport.contracts.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost
+from transport.contracts.types import PromptId, RowId, UpdateMode, WorkerKind
 
 GROUPS, SAMPLES = 32, 2
 NO_FAULTS = FaultModel()

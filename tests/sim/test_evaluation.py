@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
-from transport.messages import EvaluationOutcome, GroupScored, RolloutFinished
-from transport.types import UpdateMode, is_evaluation
+from transport.contracts.messages import EvaluationOutcome, GroupScored, RolloutFinished
+from transport.contracts.types import UpdateMode, is_evaluation
 
 CORE = CoreSettings(num_batches=8, groups_per_batch=16, group_size=4, max_staleness=1)
 BALANCED = CostModel(train=TrainCost(round_s=0.05, token_s=0.0006, optimizer_s=0.5))

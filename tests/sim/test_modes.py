@@ -11,16 +11,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.settings import CoreSettings
-from orchestrator.runtime.journal import Journal, JournalError
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.journal import Journal, JournalError
 from orchestrator.sim.engine import Scenario, SimulationLog, SimulationStalledError
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.replay import digest, replay
 from orchestrator.sim.simulate import simulate
-from transport.messages import AbortRollouts, CloseMiniBatch, RowsMissing, SlotOutcome, TrainerReady, WorkerLost
-from transport.types import UpdateMode
+from transport.contracts.messages import (
+    AbortRollouts,
+    CloseMiniBatch,
+    RowsMissing,
+    SlotOutcome,
+    TrainerReady,
+    WorkerLost,
+)
+from transport.contracts.types import UpdateMode
 
 CORE = CoreSettings(num_batches=6, groups_per_batch=16, group_size=4, max_staleness=1)
 BALANCED = CostModel(train=TrainCost(round_s=0.05, token_s=0.0006, optimizer_s=0.5))

@@ -15,8 +15,8 @@ from benchmarks.papers.pictures import Bar, Effect, draw_bars, draw_scaling, dra
 from benchmarks.papers.rows import Cell, Row, rows
 from benchmarks.papers.settings import split
 from benchmarks.papers.trials import SHARES, Trial, moves, run_trials
-from orchestrator.core.hardware import ASSUMED, Assumptions
-from orchestrator.core.llms import QWEN_7B, QWEN_72B
+from orchestrator.core.costs.hardware import ASSUMED, Assumptions
+from orchestrator.core.costs.llms import QWEN_7B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.papers.rules import ScalingAsPrinted, single_datacenter
-from orchestrator.core.analytic import DoesNotFitError, decode_cost, most_ranks, train_cost
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.hardware import H800
-from orchestrator.core.llms import QWEN_7B
-from orchestrator.core.scaling import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.costs.analytic import DoesNotFitError, decode_cost, most_ranks, train_cost
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.costs.hardware import H800
+from orchestrator.core.costs.llms import QWEN_7B
+from orchestrator.core.fleet.autoscale import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
 from orchestrator.sim.lengths import long_tailed
 
 NODE, GPUS = 8, 32

@@ -7,16 +7,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from orchestrator.core.cost_model import DecodeCost, TrainCost
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
-from transport.messages import ComputePlan, PlanComputed
-from transport.types import UpdateMode, WorkerId
+from transport.contracts.messages import ComputePlan, PlanComputed
+from transport.contracts.types import UpdateMode, WorkerId
 
 DECODE = DecodeCost(fixed_s=0.01, sample_s=0.0002)
 CORE = CoreSettings(

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.core.cost_model import DecodeCost, TrainCost
-from orchestrator.core.llms import from_config
-from orchestrator.core.settings import CoreSettings
+from orchestrator.cli.commands import app
+from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.llms import from_config
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
-from orchestrator.profiles import Errors, Profile
+from orchestrator.planning.profiles import Errors, Profile
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.simulate import simulate
-from transport.settings import DecodeCostSettings
+from transport.contracts.settings import DecodeCostSettings
 
 PROFILE = Profile(
     model="random:qwen3-tiny",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.cost_model import TrainCost
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.sim.engine import Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
-from transport.messages import CloseMiniBatch, GroupScored, SlotOutcome
-from transport.types import UpdateMode
+from transport.contracts.messages import CloseMiniBatch, GroupScored, SlotOutcome
+from transport.contracts.types import UpdateMode
 
 CORE = CoreSettings(num_batches=8, groups_per_batch=24, group_size=2, max_staleness=2, update=UpdateMode.IN_FLIGHT)
 SKEWED = LengthModel(median_tokens=100, prompt_sigma=1.1, max_tokens=2000)

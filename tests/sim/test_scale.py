@@ -7,15 +7,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from orchestrator.core.analytic import DoesNotFitError
-from orchestrator.core.hardware import ASSUMED
-from orchestrator.core.llms import QWEN_7B
+from orchestrator.core.costs.analytic import DoesNotFitError
+from orchestrator.core.costs.hardware import ASSUMED
+from orchestrator.core.costs.llms import QWEN_7B
 from orchestrator.sim.bounds import best_bound, bound
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from orchestrator.sim.simulate import simulate
-from transport.messages import TrainRound
+from transport.contracts.messages import TrainRound
 
 BATCHES = 5
 WORKLOAD = Workload(lengths=long_tailed(256 * BATCHES, seed=1, recall=0.87), batch=256)

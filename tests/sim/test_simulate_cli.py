@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.core.allocation import Pool, Split
-from orchestrator.core.hardware import GPUS
-from orchestrator.core.llms import QWEN_7B
-from orchestrator.core.settings import chosen_dispatch, core_settings, default_dispatch
+from orchestrator.cli.commands import app
+from orchestrator.core.costs.hardware import GPUS
+from orchestrator.core.costs.llms import QWEN_7B
+from orchestrator.core.model.settings import chosen_dispatch, core_settings, default_dispatch
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.sim.allocating import Job
+from orchestrator.planning.allocation import Pool, Split
+from orchestrator.planning.split_search import Job
 from orchestrator.sim.scenarios import PIPELINES
-from transport.settings import GenerationSettings, PipelineSettings, RankerSettings, Settings
-from transport.types import UpdateMode
+from transport.contracts.settings import GenerationSettings, PipelineSettings, RankerSettings, Settings
+from transport.contracts.types import UpdateMode
 
 SMALL = ["simulate", "--model", "Qwen2.5-7B", "--generate", "4xH800", "--train", "4xH800", "--batch", "32"]
 SMALL += ["--iterations", "6", "--ranks", "1", "--recall", "1"]

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.allocation import (
+from orchestrator.core.costs.analytic import DoesNotFitError, check_training_fits, decode_cost
+from orchestrator.core.costs.hardware import H20, H800
+from orchestrator.core.costs.llms import LLMS, QWEN_7B, QWEN_72B
+from orchestrator.planning.allocation import (
     Outcome,
     Pool,
     Split,
@@ -20,9 +23,6 @@ from orchestrator.core.allocation import (
     sizes,
     splits,
 )
-from orchestrator.core.analytic import DoesNotFitError, check_training_fits, decode_cost
-from orchestrator.core.hardware import H20, H800
-from orchestrator.core.llms import LLMS, QWEN_7B, QWEN_72B
 
 CONTEXT = 21_000
 

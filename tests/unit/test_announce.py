@@ -7,8 +7,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Ack, Entry, Fence
-from transport.errors import FencedError
-from transport.messages import (
+from transport.contracts.messages import (
     CheckpointSaved,
     Event,
     RoundDone,
@@ -19,7 +18,8 @@ from transport.messages import (
     event_decoder,
     manifest_decoder,
 )
-from transport.types import RunName, WeightIdentity, WorkerId
+from transport.contracts.types import RunName, WeightIdentity, WorkerId
+from transport.errors import FencedError
 from workers.leases.announce import ROLE, STEPS, Announcer, StepAnnouncer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.audit import (
+from orchestrator.observability.audit import (
     CheckpointRecord,
     RoundsLog,
     audit,
@@ -13,8 +13,8 @@ from orchestrator.audit import (
     closed_batches,
     up_to,
 )
-from transport.messages import CloseMiniBatch, GroupRows, StepDone, TrainerCommand, TrainRound
-from transport.types import GroupId, RowId, WeightIdentity, evaluation_id
+from transport.contracts.messages import CloseMiniBatch, GroupRows, StepDone, TrainerCommand, TrainRound
+from transport.contracts.types import GroupId, RowId, WeightIdentity, evaluation_id
 
 GROUP_SIZE = 2
 

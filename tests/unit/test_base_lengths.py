@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.runtime.base_lengths import base_lengths
-from orchestrator.runtime.inputs import check_inputs
-from orchestrator.runtime.ranking import open_ranker
+from orchestrator.launch.input_files import check_inputs
+from orchestrator.lengths.base_lengths import base_lengths
+from orchestrator.lengths.ranking import open_ranker
 from ranker.errors import LengthLogError
-from transport.settings import DataSettings, EvalSettings, RankerSettings, RunSettings, SamplingSettings, Settings
+from transport.contracts.settings import (
+    DataSettings,
+    EvalSettings,
+    RankerSettings,
+    RunSettings,
+    SamplingSettings,
+    Settings,
+)
 
 QUESTIONS = ("Add 2 and 3.", "Prove Fermat's last theorem.", "Say yes.", "Say yes.")
 IDS = [f"prompts.jsonl/{line}" for line in range(1, 5)]

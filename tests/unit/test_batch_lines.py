@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime import metrics
-from orchestrator.runtime.metrics import BatchLines, read_metrics
+from orchestrator.observability import metrics
+from orchestrator.observability.metrics import BatchLines, read_metrics
 
 
 def line(batch: int, **more: object) -> str:

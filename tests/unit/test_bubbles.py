@@ -6,8 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.report.bubbles import Cause, Usage, bubbles_by_batch, total, usage_by_window, usage_within
-from orchestrator.report.spans import SCORING, TRAINER, Presence, Span, SpanKind, Timeline, Trained, in_lanes
+from orchestrator.observability.report.bubbles import (
+    Cause,
+    Usage,
+    bubbles_by_batch,
+    total,
+    usage_by_window,
+    usage_within,
+)
+from orchestrator.observability.report.spans import (
+    SCORING,
+    TRAINER,
+    Presence,
+    Span,
+    SpanKind,
+    Timeline,
+    Trained,
+    in_lanes,
+)
 
 A, B = "generate-0.1", "generate-1.1"
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.clock import ManualClock
-from transport.rows import BrokerRows
-from transport.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id
+from transport.contracts.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id
+from transport.process.clock import ManualClock
+from transport.rows.columns import BrokerRows
 from workers.client.consumer import TaskLeases, balance
 from workers.client.loader import Ragged, to_field
 from workers.client.tasks import TaskOptions

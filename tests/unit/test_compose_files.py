@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.exposition import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
-from orchestrator.config import resolve
+from orchestrator.config.load import resolve
+from orchestrator.observability.http.exposition import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
 from transport.broker.embedded import REMOVED
 
 ROOT = Path(__file__).parents[2]

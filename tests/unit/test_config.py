@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator import toml_source
-from orchestrator.config import (
+from orchestrator.config import toml_source
+from orchestrator.config.checks import COMBINATIONS
+from orchestrator.config.load import (
     FIELDS,
     PASSWORD_VARIABLE,
     RENAMED,
@@ -24,10 +25,9 @@ from orchestrator.config import (
     render,
     resolve,
 )
-from orchestrator.config_checks import COMBINATIONS
+from orchestrator.config.toml_source import FIELD_WORDS, key_lines, read_document, to_toml
 from orchestrator.errors import ConfigError
-from orchestrator.toml_source import FIELD_WORDS, key_lines, read_document, to_toml
-from transport.settings import Settings
+from transport.contracts.settings import Settings
 
 
 def with_set(*overrides: str, preset: str | None = None) -> Resolved:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.live import PlainView
-from orchestrator.runtime.rundir import RunDir
-from orchestrator.runtime.teller import RunConsole
+from orchestrator.config.run_directory import RunDir
+from orchestrator.launch.console import RunConsole
+from orchestrator.observability.live import PlainView
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.broker.entries import buried
-from transport.clock import ManualClock
-from transport.settings import Settings
-from transport.types import RunName
+from transport.contracts.settings import Settings
+from transport.contracts.types import RunName
+from transport.process.clock import ManualClock
 
 
 async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,20 +10,19 @@ import pytest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from orchestrator.api.answers import name_error
-from orchestrator.api.control import Control
-from orchestrator.core.settings import CHANGEABLE, CoreSettings, changeable, core_settings
+from orchestrator.core.model.settings import CHANGEABLE, CoreSettings, changeable, core_settings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.control import REQUESTS, append_event, change
-from orchestrator.runtime.watchdog import Watchdog
+from orchestrator.loop.control import REQUESTS, append_event, change
+from orchestrator.loop.watchdog import Watchdog
+from orchestrator.observability.http.answers import name_error
+from orchestrator.observability.http.control import Control
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.broker import keys
 from transport.broker.base import ZERO_ID
-from transport.clock import ManualClock
-from transport.messages import (
+from transport.contracts.messages import (
     BrokerUsage,
     CheckpointRequested,
     PauseRequested,
@@ -33,8 +32,9 @@ from transport.messages import (
     StopRequested,
     event_decoder,
 )
-from transport.settings import LivenessSettings, PipelineSettings, RunSettings, Settings
-from transport.types import RunName, UpdateMode
+from transport.contracts.settings import LivenessSettings, PipelineSettings, RunSettings, Settings
+from transport.contracts.types import RunName, UpdateMode
+from transport.process.clock import ManualClock
 
 
 def running_world(**changes: Any) -> PipelineWorld:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import WorkerReported
-from transport.types import WorkerId
+from transport.contracts.messages import WorkerReported
+from transport.contracts.types import WorkerId
 
 W0 = WorkerId("generate-0.1")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from tests.fakes.obeyed_pipeline import HELD_OUT
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import (
+from transport.contracts.messages import (
     EVALUATION,
     AbortRollouts,
     DispatchGroups,
@@ -27,7 +27,7 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.types import (
+from transport.contracts.types import (
     FinishReason,
     GroupId,
     PromptId,

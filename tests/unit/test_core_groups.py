@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.core.deaths import STABLE_S
-from orchestrator.core.settings import CoreSettings, core_settings
+from orchestrator.core.model.deaths import STABLE_S
+from orchestrator.core.model.settings import CoreSettings, core_settings
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
     Command,
@@ -21,8 +21,8 @@ from transport.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.settings import Settings
-from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId
+from transport.contracts.settings import Settings
+from transport.contracts.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId
 
 
 def core(**changes) -> CoreSettings:

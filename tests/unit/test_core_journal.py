@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.runtime.journal import (
+from orchestrator.journal import (
     Journal,
     JournalError,
     JournalHeldError,
@@ -19,8 +19,8 @@ from orchestrator.runtime.journal import (
     recover,
     sole_writer,
 )
+from transport.contracts.messages import BrokerUsage, JournalRecord
 from transport.errors import DirectoryError, FencedError
-from transport.messages import BrokerUsage, JournalRecord
 
 
 def record(seq: int) -> JournalRecord:

@@ -6,10 +6,18 @@ import msgspec
 import pytest
 
 from orchestrator.core.dispatch.compute import compute_plan
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import ComputePlan, DispatchGroups, PlanComputed, PlanShare, RankerJudged, Tick, WorkerLost
-from transport.types import GroupId, WorkerId
+from transport.contracts.messages import (
+    ComputePlan,
+    DispatchGroups,
+    PlanComputed,
+    PlanShare,
+    RankerJudged,
+    Tick,
+    WorkerLost,
+)
+from transport.contracts.types import GroupId, WorkerId
 
 CORE = CoreSettings(
     num_batches=2, groups_per_batch=4, group_size=2, max_staleness=0, dispatch="slicing", plan_wait_s=5.0

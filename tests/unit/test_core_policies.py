@@ -8,11 +8,11 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.batching import Phase, pack_round, part_of_slot, plan_phases
 from orchestrator.core.dispatch import least_loaded, plan_priority, with_room
-from orchestrator.core.lpt import longest_first
-from orchestrator.core.staleness import Lineage, is_too_old, may_admit, may_dispatch
-from transport.types import WeightIdentity, WorkerId
+from orchestrator.core.model.batching import Phase, pack_round, part_of_slot, plan_phases
+from orchestrator.core.model.lpt import longest_first
+from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
+from transport.contracts.types import WeightIdentity, WorkerId
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
     Command,
@@ -29,7 +29,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import (
+from transport.contracts.types import (
     FinishReason,
     GroupId,
     PromptId,

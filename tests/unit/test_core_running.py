@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from orchestrator.core.pipeline import Pipeline
-from orchestrator.core.running import MAX_SHOWN
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.pipeline import Pipeline
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.observe.in_flight import MAX_SHOWN
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import Tick
-from transport.types import GroupId, WorkerId
+from transport.contracts.messages import Tick
+from transport.contracts.types import GroupId, WorkerId
 
 W0 = WorkerId("generate-0.1")
 TIMEOUT_S = 100.0

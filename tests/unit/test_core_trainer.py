@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.core.settings import CoreSettings, core_settings
+from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.state import PipelineState
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     BrokerUsage,
     CloseMiniBatch,
@@ -25,8 +25,8 @@ from transport.messages import (
     TrimRounds,
     WorkerJoined,
 )
-from transport.settings import AlgorithmSettings, PipelineSettings, Settings, TrainerSettings
-from transport.types import GroupId, WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.settings import AlgorithmSettings, PipelineSettings, Settings, TrainerSettings
+from transport.contracts.types import GroupId, WeightIdentity, WorkerId, WorkerKind
 
 W0 = WorkerId("generate-0.1")
 

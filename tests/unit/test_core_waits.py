@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from orchestrator.core.fleet import MAX_LOAD_ATTEMPTS
-from orchestrator.core.pipeline import Wait
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.pipeline import Wait
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import BrokerUsage, StopRequested, Tick, WorkerJoined, WorkerLost
-from transport.types import GroupId, UpdateMode, WorkerId, WorkerKind
+from transport.contracts.messages import BrokerUsage, StopRequested, Tick, WorkerJoined, WorkerLost
+from transport.contracts.types import GroupId, UpdateMode, WorkerId, WorkerKind
 
 W0, TRAINER, SCORER = WorkerId("generate-0.1"), WorkerId("train-0.1"), WorkerId("score-0.1")
 

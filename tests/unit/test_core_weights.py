@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.fleet import MAX_LOAD_ATTEMPTS
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
-from transport.types import UpdateMode, WeightIdentity, WorkerId
+from transport.contracts.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
+from transport.contracts.types import UpdateMode, WeightIdentity, WorkerId
 
 W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
 

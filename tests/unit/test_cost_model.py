@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.analytic import (
+from orchestrator.core.costs.analytic import (
     DoesNotFitError,
     decode_cost,
     most_ranks,
@@ -16,9 +16,9 @@ from orchestrator.core.analytic import (
     train_cost,
     transfer_cost,
 )
-from orchestrator.core.cost_model import DecodeCost, TransferCost
-from orchestrator.core.hardware import A100, GPUS, H20, H800
-from orchestrator.core.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
+from orchestrator.core.costs.cost_model import DecodeCost, TransferCost
+from orchestrator.core.costs.hardware import A100, GPUS, H20, H800
+from orchestrator.core.costs.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
 
 costs = st.builds(
     DecodeCost,

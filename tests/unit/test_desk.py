@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.runtime.desk import Desk
-from orchestrator.runtime.intake import Arrival, Inbox, new_inbox
-from orchestrator.runtime.problems import Problem
-from orchestrator.runtime.prompts import PromptEncoder, ShuffledSource
+from orchestrator.loop.intake import Arrival, Inbox, new_inbox
+from orchestrator.loop.prompt_server import Desk
+from orchestrator.prompts.dataset import Problem
+from orchestrator.prompts.source import PromptEncoder, ShuffledSource
 from ranker.protocol import ConstantPredictor, LengthEstimate
-from transport.messages import HeldOutPromptsArrived, PromptsArrived, SlotOutcome
-from transport.settings import DataSettings
-from transport.types import GroupId, PromptId
-from workers.random_model import character_tokenizer
+from transport.contracts.messages import HeldOutPromptsArrived, PromptsArrived, SlotOutcome
+from transport.contracts.settings import DataSettings
+from transport.contracts.types import GroupId, PromptId
+from workers.models.random_model import character_tokenizer
 
 
 def source(*questions: str) -> ShuffledSource:

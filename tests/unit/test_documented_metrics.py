@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.report.bubbles import Cause
-from orchestrator.runtime.metrics import MetricsLog, ranker_numbers
+from orchestrator.observability.metrics import MetricsLog, ranker_numbers
+from orchestrator.observability.report.bubbles import Cause
 from tests.unit.test_metrics import ended, outcome, scored, step, training
-from transport.messages import RankerJudged
+from transport.contracts.messages import RankerJudged
 from workers.algorithms.loss import LossMetrics
 from workers.trainer.worker import BatchTally
 

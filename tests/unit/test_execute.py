@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from orchestrator.core.outbox import CommandId
-from orchestrator.runtime.execute import ENTRIES_PER_STEP, Executor, in_steps
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.loop.execute import ENTRIES_PER_STEP, Executor, in_steps
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, Fence, GroupWrite
-from transport.messages import Command, DispatchGroups, DropRows, GroupPlan
-from transport.types import Column, GroupId, PromptId, RunName, WorkerId
+from transport.contracts.messages import Command, DispatchGroups, DropRows, GroupPlan
+from transport.contracts.types import Column, GroupId, PromptId, RunName, WorkerId
 
 WORKER = WorkerId("generate-0.1")
 

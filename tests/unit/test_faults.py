@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from transport import faults
+from transport.process import faults
 
 PROGRAM = """
 import sys
-from transport import faults
+from transport.process import faults
 faults.arm(sys.argv[1])
 for number in range(3):
     faults.point("score.claimed")

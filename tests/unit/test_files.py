@@ -15,14 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.config import resolve
-from orchestrator.runtime.journal import Journal, recover
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.config.load import resolve
+from orchestrator.config.run_directory import RunDir
+from orchestrator.journal import Journal, recover
 from ranker.errors import RankerFileError
 from ranker.history import StoredHistory
 from ranker.store import StoredRanker, read, write
 from transport.errors import DirectoryError
-from transport.files import REMAINS_S, remove_remains, replace, replacing, writing
+from transport.process.files import REMAINS_S, remove_remains, replace, replacing, writing
 
 OLD, NEW = b"old" * 1000, b"new" * 100_000
 
@@ -30,7 +30,7 @@ HISTORY = StoredHistory(bias=0.0, bias_variance=1.0, drift=0.1, noise=1.0, prior
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from transport.files import replace
+from transport.process.files import replace
 
 step, number = sys.argv[2], int(sys.argv[3])
 real, calls = getattr(os, step), []

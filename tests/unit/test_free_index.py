@@ -6,8 +6,8 @@ import asyncio
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
-from transport.types import RunName, WorkerId, WorkerKind
-from workers.lifecycle import free_index
+from transport.contracts.types import RunName, WorkerId, WorkerKind
+from workers.leases.lifecycle import free_index
 
 
 async def test_each_who_asks_gets_another_number_and_none_that_is_in_use():

@@ -7,16 +7,16 @@ import pytest
 from tests.fakes.generation_world import ME, V1, V2, World, running
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.errors import ChecksumError, PeerUnavailableError
-from transport.messages import (
+from transport.contracts.messages import (
     LoadWeights,
     RolloutFinished,
     WeightsFailed,
     WeightsLoaded,
     WorkerReported,
 )
+from transport.errors import ChecksumError, PeerUnavailableError
 from workers.errors import WeightsMismatchError
-from workers.generation import updates as updates_module
+from workers.weights import updates as updates_module
 
 
 async def test_weights_are_pulled_loaded_and_told():

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.generation_world import ME, PROMPT, V1, World, running
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Entry
-from transport.messages import (
+from transport.contracts.messages import (
     AbortRollouts,
     LoadWeights,
     RolloutFinished,
@@ -15,14 +15,14 @@ from transport.messages import (
     WorkerReported,
     rollout_info_decoder,
 )
-from transport.rows import decode_array
-from transport.types import (
+from transport.contracts.types import (
     Column,
     FinishReason,
     RowId,
     evaluation_id,
     group_id,
 )
+from transport.rows.columns import decode_array
 from workers.errors import EngineCrashedError
 from workers.generation.worker import ForcedLengths, group_seed
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.config import SECTIONS
-from orchestrator.core.batches import Stage
+from orchestrator.config.load import SECTIONS
+from orchestrator.core.model.batches import Stage
 from transport.broker import keys
-from transport.types import Column, WorkerId
+from transport.contracts.types import Column, WorkerId
 
 NAMED = set(re.findall(r"`([^`]+)`", (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")))
 

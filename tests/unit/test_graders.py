@@ -14,8 +14,8 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from transport import gym_tasks
-from transport.gym_tasks import OURS, READ, REFUSED, refusal, source_digest
+from transport.contracts import gym_tasks
+from transport.contracts.gym_tasks import OURS, READ, REFUSED, refusal, source_digest
 from workers.errors import RewardSetupError
 from workers.scoring.graders import OUR_GRADERS
 from workers.scoring.rewards import RewardSpec, Scorer, build_reward

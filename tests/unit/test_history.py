@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.runtime.history import CELLS, MAX_LANES, MAX_POINTS, Curves, LaneHistory
-from transport.messages import WorkerStatus
-from transport.types import WorkerId, WorkerKind
+from orchestrator.observability.history import CELLS, MAX_LANES, MAX_POINTS, Curves, LaneHistory
+from transport.contracts.messages import WorkerStatus
+from transport.contracts.types import WorkerId, WorkerKind
 
 
 def status(worker: str, doing: str, *, elapsed_s: float = 0.0, busy_s: float = 0.0) -> dict[WorkerId, WorkerStatus]:

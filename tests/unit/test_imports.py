@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 OURS = ("orchestrator", "workers", "transport", "ranker")
 
 MAY_IMPORT = {
-    "orchestrator/core": ("orchestrator.core", "transport.types", "transport.messages", "transport.settings"),
+    "orchestrator/core": (
+        "orchestrator.core",
+        "transport.contracts.types",
+        "transport.contracts.messages",
+        "transport.contracts.settings",
+    ),
     "orchestrator": ("orchestrator", "transport", "ranker"),
     "workers": ("workers", "transport"),
     "transport": ("transport",),
@@ -55,9 +60,9 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
-    "workers/chat_template.py",  # foreign code: whatever it raises, it has ended
-    "workers/generation/publisher.py",  # the guard of one delivery: what it asks for is written by others
-    "workers/generation/sglang_loader.py",  # SGLang ends its whole server when a loader raises
+    "workers/models/chat_template.py",  # foreign code: whatever it raises, it has ended
+    "workers/weights/publisher.py",  # the guard of one delivery: what it asks for is written by others
+    "workers/generation/server/sglang_loader.py",  # SGLang ends its whole server when a loader raises
     "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""
@@ -213,11 +218,11 @@ def test_every_package_is_in_the_distribution() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("orchestrator/core/state.py", "from orchestrator.runtime import app"),
+        ("orchestrator/core/state.py", "from orchestrator.launch import app"),
         ("orchestrator/core/state.py", "from transport import broker"),
-        ("orchestrator/runtime/app.py", "import workers.lifecycle"),
-        ("workers/lifecycle.py", "def late():\n    from orchestrator.config import RunConfig"),
-        ("transport/rows.py", "from workers import models"),
+        ("orchestrator/launch/app.py", "import workers.leases.lifecycle"),
+        ("workers/leases/lifecycle.py", "def late():\n    from orchestrator.config.load import RunConfig"),
+        ("transport/rows/columns.py", "from workers import models"),
         ("ranker/protocol.py", "import orchestrator"),
     ],
 )

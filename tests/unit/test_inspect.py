@@ -7,16 +7,16 @@ import json
 
 from rich.console import Console
 
-from orchestrator.core.settings import CoreSettings
-from orchestrator.dead_letters import DISPATCHED_AGAIN, FOREIGN, GONE, why_not
-from orchestrator.inspect import follow_run, snapshot_line, snapshot_view, take_snapshot
+from orchestrator.cli.dead_letters import DISPATCHED_AGAIN, FOREIGN, GONE, why_not
+from orchestrator.cli.inspect import follow_run, snapshot_line, snapshot_view, take_snapshot
+from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.broker import keys
 from transport.broker.base import Commit, Entry, GroupWrite
-from transport.clock import ManualClock
-from transport.messages import GroupScored, ScoringFailed, WorkerStatus, encode
-from transport.types import Column, GroupId, RunName, WorkerId, WorkerKind
+from transport.contracts.messages import GroupScored, ScoringFailed, WorkerStatus, encode
+from transport.contracts.types import Column, GroupId, RunName, WorkerId, WorkerKind
+from transport.process.clock import ManualClock
 
 TIME_S = 1_763_627_143.0
 STATUS = {"elapsed_s": 12.0, "trained_version": 3, "num_batches": 9, "newest": {"epoch": 1, "version": 3}}

@@ -12,23 +12,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import EventFailedError
-from orchestrator.runtime.decide import Decider
-from orchestrator.runtime.execute import Executor
-from orchestrator.runtime.intake import MAX_BURIED, MAX_EVIDENCE_BYTES, Arrival, burying, new_inbox, read_events
-from orchestrator.runtime.journal import Journal, read_records
-from orchestrator.runtime.metrics import MetricsLog
-from orchestrator.runtime.trimming import Trimmer
-from orchestrator.runtime.watchdog import Watchdog
+from orchestrator.journal import Journal, read_records
+from orchestrator.loop.decide import Decider
+from orchestrator.loop.execute import Executor
+from orchestrator.loop.intake import MAX_BURIED, MAX_EVIDENCE_BYTES, Arrival, burying, new_inbox, read_events
+from orchestrator.loop.trimming import Trimmer
+from orchestrator.loop.watchdog import Watchdog
+from orchestrator.observability.metrics import MetricsLog
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, DeadLetter, Entry, Fence
-from transport.clock import MonotonicClock
-from transport.messages import Event, StopRequested, WorkerStarted, encode
-from transport.settings import LivenessSettings
-from transport.types import RunName
+from transport.contracts.messages import Event, StopRequested, WorkerStarted, encode
+from transport.contracts.settings import LivenessSettings
+from transport.contracts.types import RunName
+from transport.process.clock import MonotonicClock
 
 GOOD = StopRequested(reason="the end")
 WEIGHTS = {"epoch": 1, "version": 0}

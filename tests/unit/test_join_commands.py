@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from orchestrator.runtime.process import join_commands
-from transport.settings import BrokerSettings, RunSettings, ScoringSettings, Settings, TrainerSettings
+from orchestrator.launch.process import join_commands
+from transport.contracts.settings import BrokerSettings, RunSettings, ScoringSettings, Settings, TrainerSettings
 
 SETTINGS = Settings(run=RunSettings(name="mine"), broker=BrokerSettings(url="redis://user:secret@host:6379"))
 WHERE = "--broker redis://user@host:6379 --run mine"

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.core.settings import CoreSettings
+from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.journal import Journal
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.journal import Journal
 from orchestrator.sim import replay
-from transport.messages import JournalRecord, RankerJudged
+from transport.contracts.messages import JournalRecord, RankerJudged
 
 JUDGED = RankerJudged(trusted=False)
 

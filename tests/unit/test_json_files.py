@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import resolve
+from orchestrator.config.load import resolve
 from orchestrator.errors import DataError
-from orchestrator.runtime.problems import load_problems
+from orchestrator.prompts.dataset import load_problems
 from ranker.errors import LengthLogError
 from ranker.logs import read_log
-from transport import json_files
 from transport.errors import InputFileError
-from transport.json_files import read_json, read_rows
+from transport.process import json_files
+from transport.process.json_files import read_json, read_rows
 
 MB = 1024 * 1024
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, read_ledger
+from transport.contracts.types import RowId, WeightIdentity, evaluation_id, row_id
 from transport.errors import MessageError
-from transport.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, read_ledger
-from transport.types import RowId, WeightIdentity, evaluation_id, row_id
 
 ROWS = [RowId(row) for row in ("3/0/0", "3/0/7", "3/12/1", "4/0/0")]
 

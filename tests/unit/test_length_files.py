@@ -9,11 +9,11 @@ from statistics import fmean
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.runtime.inputs import check_workers_inputs
-from orchestrator.sim.length_files import read_lengths, representative, within
+from orchestrator.launch.input_files import check_workers_inputs
+from orchestrator.planning.length_files import read_lengths, representative, within
 from orchestrator.sim.lengths import tail_recall
-from transport.lengths import read_lengths as lengths_of_workers
-from transport.settings import GenerationSettings, Settings
+from transport.contracts.lengths import read_lengths as lengths_of_workers
+from transport.contracts.settings import GenerationSettings, Settings
 
 
 def write(path: Path, text: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.types import evaluation_id, group_id
+from transport.contracts.types import evaluation_id, group_id
 from workers.generation.worker import ForcedLengths
 
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from orchestrator.core.settings import CoreSettings
-from orchestrator.printable import printable
-from orchestrator.runtime.live import PlainView, TableView, batch_line, mismatch_line, progress
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.observability.live import PlainView, TableView, batch_line, mismatch_line, progress
+from orchestrator.terminal_text import printable
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.messages import RankerJudged
+from transport.contracts.messages import RankerJudged
 
 
 def test_a_batch_is_one_line_of_what_is_known():

@@ -16,7 +16,7 @@ from benchmarks.live_error import (
     off_by,
     predicted,
 )
-from orchestrator.config import resolve
+from orchestrator.config.load import resolve
 
 NO_OVERHEADS = Overheads(dispatch_s=0.0, scoring_s=0.0, load_s=0.0, publish_s=0.0)
 

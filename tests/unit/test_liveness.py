@@ -6,13 +6,13 @@ import socket
 
 import pytest
 
-from orchestrator.runtime.provision import Liveness
+from orchestrator.launch.processes import Liveness
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
-from transport.clock import ManualClock
+from transport.contracts.messages import STARTING, WorkerStatus, encode
+from transport.contracts.types import RunName, WorkerId, WorkerKind
 from transport.errors import BrokerFullError, BrokerUnavailableError
-from transport.messages import STARTING, WorkerStatus, encode
-from transport.types import RunName, WorkerId, WorkerKind
+from transport.process.clock import ManualClock
 
 STARTUP_S, SILENCE_S = 10.0, 5.0
 

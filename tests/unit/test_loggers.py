@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ConfigError
-from orchestrator.runtime import loggers
-from orchestrator.runtime.loggers import Line, LoggerError, LoggerFeed, logging_metrics
-from orchestrator.runtime.rundir import RunDir
-from transport.settings import BrokerSettings, RunSettings, Settings
+from orchestrator.observability import loggers
+from orchestrator.observability.loggers import Line, LoggerError, LoggerFeed, logging_metrics
+from transport.contracts.settings import BrokerSettings, RunSettings, Settings
 
 LINES = [{"batch": batch, "reward": batch / 2, "loss": float("nan"), "note": "text"} for batch in range(3)]
 

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError
-from transport.messages import TensorSpec, WeightManifest
 from transport.tensors.address import choose_sources, host_id, parse_address
 from transport.tensors.manifest import (
     ALIGNMENT_BYTES,
@@ -18,7 +19,6 @@ from transport.tensors.manifest import (
     verify_tensors,
     with_checksums,
 )
-from transport.types import WeightIdentity
 
 
 def manifest_of(tensors: dict[str, bytes]) -> tuple[WeightManifest, bytearray]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
-from transport.types import RunName
+from transport.contracts.types import RunName
 from workers.errors import RanksError
 from workers.trainer.meeting import MEETING, Meeting
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
-from transport.clock import ManualClock
+from transport.contracts.types import Column, GroupId, RunName
 from transport.errors import BrokerUnavailableError
-from transport.types import Column, GroupId, RunName
+from transport.process.clock import ManualClock
 
 HELLO = Entry(fields={"name": "hello"})
 GROUP = Commit(groups=[GroupWrite(group_id=GroupId("0/0"), size=1, columns={Column.PROMPT_TEXT: b"abc"})])

@@ -9,8 +9,15 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from orchestrator.runtime.metrics import MetricsLog, UsageWindow, quantiles, read_evaluations, read_file, read_metrics
-from transport.messages import (
+from orchestrator.observability.metrics import (
+    MetricsLog,
+    UsageWindow,
+    quantiles,
+    read_evaluations,
+    read_file,
+    read_metrics,
+)
+from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
     Event,
@@ -25,7 +32,7 @@ from transport.messages import (
     WeightsLoaded,
     WorkerStatus,
 )
-from transport.types import (
+from transport.contracts.types import (
     FinishReason,
     GroupId,
     PromptId,

@@ -10,11 +10,11 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
+from transport.contracts.messages import WorkerLost, encode, event_decoder
+from transport.contracts.model_identity import ModelIdentity, identify_model
+from transport.contracts.types import RunName, WorkerId
 from transport.errors import FatalError
-from transport.messages import WorkerLost, encode, event_decoder
-from transport.model_identity import ModelIdentity, identify_model
-from transport.types import RunName, WorkerId
-from workers.build import check_model
+from workers.commands.build import check_model
 from workers.errors import ModelMismatchError
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 3, "transformers_version": "5.0", "dtype": "float32"}

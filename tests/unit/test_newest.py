@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.settings import core_settings
+from orchestrator.core.model.settings import core_settings
 from orchestrator.core.state import PipelineState
-from orchestrator.report.bubbles import usage_by_window
-from orchestrator.report.record import newest_records
-from orchestrator.report.spans import TRAINER, build_timeline
-from orchestrator.runtime.journal import Journal
-from transport.messages import Event, JournalRecord, Tick, TrainerReady, WorkerJoined, WorkerLost
-from transport.settings import Settings
-from transport.types import WeightIdentity, WorkerId, WorkerKind
+from orchestrator.journal import Journal
+from orchestrator.observability.report.bubbles import usage_by_window
+from orchestrator.observability.report.record import newest_records
+from orchestrator.observability.report.spans import TRAINER, build_timeline
+from transport.contracts.messages import Event, JournalRecord, Tick, TrainerReady, WorkerJoined, WorkerLost
+from transport.contracts.settings import Settings
+from transport.contracts.types import WeightIdentity, WorkerId, WorkerKind
 
 FIRST, SECOND, TRAIN = WorkerId("generate-0.1"), WorkerId("generate-1.1"), WorkerId("train-0.1")
 EVENTS: list[Event] = [

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import profile_cli
+from orchestrator.cli import profile
+from orchestrator.config.run_directory import journal_of
 from orchestrator.errors import ConfigError
-from orchestrator.outputs import check_place, writing_out
-from orchestrator.runtime.rundir import journal_of
-from transport.settings import Settings
+from orchestrator.run_outputs import check_place, writing_out
+from transport.contracts.settings import Settings
 
 
 def test_a_file_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path):
@@ -23,7 +23,7 @@ def test_a_file_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path):
 
 def test_what_takes_minutes_says_so_before_it_begins(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot be written: .*none is no directory"):
-        profile_cli.main(Settings(), tmp_path / "none" / "profile")
+        profile.main(Settings(), tmp_path / "none" / "profile")
 
 
 def test_a_directory_without_a_run_is_called_one(tmp_path: Path):

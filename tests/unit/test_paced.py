@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.analytic import decode_cost
-from orchestrator.core.cost_model import DecodeCost
-from orchestrator.core.dispatch.paced import paced
-from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.costs.analytic import decode_cost
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.costs.hardware import H800
+from orchestrator.core.costs.llms import QWEN_72B
+from orchestrator.core.dispatch.policies.paced import paced
+from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
-from orchestrator.core.hardware import H800
-from orchestrator.core.llms import QWEN_72B
-from transport.types import GroupId, WorkerId
+from transport.contracts.types import GroupId, WorkerId
 
 COST = decode_cost(QWEN_72B, H800, 8)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.training import make_groups
-from workers.trainer.packing import PromptGroup, pack, split_by_tokens
+from workers.trainer.policy.packing import PromptGroup, pack, split_by_tokens
 
 
 def row_count(groups: list[PromptGroup]) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 
-from orchestrator.core.cost_model import DecodeCost
+from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.dispatch.compute import compute_plan, problem_of
-from orchestrator.core.settings import CoreSettings
-from orchestrator.runtime.intake import new_inbox
-from orchestrator.runtime.planner import Planner
-from transport.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker
-from transport.types import GroupId, WorkerId
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.loop.intake import new_inbox
+from orchestrator.loop.planner import Planner
+from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker
+from transport.contracts.types import GroupId, WorkerId
 
 SETTINGS = CoreSettings(
     num_batches=1,

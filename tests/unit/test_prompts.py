@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.config import resolve
+from orchestrator.config.load import resolve
 from orchestrator.errors import DataError
-from orchestrator.runtime.problems import Problem, load_problems
-from orchestrator.runtime.prompts import PromptEncoder, PromptSource, ShuffledSource, fitting, held_out, open_source
-from transport.messages import SlotOutcome
-from transport.settings import DataSettings, Settings
-from transport.types import GroupId, PromptId
-from workers.random_model import character_tokenizer
+from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.prompts.source import PromptEncoder, PromptSource, ShuffledSource, fitting, held_out, open_source
+from transport.contracts.messages import SlotOutcome
+from transport.contracts.settings import DataSettings, Settings
+from transport.contracts.types import GroupId, PromptId
+from workers.models.random_model import character_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gsm8k_sample.jsonl"
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.runtime.intake import Inbox, new_inbox
-from orchestrator.runtime.metrics import ranker_numbers
-from orchestrator.runtime.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
+from orchestrator.lengths.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
+from orchestrator.loop.intake import Inbox, new_inbox
+from orchestrator.observability.metrics import ranker_numbers
 from ranker.errors import RankerFileError, RefitError
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
-from transport.messages import RankerJudged
-from transport.settings import RankerSettings, SamplingSettings, Settings
+from transport.contracts.messages import RankerJudged
+from transport.contracts.settings import RankerSettings, SamplingSettings, Settings
 
 PROMPTS = [f"p{number}" for number in range(64)]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.runtime.history import MAX_EVENTS, RecentEvents
-from orchestrator.runtime.recent_bubbles import BATCHES, UNSETTLED, recent_bubbles
-from transport.messages import RolloutFinished, RoundDone, StepDone, Tick, TrainerReady, WorkerJoined
-from transport.types import FinishReason, RowId, WeightIdentity, WorkerId, WorkerKind
+from orchestrator.observability.history import MAX_EVENTS, RecentEvents
+from orchestrator.observability.report.recent_bubbles import BATCHES, UNSETTLED, recent_bubbles
+from transport.contracts.messages import RolloutFinished, RoundDone, StepDone, Tick, TrainerReady, WorkerJoined
+from transport.contracts.types import FinishReason, RowId, WeightIdentity, WorkerId, WorkerKind
 
 W0 = WorkerId("generate-0.1")
 TRAINER = WorkerId("train-0.1")

@@ -7,22 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.outbox import CommandId
-from orchestrator.core.settings import CoreSettings
+from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.runtime.app import check_new, furnish, was_resumed
-from orchestrator.runtime.decide import restated
-from orchestrator.runtime.intake import new_inbox
-from orchestrator.runtime.reconcile import keep_reconciled
-from orchestrator.runtime.rundir import RunDir
+from orchestrator.launch.app import check_new, furnish, was_resumed
+from orchestrator.loop.decide import restated
+from orchestrator.loop.intake import new_inbox
+from orchestrator.loop.reconcile import keep_reconciled
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry, Fence
+from transport.contracts.messages import (
+    CheckpointSaved,
+    RowsMissing,
+    RunResumed,
+    Tick,
+    TrainerReady,
+    TrimRounds,
+    encode,
+)
+from transport.contracts.model_identity import ModelIdentity
+from transport.contracts.settings import Settings
+from transport.contracts.types import RowId, RunName, WeightIdentity, WorkerId
 from transport.errors import FencedError, RunExistsError
-from transport.messages import CheckpointSaved, RowsMissing, RunResumed, Tick, TrainerReady, TrimRounds, encode
-from transport.model_identity import ModelIdentity
-from transport.settings import Settings
-from transport.types import RowId, RunName, WeightIdentity, WorkerId
 
 
 @pytest.fixture

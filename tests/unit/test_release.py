@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.batching import num_released
-from orchestrator.core.settings import CoreSettings, core_settings
-from orchestrator.core.staleness import may_admit
+from orchestrator.core.model.batching import num_released
+from orchestrator.core.model.settings import CoreSettings, core_settings
+from orchestrator.core.model.staleness import may_admit
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.settings import PipelineSettings, Settings
-from transport.types import UpdateMode, WorkerId
+from transport.contracts.settings import PipelineSettings, Settings
+from transport.contracts.types import UpdateMode, WorkerId
 
 W0 = WorkerId("generate-0.1")
 CORE = CoreSettings(num_batches=6, groups_per_batch=4, group_size=2, max_staleness=0, mini_batch_groups=2)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from transport.clock import MonotonicClock
-from transport.settings import EmulatedSettings
-from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.contracts.settings import EmulatedSettings
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.process.clock import MonotonicClock
+from workers.generation.emulated import ReplayEngine
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
-from workers.generation.replay import ReplayEngine
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
 COSTS = EmulatedSettings(time_scale=0.01, step_s=0.02, sample_step_s=0.005, load_s=0.0)

@@ -9,17 +9,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from orchestrator.config.run_directory import RunDir
 from orchestrator.errors import ConfigError
-from orchestrator.report import finish
-from orchestrator.report.curves import Series, draw_chart, series_of
-from orchestrator.report.drawing import to_svg
-from orchestrator.report.page import differing_settings, labels, render_comparison, render_report
-from orchestrator.report.record import read_run
-from orchestrator.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
-from orchestrator.runtime.journal import Journal
-from orchestrator.runtime.metrics import read_lines, read_metrics
-from orchestrator.runtime.rundir import RunDir
-from transport.messages import (
+from orchestrator.journal import Journal
+from orchestrator.observability.metrics import read_lines, read_metrics
+from orchestrator.observability.report import finish
+from orchestrator.observability.report.curves import Series, draw_chart, series_of
+from orchestrator.observability.report.drawing import to_svg
+from orchestrator.observability.report.page import differing_settings, labels, render_comparison, render_report
+from orchestrator.observability.report.record import read_run
+from orchestrator.observability.report.samples import MAX_OF_BATCH, SampleKeeper, read_samples
+from transport.contracts.messages import (
     Event,
     GroupScored,
     JournalRecord,
@@ -29,7 +29,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.types import FinishReason, GroupId, RowId, WeightIdentity, WorkerId, WorkerKind
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil onerror=alert(1)>\x1b[2J\x07"
 W0, W1, W2 = (WeightIdentity(epoch=1, version=version) for version in range(3))

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from transport.types import GroupId, SamplingParams
+from transport.contracts.types import GroupId, SamplingParams
 from workers.errors import EngineCrashedError, ModelError
 from workers.generation.engine import EngineFailure, GenerationRequest, ResultQueue
 

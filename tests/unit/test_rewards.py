@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.settings import DataSettings, ScoringSettings, Settings
+from transport.contracts.settings import DataSettings, ScoringSettings, Settings
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.rewards import (
     Reward,

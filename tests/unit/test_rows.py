@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from transport.broker.base import Commit, GroupWrite, RowWrite
+from transport.contracts.messages import RolloutInfo, encode
+from transport.contracts.types import Column, FinishReason, GroupId, RowId, VersionSpan, WeightIdentity, WorkerId
 from transport.errors import MessageError
-from transport.messages import RolloutInfo, encode
-from transport.rows import check_columns, check_commit, decode_array, decode_scalar, encode_array
-from transport.types import Column, FinishReason, GroupId, RowId, VersionSpan, WeightIdentity, WorkerId
+from transport.rows.columns import check_columns, check_commit, decode_array, decode_scalar, encode_array
 
 
 @given(arrays(np.int32, st.integers(0, 50)))

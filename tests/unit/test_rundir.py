@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.run_directory import RunDir, find_run, journal_of, newest_name, next_free_name
 from orchestrator.errors import ConfigError
-from orchestrator.report.record import read_run
-from orchestrator.runtime.rundir import RunDir, find_run, journal_of, newest_name, next_free_name
-from transport import files
+from orchestrator.observability.report.record import read_run
 from transport.errors import DirectoryError, ForeignError, RunExistsError
+from transport.process import files
 
 
 def test_a_live_run_keeps_others_out_and_says_who_it_is(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.errors import DataError
-from orchestrator.runtime.samples import (
+from orchestrator.observability.samples import (
     GONE_REST_S,
     MAX_RESPONSE_CHARS,
     MAX_SHOWN,
@@ -21,10 +21,8 @@ from orchestrator.runtime.samples import (
 )
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import Commit, GroupWrite, RowWrite
-from transport.clock import ManualClock
-from transport.messages import Event, GroupScored, RolloutInfo, encode
-from transport.rows import BrokerRows, encode_array
-from transport.types import (
+from transport.contracts.messages import Event, GroupScored, RolloutInfo, encode
+from transport.contracts.types import (
     Column,
     FinishReason,
     GroupId,
@@ -35,6 +33,8 @@ from transport.types import (
     evaluation_id,
     row_id,
 )
+from transport.process.clock import ManualClock
+from transport.rows.columns import BrokerRows, encode_array
 
 HOSTILE = "<script>hacked = 1</script>\x1b[2J"
 

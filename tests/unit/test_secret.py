@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import render, resolve
+from orchestrator.config.load import render, resolve
 from orchestrator.errors import ConfigError
 from transport.errors import SecretError
-from transport.secret import (
+from transport.process.secret import (
     BROKER_PASSWORD,
     MIN_CHARACTERS,
     SHARED_SECRET,

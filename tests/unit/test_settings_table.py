@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config import FIELDS
-from orchestrator.settings_table import settings_table
+from orchestrator.config.load import FIELDS
+from orchestrator.config.settings_table import settings_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 

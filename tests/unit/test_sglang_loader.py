@@ -14,11 +14,11 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from tests.fakes.tiny_models import VOCAB, tiny_model
-from transport.messages import encode
-from transport.types import WeightIdentity
-from workers.generation.sglang_loader import load
-from workers.generation.sglang_order import LoadOrder, Outcome, outcome_name, read_outcome
-from workers.generation.sglang_weights import HeldWeights, hold
+from transport.contracts.messages import encode
+from transport.contracts.types import WeightIdentity
+from workers.generation.server.order import LoadOrder, Outcome, outcome_name, read_outcome
+from workers.generation.server.sglang_loader import load
+from workers.generation.server.weights import HeldWeights, hold
 
 NEW = WeightIdentity(epoch=1, version=2)
 

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from transport.messages import TensorSpec, WeightManifest
+from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.tensors.address import parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.shm import ShmReader
-from transport.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
-from workers.generation.sglang_answers import BadAnswerError, completion, request_body
-from workers.generation.sglang_check import model_facts
-from workers.generation.sglang_http import Chunk, FinishedBy, MetaInfo, ServedSpan, ServerInfo
-from workers.generation.sglang_order import LoadOrder, Outcome, from_name, outcome_numbers, read_outcome, to_payload
-from workers.generation.sglang_queue import SampleQueue, SentSample
-from workers.generation.sglang_weights import hold
-from workers.generation.weights import WeightPuller
+from workers.generation.server.answers import BadAnswerError, completion, request_body
+from workers.generation.server.check import model_facts
+from workers.generation.server.order import LoadOrder, Outcome, from_name, outcome_numbers, read_outcome, to_payload
+from workers.generation.server.queue import SampleQueue, SentSample
+from workers.generation.server.sglang_http import Chunk, FinishedBy, MetaInfo, ServedSpan, ServerInfo
+from workers.generation.server.weights import hold
+from workers.weights.pull import WeightPuller
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
 KNOWN = {"default": WeightIdentity(epoch=0, version=0), str(OLD): OLD, str(NEW): NEW}

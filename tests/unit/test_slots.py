@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
-from transport.clock import ManualClock
-from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.process.clock import ManualClock
+from workers.generation.embedded.forward import FusedForward, can_fuse
+from workers.generation.embedded.hf_forward import ModuleForward
+from workers.generation.embedded.kv import FIRST_CAPACITY, KVShape, SlotKV
+from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
-from workers.generation.forward import FusedForward, can_fuse
-from workers.generation.hf_forward import ModuleForward
-from workers.generation.kv import FIRST_CAPACITY, KVShape, SlotKV
-from workers.generation.slots import SlotDecoder
 
 V0, V1 = WeightIdentity(epoch=1, version=0), WeightIdentity(epoch=1, version=1)
 

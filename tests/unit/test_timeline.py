@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.report import finish
-from orchestrator.report.drawing import to_svg, write_png
-from orchestrator.report.record import read_timeline
-from orchestrator.report.spans import NO_BATCH, SCORING, TRAINER, SpanKind, Timeline, build_timeline
-from orchestrator.report.timeline_drawing import draw_timeline
-from orchestrator.report.trace import trace_events, waits, write_trace
-from orchestrator.runtime.journal import Journal, JournalError
-from transport.messages import (
+from orchestrator.journal import Journal, JournalError
+from orchestrator.observability.report import finish
+from orchestrator.observability.report.drawing import to_svg, write_png
+from orchestrator.observability.report.record import read_timeline
+from orchestrator.observability.report.spans import NO_BATCH, SCORING, TRAINER, SpanKind, Timeline, build_timeline
+from orchestrator.observability.report.timeline_drawing import draw_timeline
+from orchestrator.observability.report.trace import trace_events, waits, write_trace
+from transport.contracts.messages import (
     CheckpointSaved,
     Event,
     GroupScored,
@@ -32,7 +32,7 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.types import (
+from transport.contracts.types import (
     FinishReason,
     GroupId,
     RowId,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.runtime.trimming import KEPT_ENTRIES, Trimmer
+from orchestrator.loop.trimming import KEPT_ENTRIES, Trimmer
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.types import RunName, WorkerId
+from transport.contracts.types import RunName, WorkerId
 
 HERE, GONE = WorkerId("generate-0.1"), WorkerId("generate-1.1")
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from transport.contracts.types import Column, is_user_name
 from transport.errors import MessageError
-from transport.types import Column, is_user_name
-from transport.user_columns import check_value, decode_table, decode_value, encode_value
+from transport.rows.user_columns import check_value, decode_table, decode_value, encode_value
 
 NAME = Column("x_notes")
 DTYPES = ["?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", ">i4"]

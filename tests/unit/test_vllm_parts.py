@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 
 from tests.fakes.sglang_servers import FakeServer, events, fake_server, says
-from transport.messages import MessageDecoder
+from transport.contracts.messages import MessageDecoder
 from workers.errors import ModelError, ServerAnswerError
-from workers.generation.sglang_http import NEVER, GenerateBody, Load, SamplingBody
-from workers.generation.sglang_order import LoadOrder, Outcome, outcome_numbers, read_outcome
-from workers.generation.vllm import LOADER, VllmClient, request_body
+from workers.generation.server.order import LoadOrder, Outcome, outcome_numbers, read_outcome
+from workers.generation.server.sglang_http import NEVER, GenerateBody, Load, SamplingBody
+from workers.generation.server.vllm import LOADER, VllmClient, request_body
 
 ABOUT = {
     "model_type": "qwen3",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import structlog
 
-from orchestrator.core.pipeline import Wait
+from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
-from orchestrator.runtime.watchdog import Watchdog
-from transport.clock import ManualClock
-from transport.messages import (
+from orchestrator.loop.watchdog import Watchdog
+from transport.contracts.messages import (
     Event,
     GroupScored,
     RoundDone,
@@ -21,8 +20,9 @@ from transport.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.settings import LivenessSettings
-from transport.types import RowId, WeightIdentity, WorkerId, WorkerKind, group_id
+from transport.contracts.settings import LivenessSettings
+from transport.contracts.types import RowId, WeightIdentity, WorkerId, WorkerKind, group_id
+from transport.process.clock import ManualClock
 
 PROGRESS = RoundDone(round_id="1-0", num_rows=1, num_tokens=1, busy_s=0.1)
 LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)

@@ -37,7 +37,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from transport.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, row_id
+from transport.contracts.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, row_id
 
 ZERO_ID = "0-0"
 """Before the first entry of any stream."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import RunName
 from transport.errors import BrokerRejectedError
-from transport.settings import BrokerSettings
-from transport.types import RunName
 
 MIN_REDIS = (7, 0)
 MIN_VALKEY = (7, 2)  # the first Valkey; it continues Redis 7.2

@@ -39,9 +39,9 @@ from transport.errors import (
     StreamError,
     TransientError,
 )
-from transport.files import check_own, private_directory, read_own, replace, writing
-from transport.parent import ending_with_this_process
-from transport.secret import is_made
+from transport.process.files import check_own, private_directory, read_own, replace, writing
+from transport.process.parent import ending_with_this_process
+from transport.process.secret import is_made
 
 REMOVED = (
     *("acl", "bgsave", "cluster", "config", "debug", "failover", "fcall", "fcall_ro", "flushall", "flushdb"),

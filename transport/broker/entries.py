@@ -20,9 +20,9 @@ from transport.broker.base import (
     StreamWrite,
     parse_entry_id,
 )
+from transport.contracts.messages import MAX_MESSAGE_BYTES
+from transport.contracts.types import USER_PREFIX, TaskSpec, is_user_name
 from transport.errors import MessageError
-from transport.messages import MAX_MESSAGE_BYTES
-from transport.types import USER_PREFIX, TaskSpec, is_user_name
 
 PAYLOAD = "payload"
 _RAW_PAYLOAD = PAYLOAD.encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.types import GroupId, RowId, RunName, WorkerId
+from transport.contracts.types import GroupId, RowId, RunName, WorkerId
 
 EVENTS = "events"
 """Log: workers -> orchestrator."""

@@ -17,7 +17,7 @@ from importlib.resources import files
 import msgspec
 
 from transport.broker import keys
-from transport.types import USER_PREFIX
+from transport.contracts.types import USER_PREFIX
 
 MAX_DEAD_LETTERS = 10_000
 """Kept of the dead-letter stream. Each is a bug or a poisoned input: more would be read by nobody."""

@@ -45,8 +45,8 @@ from transport.broker.entries import (
 )
 from transport.broker.lua import ScriptCall, Session
 from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
+from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 from transport.errors import FencedError, TailLostError
-from transport.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
 
 BULKY_BYTES = 1024
 """Where the values of a row have more on average, each is sent on its own."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from transport.errors import MessageError, SecretError
-from transport.secret import check_strength
+from transport.process.secret import check_strength
 
 MAX_CHARACTERS = 8192
 """Of an address: a path has 4,096."""
@@ -85,7 +85,7 @@ class Endpoint:
 
     host: what to listen on.  advertise: how others call this host; "" is ``host``, or this machine's name where
     ``host`` is every interface.  ports: tried in this order, 0 is any free one.  secret: shared with the clients; on
-    loopback, where none is set, the server asks for its user's own (transport/secret.py).
+    loopback, where none is set, the server asks for its user's own (transport/process/secret.py).
 
     Raises SecretError: ``host`` is reached from other machines and there is no secret, or it is too short.
     """

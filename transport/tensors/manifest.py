@@ -17,9 +17,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.types import MAX_DIMENSIONS
 from transport.errors import ChecksumError, MessageError
-from transport.messages import TensorSpec, WeightManifest
-from transport.types import MAX_DIMENSIONS
 
 ALIGNMENT_BYTES = 64
 PIECE_BYTES = 1024 * 1024

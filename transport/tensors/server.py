@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from transport.errors import ListenError, StreamError
-from transport.secret import own_secret
+from transport.process.secret import own_secret
 from transport.tensors.address import Endpoint
 from transport.tensors.base import Deadline
 from transport.tensors.wire import HANDSHAKE_S, Channel, greet_client

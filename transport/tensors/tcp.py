@@ -10,14 +10,14 @@ from typing import cast
 
 import numpy as np
 
+from transport.contracts.messages import MessageDecoder
+from transport.contracts.types import Struct
 from transport.errors import ChecksumError, PeerUnavailableError
-from transport.messages import MessageDecoder
 from transport.tensors.address import Address, Endpoint
 from transport.tensors.base import Deadline, SegmentReader, SegmentWriter
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import ShmReader, ShmStore
 from transport.tensors.wire import Channel, Refused, connect
-from transport.types import Struct
 
 REQUEST_S = 120.0
 """Limit of one range on the server's side: 1 GB at 10 MB/s. The reader's own deadline is usually shorter."""

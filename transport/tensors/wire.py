@@ -4,8 +4,8 @@
 
 Every connection starts with a handshake that compares protocol versions and proves to each side that the other knows
 the secret (HMAC-SHA-256 over both nonces; the secret itself never travels): the shared one, or, on loopback where none
-is set, this user's own (transport/secret.py). What follows is not encrypted. Blocking sockets with recv_into: .23
-CPU-seconds a GB, where asyncio streams take 3.2.
+is set, this user's own (transport/process/secret.py). What follows is not encrypted. Blocking sockets with recv_into:
+.23 CPU-seconds a GB, where asyncio streams take 3.2.
 
 Owns: framing, deadlines, translation of socket errors. Invariant: nothing is read, allocated or waited for beyond a
 bound. Errors: PeerUnavailableError (closed, silent, reset), MessageError (not our framing), PeerRejectedError (secret),
@@ -25,11 +25,11 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.types import PROTOCOL_VERSION, Struct
 from transport.errors import MessageError, PeerRejectedError, PeerUnavailableError, ProtocolMismatchError
-from transport.messages import MessageDecoder, encode
-from transport.secret import Purpose, derive, own_secret
+from transport.process.secret import Purpose, derive, own_secret
 from transport.tensors.base import Deadline
-from transport.types import PROTOCOL_VERSION, Struct
 
 MAX_HEADER_BYTES = 1024 * 1024
 """A longer header is not ours: the largest of ours names the columns of a few thousand rows."""

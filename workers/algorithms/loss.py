@@ -28,7 +28,7 @@ OldLogprobs = Literal["rollout", "recomputed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which objective. Field meanings and defaults: transport.settings.AlgorithmSettings."""
+    """Which objective. Field meanings and defaults: transport.contracts.settings.AlgorithmSettings."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2

@@ -11,9 +11,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from transport.rows import COLUMN_DTYPES, RowStore, decode_array
-from transport.types import GROUP_COLUMNS, USER_PREFIX, Column, RowId, parse_row_id
-from transport.user_columns import ColumnBytes, Value, decode_table, decode_value
+from transport.contracts.types import GROUP_COLUMNS, USER_PREFIX, Column, RowId, parse_row_id
+from transport.rows.columns import COLUMN_DTYPES, RowStore, decode_array
+from transport.rows.user_columns import ColumnBytes, Value, decode_table, decode_value
 from workers.errors import ClientError
 
 TEXTS = frozenset({Column.PROMPT_TEXT, Column.TASK_ENTRY, Column.REWARD_COMPONENTS})

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from transport.broker.base import Broker
 from transport.broker.connect import connect as connect_broker
-from transport.clock import MonotonicClock
-from transport.messages import WeightManifest, WorkerStatus
-from transport.rows import BrokerRows
-from transport.settings import BrokerSettings
+from transport.contracts.messages import WeightManifest, WorkerStatus
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import RowId, RunName, WorkerKind
+from transport.process.clock import MonotonicClock
+from transport.rows.columns import BrokerRows
+from transport.rows.unit_rows import UnitRows
+from transport.rows.user_columns import Value, Values
 from transport.tensors.address import Endpoint
-from transport.types import RowId, RunName, WorkerKind
-from transport.unit_rows import UnitRows
-from transport.user_columns import Value, Values
 from workers.client import engines, tasks
 from workers.client.batch import ExperienceBatch, known_columns, read_tables
 from workers.client.consumer import FirstCome, Policy, TokenBalanced
@@ -132,7 +132,7 @@ class Client:
     def wait_weights(self, *, newer_than: int = -1, timeout_s: float) -> WeightManifest | None:
         """The newest manifest of a version above ``newer_than``; None when none came for ``timeout_s``.
 
-        ``workers.generation.weights.WeightPuller().pull(manifest)`` gives its tensors.
+        ``workers.weights.pull.WeightPuller().pull(manifest)`` gives its tensors.
         """
         work = self._weight_channel().wait(newer_than, timeout_s)
         return self._loop.call(work, what="wait_weights", wait_s=timeout_s)

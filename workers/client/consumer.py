@@ -26,10 +26,10 @@ import numpy as np
 
 from transport.broker import keys
 from transport.broker.base import Append, Broker, Commit, Delivery, Entry
-from transport.clock import Clock
-from transport.messages import MessageDecoder, encode
-from transport.rows import RowStore
-from transport.types import Column, RowId, is_evaluation
+from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.types import Column, RowId, is_evaluation
+from transport.process.clock import Clock
+from transport.rows.columns import RowStore
 from workers.client import tasks
 from workers.client.batch import read_rows
 from workers.client.tasks import TaskOptions

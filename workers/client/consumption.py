@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from transport.broker.base import Broker, Commit
+from transport.contracts.types import Column
 from transport.errors import first_error
-from transport.rows import RowStore
-from transport.types import Column
+from transport.rows.columns import RowStore
 from workers.client import engines
 from workers.client.batch import ExperienceBatch, read_rows
 from workers.client.consumer import Portion, TaskLeases

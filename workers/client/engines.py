@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.messages import STARTING, WorkerStatus, worker_status_decoder
-from transport.types import WorkerKind
+from transport.contracts.messages import STARTING, WorkerStatus, worker_status_decoder
+from transport.contracts.types import WorkerKind
 from workers.client import tasks
 from workers.errors import ClientTimeoutError
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from transport.types import RowId
-from transport.user_columns import Value
+from transport.contracts.types import RowId
+from transport.rows.user_columns import Value
 from workers.client.consumption import Stream
 
 

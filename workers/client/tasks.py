@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transport.broker.base import Broker
-from transport.messages import MessageDecoder, encode
-from transport.types import Column, Struct, TaskSpec
+from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.types import Column, Struct, TaskSpec
 from workers.errors import ClientError
 
 

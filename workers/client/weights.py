@@ -16,15 +16,15 @@ import torch
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.clock import Clock
+from transport.contracts.messages import WeightManifest
 from transport.errors import BrokerUnavailableError, FencedError
-from transport.messages import WeightManifest
+from transport.process.clock import Clock
 from transport.tensors.address import Endpoint
 from workers.client import engines
 from workers.errors import ClientError
-from workers.generation.updates import newest_manifest
 from workers.leases.announce import ROLE, Announcer
-from workers.trainer.publish import WeightPublisher
+from workers.weights.publish import WeightPublisher
+from workers.weights.updates import newest_manifest
 
 log = logging.getLogger(__name__)  # not structlog: the program that uses the client decides where lines go
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import count
 
 from transport.broker.base import Block, Commit, GroupWrite, RowWrite
-from transport.rows import RowStore
-from transport.types import USER_PREFIX, Column, GroupId, RowId, is_user_name, parse_row_id, row_id
-from transport.user_columns import Values, encode_value, encode_values, sizes_of
+from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, is_user_name, parse_row_id, row_id
+from transport.rows.columns import RowStore
+from transport.rows.user_columns import Values, encode_value, encode_values, sizes_of
 from workers.errors import ClientError
 
 COMMIT_ROWS = 128

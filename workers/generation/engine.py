@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from workers.errors import EngineCrashedError, StreamError
 
 if TYPE_CHECKING:

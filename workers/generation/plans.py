@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Append, Commit, RowWrite, parse_entry_id
-from transport.messages import AbortRollouts, GroupPlan, RolloutFailed, RolloutFinished, RolloutInfo, encode
-from transport.rows import encode_array
-from transport.types import Column, FinishReason, GroupId, WorkerId, row_id
+from transport.contracts.messages import AbortRollouts, GroupPlan, RolloutFailed, RolloutFinished, RolloutInfo, encode
+from transport.contracts.types import Column, FinishReason, GroupId, WorkerId, row_id
+from transport.rows.columns import encode_array
 from workers.generation.engine import Completion, EngineFailure
 from workers.leases.events import event_append
 

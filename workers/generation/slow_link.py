@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
-from transport.clock import Clock
+from transport.contracts.messages import WeightManifest, manifest_decoder
+from transport.contracts.types import WeightIdentity
 from transport.errors import MessageError, first_error
-from transport.messages import WeightManifest, manifest_decoder
-from transport.types import WeightIdentity
-from workers.generation.weights import WeightPuller
+from transport.process.clock import Clock
 from workers.generation.worker import GenerationWorker
-from workers.lifecycle import Activity
+from workers.leases.lifecycle import Activity
+from workers.weights.pull import WeightPuller
 
 if TYPE_CHECKING:
     import torch

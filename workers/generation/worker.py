@@ -22,12 +22,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from transport import faults
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, Delivery, LogEntry
-from transport.clock import Clock
-from transport.errors import MessageError, first_error
-from transport.messages import (
+from transport.contracts.messages import (
     STARTING,
     AbortRollouts,
     DrainWorker,
@@ -39,15 +36,18 @@ from transport.messages import (
     group_plan_decoder,
     worker_command_decoder,
 )
-from transport.rows import BrokerRows, RowStore, decode_array
-from transport.settings import Settings
-from transport.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId, is_evaluation
+from transport.contracts.settings import Settings
+from transport.contracts.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId, is_evaluation
+from transport.errors import MessageError, first_error
+from transport.process import faults
+from transport.process.clock import Clock
+from transport.rows.columns import BrokerRows, RowStore, decode_array
 from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
 from workers.generation.plans import HeldPlan, HeldPlans, failure_append, publication
-from workers.generation.updates import Puller, WeightUpdates
 from workers.leases.events import event_entry
 from workers.leases.leases import Leases
-from workers.lifecycle import Activity
+from workers.leases.lifecycle import Activity
+from workers.weights.updates import Puller, WeightUpdates
 
 log = structlog.get_logger(__name__)
 

@@ -21,9 +21,9 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Entry, Fence
+from transport.contracts.messages import Event, StepDone, WeightManifest, WeightsPublished, encode
+from transport.contracts.types import WorkerId
 from transport.errors import FencedError
-from transport.messages import Event, StepDone, WeightManifest, WeightsPublished, encode
-from transport.types import WorkerId
 from workers.leases.events import event_append
 
 log = structlog.get_logger(__name__)

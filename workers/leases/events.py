@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transport.broker import keys
 from transport.broker.base import Append, Entry
-from transport.messages import Event, encode
+from transport.contracts.messages import Event, encode
 
 
 def event_entry(event: Event, **fields: str | int) -> Entry:

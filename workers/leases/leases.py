@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 import structlog
 
 from transport.broker.base import Ack, Append, Broker, Delivery
-from transport.clock import Clock
+from transport.process.clock import Clock
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 
 from transport.broker.base import RowWrite
+from transport.contracts.messages import GroupScored, rollout_info_decoder
+from transport.contracts.types import Column, GroupId, WorkerId, row_id
 from transport.errors import MessageError
-from transport.messages import GroupScored, rollout_info_decoder
-from transport.rows import RowStore, decode_scalar, encode_array
-from transport.types import Column, GroupId, WorkerId, row_id
+from transport.rows.columns import RowStore, decode_scalar, encode_array
 from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal
+from workers.leases.consumer import Outcome, Unit
 from workers.leases.events import event_append
-from workers.scoring.consumer import Outcome, Unit
 
 READS = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO)
 

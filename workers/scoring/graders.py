@@ -199,4 +199,4 @@ OUR_GRADERS: dict[str, Grade] = {
     "spiral_matrix": _equals_answer,
     "string_insertion": _equals_answer,
 }
-"""By task, the same tasks as ``transport.gym_tasks.OURS``."""
+"""By task, the same tasks as ``transport.contracts.gym_tasks.OURS``."""

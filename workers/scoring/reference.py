@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from transport.broker.base import RowWrite
-from transport.rows import RowStore, decode_array, encode_array
-from transport.settings import Settings
-from transport.types import Column, GroupId, RowId, WorkerId
-from workers.scoring.consumer import Outcome, Unit
+from transport.contracts.settings import Settings
+from transport.contracts.types import Column, GroupId, RowId, WorkerId
+from transport.rows.columns import RowStore, decode_array, encode_array
+from workers.leases.consumer import Outcome, Unit
 from workers.scoring.sample import lost_row
-from workers.trainer.head import target_logprobs
-from workers.trainer.load import choose_device, choose_dtype, load_module
-from workers.trainer.model import plain_head, predictor_hidden
-from workers.trainer.packing import PromptGroup, TrainingSample, pack, split_by_tokens
+from workers.trainer.policy.head import target_logprobs
+from workers.trainer.policy.load import choose_device, choose_dtype, load_module
+from workers.trainer.policy.model import plain_head, predictor_hidden
+from workers.trainer.policy.packing import PromptGroup, TrainingSample, pack, split_by_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

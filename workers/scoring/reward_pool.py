@@ -28,9 +28,9 @@ from typing import TypeAlias, cast
 import msgspec
 import structlog
 
-from transport.programs import python_module
-from transport.secret import own_directories
-from transport.settings import Settings
+from transport.contracts.settings import Settings
+from transport.process.programs import python_module
+from transport.process.secret import own_directories
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import Jail, clean_environment
 from workers.scoring.reward_process import Failed, Ready, Sample, Scored, ScoreRequest, Scores, Setup, frame

@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeAlias
 
 import msgspec
 
-from transport.types import Struct
+from transport.contracts.types import Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.jail import confine
 from workers.scoring.rewards import Reward, RewardSpec, Scorer, UserReward, build_reward, read_entry

@@ -25,9 +25,9 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from transport.gym_tasks import refusal
-from transport.settings import ParamValue, Settings
-from transport.types import MAX_NUMBER, Struct
+from transport.contracts.gym_tasks import refusal
+from transport.contracts.settings import ParamValue, Settings
+from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade
 

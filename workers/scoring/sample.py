@@ -12,13 +12,13 @@ from typing import Protocol
 import msgspec
 
 from transport.broker.base import RowWrite
+from transport.contracts.messages import RowsMissing
+from transport.contracts.types import Column, RowId, WorkerId
 from transport.errors import MessageError
-from transport.messages import RowsMissing
-from transport.rows import RowStore, decode_array, encode_array
-from transport.types import Column, RowId, WorkerId
+from transport.rows.columns import RowStore, decode_array, encode_array
 from workers.errors import ModelError
+from workers.leases.consumer import Outcome, Unit
 from workers.leases.events import event_append
-from workers.scoring.consumer import Outcome, Unit
 from workers.scoring.rewards import Reward
 
 Detokenize = Callable[[Sequence[int]], str]

@@ -1,7 +1,8 @@
 """No own verifier compiles text into code: the interpreter refuses it in the whole process.
 
-The scorers that are used were read, and none evaluates an answer (transport/gym_tasks.py). This enforces it, also for
-what a library does inside: sympy's parser evaluates text, and its ``lambdify`` compiles names of symbols.
+The scorers that are used were read, and none evaluates an answer (transport/contracts/gym_tasks.py). This enforces
+it, also for what a library does inside: sympy's parser evaluates text, and its ``lambdify`` compiles names of
+symbols.
 
 Owns: an audit hook (PEP 578), which cannot be removed. Never: confines code that runs already (that is jail.py's).
 """

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.clock import Clock
+from transport.contracts.messages import MessageDecoder, TrialRows
+from transport.contracts.settings import Settings
+from transport.contracts.types import WorkerId
 from transport.errors import first_error
-from transport.messages import MessageDecoder, TrialRows
-from transport.rows import BrokerRows, RowStore
-from transport.settings import Settings
-from transport.types import WorkerId
-from workers.lifecycle import Activity, BusyMeter
+from transport.process.clock import Clock
+from transport.rows.columns import BrokerRows, RowStore
+from workers.leases.consumer import Handle, TaskConsumer
+from workers.leases.lifecycle import Activity, BusyMeter
 from workers.scoring.advantages import AdvantageTask
-from workers.scoring.consumer import Handle, TaskConsumer
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.reward_process import Sample
 from workers.scoring.rewards import reward_spec

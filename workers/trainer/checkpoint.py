@@ -3,7 +3,7 @@
     checkpoints/step-<version>/     or step-<version>.<n>, of a version that was saved again
       model.safetensors      fp32 master weights
       optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
-      ledger.msgpack         what was trained (transport/ledger.py)
+      ledger.msgpack         what was trained (transport/contracts/ledger.py)
       steps.msgpack          what was told of the last steps that it contains
       meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
 
@@ -27,14 +27,14 @@ import msgspec
 import structlog
 from safetensors import SafetensorError
 
-from transport import faults
+from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
+from transport.contracts.messages import StepDone
+from transport.contracts.settings import Settings
+from transport.contracts.types import WeightIdentity
 from transport.errors import MessageError
-from transport.files import sync_directory
-from transport.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
-from transport.messages import StepDone
-from transport.settings import Settings
+from transport.process import faults
+from transport.process.files import sync_directory
 from transport.tensors.manifest import file_checksum
-from transport.types import WeightIdentity
 from workers.errors import CheckpointError, ResumeMismatchError
 
 log = structlog.get_logger(__name__)

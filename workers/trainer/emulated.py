@@ -19,14 +19,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from transport.broker.base import Broker
-from transport.messages import TensorSpec, WeightManifest
-from transport.settings import EmulatedSettings
+from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.settings import EmulatedSettings
 from transport.tensors.base import SegmentWriter
 from transport.tensors.manifest import checksum, plan_layout
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
 from workers.trainer.learner import InThread, PieceDone
-from workers.trainer.publish import WeightPublisher
 from workers.trainer.samples import PromptGroup
+from workers.weights.publish import WeightPublisher
 
 LAYOUT = plan_layout([("version", (1,), "int64")])
 

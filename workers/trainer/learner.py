@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from transport.broker.base import Broker
-from transport.messages import WeightManifest
+from transport.contracts.messages import WeightManifest
 from workers.trainer.checkpoint import Checkpoint, TensorFile
 from workers.trainer.samples import PromptGroup
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.files import is_locked
+from transport.process.files import is_locked
 from workers.errors import RanksError
 
 MEETING = "trainer-ranks"

@@ -20,11 +20,17 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
-from transport.clock import Clock
+from transport.contracts.messages import (
+    FinishTraining,
+    RowsMissing,
+    TrainerCommand,
+    TrainRound,
+    trainer_command_decoder,
+)
+from transport.contracts.types import Column, GroupId, RowId, row_id
 from transport.errors import MessageError
-from transport.messages import FinishTraining, RowsMissing, TrainerCommand, TrainRound, trainer_command_decoder
-from transport.rows import RowStore, decode_array, decode_scalar
-from transport.types import Column, GroupId, RowId, row_id
+from transport.process.clock import Clock
+from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.errors import RoundsError
 from workers.leases.events import event_entry
 from workers.trainer.samples import PromptGroup, TrainingSample

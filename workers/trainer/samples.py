@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.types import GroupId, RowId
+from transport.contracts.types import GroupId, RowId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

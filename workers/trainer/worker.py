@@ -24,12 +24,9 @@ from typing import TypeVar, assert_never
 
 import structlog
 
-from transport import faults
 from transport.broker.base import Broker, Fence
-from transport.clock import Clock
-from transport.errors import first_error
-from transport.ledger import Ledger
-from transport.messages import (
+from transport.contracts.ledger import Ledger
+from transport.contracts.messages import (
     STARTING,
     CheckpointSaved,
     CloseMiniBatch,
@@ -40,12 +37,15 @@ from transport.messages import (
     TrainerReady,
     TrainRound,
 )
-from transport.rows import BrokerRows, RowStore
-from transport.settings import Settings
-from transport.types import RowId, WeightIdentity, WorkerId, row_id
+from transport.contracts.settings import Settings
+from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
+from transport.errors import first_error
+from transport.process import faults
+from transport.process.clock import Clock
+from transport.rows.columns import BrokerRows, RowStore
 from workers.errors import CheckpointError, RoundsError
 from workers.leases.announce import ROLE, StepAnnouncer
-from workers.lifecycle import Activity, BusyMeter
+from workers.leases.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
 from workers.trainer.learner import Learner, PieceDone
 from workers.trainer.meeting import DONE, leave_after_rank_0

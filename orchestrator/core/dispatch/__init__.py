@@ -9,7 +9,7 @@ slices.py       contiguous slices: what the next two have in common
 slicing.py      deadline slicing
 paced.py        the same for batches that overlap
 scored.py       all of these, the best on sampled lengths
-policies.py     the names that settings have for them
+registry.py     the names that settings have for them
 calibration.py  what predictions were worth so far
 """
 

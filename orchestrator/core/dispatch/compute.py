@@ -10,11 +10,11 @@ import math
 
 import msgspec
 
-from orchestrator.core.cost_model import DecodeCost
-from orchestrator.core.dispatch.policies import plan_dispatch
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
-from orchestrator.core.settings import CoreSettings
-from transport.messages import ComputePlan, PlanComputed, PlannedWorker, PlanShare
+from orchestrator.core.model.settings import CoreSettings
+from transport.contracts.messages import ComputePlan, PlanComputed, PlannedWorker, PlanShare
 
 
 def compute_plan(command: ComputePlan, settings: CoreSettings) -> PlanComputed:

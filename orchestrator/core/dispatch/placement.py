@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from transport.types import WorkerId
+from transport.contracts.types import WorkerId
 
 BATCH_PRIORITY_TOKENS = 10_000_000
 """Longer than any response: one batch earlier outranks any difference of predicted lengths."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from orchestrator.core.cost_model import DecodeCost
-from transport.types import GroupId, WorkerId
+from orchestrator.core.costs.cost_model import DecodeCost
+from transport.contracts.types import GroupId, WorkerId
 
 UNKNOWN_SIGMA = 1.0
 """Log-length spread of a prompt of which nothing is known: that of whole workloads (StreamRL fig. 7: about 0.8)."""

@@ -1,0 +1,349 @@
+"""``streamrl-orchestrator``: the commands, their help, and which module each of them starts.
+
+Owns: arguments. Never: work; each command imports what it needs when it is called, so that ``--help``, ``--dry-run``
+and a bad configuration answer at once (no torch, no transformers).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from orchestrator.cli.plan import plan
+from orchestrator.cli.rank import rank
+from orchestrator.cli.simulate import simulate
+from orchestrator.config import load
+from orchestrator.config.run_directory import RunDir, newest_name, next_free_name
+from orchestrator.errors import ConfigError
+from transport.process.files import check_own
+
+EXIT_CODES = (
+    "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
+    "3 stalled: no progress for liveness.stall_s, kept for --resume; "
+    "5 the disk is full or may not be written, or the broker is full, kept for --resume; "
+    "130 interrupted, kept for --resume."
+)
+DEFAULT_PRESET = "smollm2"
+
+app = typer.Typer(
+    name="streamrl-orchestrator",
+    help=f"Reinforcement learning post-training of LLMs.\n\n{EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug keeps its plain traceback
+    rich_markup_mode=None,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"streamrl {importlib.metadata.version('streamrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Those of the program itself."""
+
+
+app.add_typer(rank, name="rank")
+app.command(
+    help="Choose among GPUs: which generate, which train, how each stage is split; with the iteration time, the idle "
+    "shares and the cost to expect, by simulation. Nothing is started. [docs/planning.md]"
+)(plan)
+app.command(
+    help="Simulate a scenario with the code that decides live: seconds of an iteration, bubbles by cause, distance to "
+    "the physical bound. Nothing is started. [docs/simulation.md]"
+)(simulate)
+
+RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
+RunsBroker = Annotated[
+    str | None,
+    typer.Option(
+        "--broker",
+        help="URL of the run's broker, where it is one of your own with a password: that goes to no address that only "
+        "the run's files name.",
+        show_default=False,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Start from a preset: {', '.join(load.preset_names())}. [{DEFAULT_PRESET} without --config]"),
+]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
+]
+RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
+
+
+@app.command(help=f"Train: start every process of a run on this machine and see it through.\n\n{EXIT_CODES}")
+def run(
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run: --set run.name=NAME. [the preset's, numbered when it is taken]")
+    ] = None,
+    directory: RunsDirectory = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the configuration, with where each value came from, and stop.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
+) -> None:
+    overrides = [*(override or []), *_shorthand("run.name", name), *_shorthand("run.dir", directory)]
+    files = config_file or []
+    if resume:
+        resolved = resolve_resumed(preset, files, overrides)
+    else:
+        resolved = _resolve(preset, files, overrides)
+        named = resolved.settings.run.name
+        free = next_free_name(Path(resolved.settings.run.dir), named)
+        if free != named and not load.is_chosen(resolved, "run.name"):
+            resolved = _resolve(preset, files, [*overrides, f"run.name={free}"])
+    if dry_run:
+        typer.echo(load.render(resolved), nl=False)
+        return
+    from orchestrator.launch import supervisor
+    from orchestrator.launch.input_files import check_inputs, check_workers_inputs
+    from orchestrator.observability.http.server import check_secret
+
+    check_secret(resolved.settings.api)
+    check_inputs(resolved.settings)
+    check_workers_inputs(resolved.settings)
+    raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
+
+
+def _resolve(preset: str | None, files: list[Path], overrides: list[str]) -> load.Resolved:
+    """What the arguments of a command say. Raises ConfigError."""
+    return load.resolve(preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
+
+
+def _shorthand(key: str, value: str | None) -> list[str]:
+    return [] if value is None else [f"{key}={value}"]
+
+
+def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str]) -> load.Resolved:
+    """The settings a run was started with, and over them what is asked for now. Raises ConfigError.
+
+    The run is found by the name and directory that the arguments alone give, the newest of a preset's where no name is
+    given; its own load.toml comes first.
+    """
+    of_run = [argument for argument in overrides if argument.startswith("run.")]
+    asked = _resolve(preset, files, of_run)
+    directory, name = Path(asked.settings.run.dir), asked.settings.run.name
+    if not load.is_chosen(asked, "run.name"):
+        name = newest_name(directory, name)
+    stored = directory / name / "config.toml"
+    if not stored.is_file():
+        raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
+    check_own(stored.parent.resolve())
+    before = load.resolve(None, [], [], {}, stored=stored)
+    resolved = load.resolve(preset, files, overrides, os.environ, stored=stored)
+    load.check_resume(before.settings, resolved)
+    return resolved
+
+
+@app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
+def settings() -> None:
+    from orchestrator.config.settings_table import settings_table
+
+    typer.echo(settings_table())
+
+
+@app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
+def inspect(
+    run_dir: RunDirectory,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Recompute that every row of every trained batch was trained exactly once.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on looking until the run is over; plain lines without a terminal.")
+    ] = False,
+    broker: RunsBroker = None,
+) -> None:
+    from orchestrator.cli import inspect as inspection
+
+    raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow, broker_url=broker))
+
+
+LetterIds = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Dead letters, as inspect names them.")]
+AllLetters = Annotated[bool, typer.Option("--all", help="Every dead letter.")]
+
+
+@app.command(help="Put dead letters back into their queues, where somebody still wants them.")
+def retry(
+    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
+) -> None:
+    from orchestrator.cli import dead_letters
+
+    raise typer.Exit(
+        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=False, broker_url=broker)
+    )
+
+
+@app.command(help="Forget dead letters.")
+def drop(
+    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
+) -> None:
+    from orchestrator.cli import dead_letters
+
+    raise typer.Exit(
+        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=True, broker_url=broker)
+    )
+
+
+@app.command(help="Write a run's trace for Perfetto, and draw it: what every worker did, and why it was idle.")
+def timeline(
+    run_dir: RunDirectory,
+    svg: Annotated[bool, typer.Option("--svg", help="Also draw it as timeline.svg.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also draw it as timeline.png.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory to write to. [the run's]", show_default=False)] = None,
+) -> None:
+    from orchestrator.observability.report import finish
+
+    raise typer.Exit(finish.timeline(run_dir, svg=svg, png=png, out=out))
+
+
+@app.command(help="Write a run's report: one HTML file with its curves, timeline, idle seconds, failures and samples.")
+def report(
+    run_dir: RunDirectory,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [report.html of the run]", show_default=False)
+    ] = None,
+) -> None:
+    from orchestrator.observability.report import finish
+
+    raise typer.Exit(finish.report(run_dir, out))
+
+
+@app.command(help="Put several runs side by side in one HTML file: results, settings that differ, curves, timelines.")
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of the runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("comparison.html"),
+) -> None:
+    from orchestrator.observability.report import finish
+
+    raise typer.Exit(finish.compare(run_dirs, out))
+
+
+def _control(request: str, text: str) -> None:
+    """Register one of the requests of loop/control.py as a command."""
+
+    @app.command(name=request, help=f"Ask a running run: {text} Visible in its journal and status.")
+    def ask(run_dir: RunDirectory, broker: RunsBroker = None) -> None:
+        from orchestrator.cli import control as asking
+
+        raise typer.Exit(asking.main(run_dir, request, broker))
+
+
+_control("pause", "dispatch nothing new; running samples finish.")
+_control("resume", "end a pause.")
+_control("drain", "finish the batch in training, save the last checkpoint and the final model, end. [--resume goes on]")
+_control("checkpoint", "save a checkpoint after the batch in training.")
+
+
+@app.command(
+    name="set",
+    help="Change a setting of a running run: run.batches, trainer.checkpoint_every, or of pipeline max_staleness, "
+    "update, max_refills, max_attempts, rollout_timeout_s. It holds until --resume is given another.",
+)
+def set_(
+    run_dir: RunDirectory,
+    assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False)],
+    broker: RunsBroker = None,
+) -> None:
+    from orchestrator.cli import control as asking
+
+    raise typer.Exit(asking.main_set(run_dir, assignment, broker))
+
+
+@app.command(
+    help="Measure this machine's engine and trainer, alone and at once, fit the cost model to them, and write it: for "
+    "`simulate` and `plan` (--profile), for plans of dispatch and the number of workers (`run --config`). Settings as "
+    "for `run` say which: batches of up to generation.slots samples and micro-batches of up to "
+    "trainer.micro_batch_tokens tokens are measured. It takes one to five minutes and wants the machine for itself; "
+    "coefficients are seconds a step, a sample, a token. [docs/simulation.md]"
+)
+def profile(
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
+    out: Annotated[
+        Path, typer.Option(help="Files to write, without their endings: .json for --profile, .toml for --config.")
+    ] = Path("profile"),
+) -> None:
+    resolved = _resolve(preset, config_file or [], override or [])
+    from orchestrator.cli import profile
+
+    raise typer.Exit(profile.main(resolved.settings, out))
+
+
+@app.command(help="Replay a run's journal: the same events must give the same commands.")
+def replay(run_dir: RunDirectory) -> None:
+    from orchestrator.sim import replay as replaying
+
+    raise typer.Exit(replaying.main(run_dir))
+
+
+@app.command(
+    help="The control plane alone, against a broker that is there: workers join with streamrl-worker, at "
+    "any time. The broker's password comes from STREAMRL_BROKER_PASSWORD. With --run-dir it is the process that "
+    f"`run` starts, and reads <run-dir>/config.toml.\n\n{EXIT_CODES} 4: starting it again is no use."
+)
+def serve(
+    broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
+    run_name: Annotated[str | None, typer.Option("--run", help="Name of the run. [the preset's]")] = None,
+    preset: Preset = None,
+    config_file: ConfigFiles = None,
+    override: Overrides = None,
+    directory: RunsDirectory = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
+    or_resume: Annotated[
+        bool,
+        typer.Option(
+            "--or-resume",
+            help="Go on with the run of this name where there is one, as it was (paused, if it was); else start it.",
+        ),
+    ] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's load.toml, made by `run`.")] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
+    ] = None,
+) -> None:
+    if run_dir is not None:
+        _serve_child(broker, run_name, run_dir, model_dir)
+    named = [*_shorthand("run.name", run_name), *_shorthand("run.dir", directory), f"broker.url={broker}"]
+    files, overrides = config_file or [], [*(override or []), *named]
+    resolved = _resolve(preset, files, overrides)
+    there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
+    if resume or there:
+        resolved = resolve_resumed(preset, files, overrides)
+    from orchestrator.launch import process
+
+    raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
+
+
+def _serve_child(broker: str, run_name: str | None, run_dir: Path, model_dir: Path | None) -> NoReturn:
+    if run_name is None or model_dir is None:
+        raise ConfigError("--run-dir needs --run and --model-dir")
+    from orchestrator.launch import process
+
+    raise typer.Exit(
+        process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
+    )

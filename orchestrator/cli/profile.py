@@ -1,0 +1,107 @@
+"""``streamrl-orchestrator profile``: measure this machine's engine and trainer, fit the cost model, write both files.
+
+    <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (profiles.read_profile)
+    <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
+
+Owns: the child that measures, the files, the words. Never: measures (torch stays out of this process), or fits.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.config.toml_source import to_toml
+from orchestrator.errors import ChildFailedError
+from orchestrator.launch.machine_load import LIMIT, OtherPrograms
+from orchestrator.planning.fitting import fit
+from orchestrator.planning.profiles import Errors, Profile
+from orchestrator.run_outputs import check_place, writing_out
+from transport.contracts.measurements import Measurements
+from transport.contracts.settings import Settings
+from transport.process.files import replace
+from transport.process.programs import python_module
+
+LIMIT_S = 1800.0
+"""The worker has its own limits; this one is for a machine that hangs."""
+
+
+def main(settings: Settings, out: Path) -> int:
+    """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
+    check_place(out)
+    others = OtherPrograms()
+    profile = fit(measure(settings))
+    json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
+    with writing_out(out):
+        replace(json_path, msgspec.json.format(msgspec.json.encode(profile)))
+        replace(toml_path, section(profile))
+    print(report(profile))
+    if (share := others.share()) > LIMIT:
+        print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")
+    print(
+        f"wrote {json_path}, for `simulate` and `plan` with --profile {json_path}, and {toml_path}, for a run with "
+        f"--config {toml_path}"
+    )
+    return 0
+
+
+def measure(settings: Settings) -> Measurements:
+    """Have a worker process measure. Raises ChildFailedError; what it says goes to our standard error."""
+    try:
+        done = subprocess.run(
+            python_module("workers", "profile"),
+            input=msgspec.json.encode(settings),
+            stdout=subprocess.PIPE,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        slow = f"it took longer than {LIMIT_S:.0f} s: measure with fewer generation.slots"
+        raise ChildFailedError("profile", -signal.SIGKILL, slow) from None
+    if done.returncode != 0:
+        raise ChildFailedError("profile", done.returncode, "see above")
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Measurements)
+
+
+def section(profile: Profile) -> str:
+    """The part of a configuration that plans of dispatch and the adjustment of workers read."""
+    lines = [f"# {profile.engine} engine, {profile.model}, on {profile.host}", "[decode_cost]"]
+    lines += [
+        f"{name} = {to_toml(getattr(profile.decode_cost, name))}"
+        for name in profile.decode_cost.__struct_fields__
+        if getattr(profile.decode_cost, name)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def report(profile: Profile) -> str:
+    """The coefficients, and how good they are."""
+    cost = profile.decode_cost
+    parts = [
+        f"decode step: {1e3 * cost.fixed_s:.3g} ms + max({1e3 * cost.weights_s:.3g} ms, samples x "
+        f"{1e3 * cost.gemm_sample_s:.3g} ms) + samples x {1e3 * cost.sample_s:.3g} ms + context x "
+        f"{1e6 * cost.kv_token_s:.3g} us; prefill: {1e3 * cost.prefill_token_s:.3g} ms a token",
+        f"  up to {profile.slots} samples of {profile.context_tokens} tokens; {_held_out(profile.held_out, 'batches')}",
+    ]
+    if (train := profile.train) is not None:
+        parts += [
+            f"trainer: {1e3 * train.round_s:.3g} ms a micro-batch + {1e3 * train.token_s:.3g} ms a token + "
+            f"{1e6 * train.squared_token_s:.3g} us a squared token; optimizer {train.optimizer_s:.3g} s; "
+            f"a version published in {profile.publish_s:.3g} s, loaded in {profile.load_s:.3g} s",
+            f"  up to {profile.micro_batch_tokens} tokens; {_held_out(profile.train_held_out, 'micro-batches')}",
+            f"at once: decode steps take {profile.decode_beside:.2f} times as long, micro-batches "
+            f"{profile.train_beside:.2f} times",
+        ]
+    padded = [("decode steps", cost.padded), ("micro-batches", train is not None and train.padded)]
+    if names := [name for name, is_padded in padded if is_padded]:
+        parts.append(
+            f"attention of {' and of '.join(names)} is padded: a short sample takes as long as the longest there"
+        )
+    return "\n".join(parts)
+
+
+def _held_out(errors: Errors, what: str) -> str:
+    return f"held-out error on {what} that a fit did not see: median {errors.median:.1%}, worst {errors.worst:.1%}"

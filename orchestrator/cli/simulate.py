@@ -1,0 +1,301 @@
+"""``streamrl-orchestrator simulate``: a user's own scenario: arguments, and what is printed and written.
+
+How to read the answer: docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import msgspec
+import typer
+
+from orchestrator.cli.plan import GBPS, ProfileFile, chosen_model, one_of, parse_pools
+from orchestrator.core.costs.analytic import Algorithm, DoesNotFitError, decode_cost, most_ranks, tensor_degrees
+from orchestrator.core.costs.hardware import GPUS, Gpu
+from orchestrator.core.costs.llms import LLMS
+from orchestrator.core.dispatch.policies.registry import Planned
+from orchestrator.core.model.settings import LEAST_LOADED, default_dispatch
+from orchestrator.errors import ConfigError
+from orchestrator.observability.report.bubbles import Cause
+from orchestrator.observability.report.timeline_drawing import write_timeline
+from orchestrator.planning.allocation import Pool
+from orchestrator.planning.length_files import read_lengths, representative
+from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware, read_profile
+from orchestrator.planning.split_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
+from orchestrator.sim import user_scenario
+from orchestrator.sim.bounds import bound
+from orchestrator.sim.decoding import SampleTooLongError
+from orchestrator.sim.lengths import RecordedLengths, long_tailed
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
+from transport.contracts.lengths import Say
+
+POLICIES = (*get_args(Planned), LEAST_LOADED)
+FEWEST_ITERATIONS = 3
+"""One that fills the pipeline, one that counts, one beside which nothing more is generated."""
+
+
+def simulate(
+    model: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json. [Qwen2.5-72B, or that of --profile]"),
+    ] = "",
+    generate: Annotated[
+        str,
+        typer.Option(
+            help=f"GPUs that generate, COUNTxTYPE[@SITE]. Types: {', '.join(GPUS)}; with --profile also {NAME}. "
+            f"[40xH800, or 1x{NAME}]"
+        ),
+    ] = "",
+    train: Annotated[
+        str,
+        typer.Option(help=f"GPUs that train; colocated: those that generate, in turn. [88xH800, or 1x{NAME}]"),
+    ] = "",
+    profile: ProfileFile = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=0, help="GPUs of a generation instance. [0: that with the lowest bound]")
+    ] = 0,
+    ranks: Annotated[int, typer.Option(min=0, help="Data-parallel ranks of the trainer. [0: as many as fit]")] = 0,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="Response lengths, tokens: one a line, or JSON lines. [StreamRL's 20K data set, simulated]"),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 500,
+    pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
+    dispatch: Annotated[str, typer.Option(help=f"{', '.join(POLICIES)} (docs/dispatch.md). [as in a run of it]")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
+    algorithm: Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")] = "ppo",
+    recall: Annotated[
+        float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")
+    ] = 0.87,
+    slots: Annotated[
+        int, typer.Option(min=0, help="Samples that an instance decodes at once, at most. [256, or as profiled]")
+    ] = 0,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
+    ] = 0,
+    link_gbps: Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")] = 80.0,
+    iterations: Annotated[
+        int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
+    ] = 20,
+    seed: Annotated[int, typer.Option(help="Of lengths and of the ranker's errors.")] = 11,
+    out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture (SVG and PNG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
+    measured = None if profile is None else read_profile(profile)
+    llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
+    asked = one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
+    skipped: list[str] = []
+    groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed, skipped.append)
+    workload = Workload(
+        llm=llm,
+        lengths=groups,
+        batch=batch,
+        group_size=group_size,
+        algorithm=one_of("--algorithm", algorithm, get_args(Algorithm)),
+    )
+    try:
+        pools = _pools(generate, train, measured)
+        layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps)
+        layout = replace(
+            layout,
+            slots=slots or slots_of(layout.generation_gpu),
+            micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
+        )
+        usual = default_dispatch(
+            max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
+        )
+        chosen = asked if dispatch else usual
+        outcome = user_scenario.run(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
+    except (DoesNotFitError, SampleTooLongError) as error:
+        raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    data = _as_data(outcome, layout, workload, pipeline, chosen, iterations)
+    data["notes"] = [*skipped, *([] if measured is None else _notes(measured, workload, layout))]
+    typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
+    if out is not None:
+        _make_directory(out)
+        for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
+            typer.echo(path, err=as_json)
+
+
+def _make_directory(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be a directory: {error.strerror}", where="--out") from error
+
+
+# -- arguments
+
+
+def _lengths(
+    path: Path | None,
+    batch: int,
+    batches: int,
+    group_size: int,
+    prompt_tokens: int,
+    recall: float,
+    seed: int,
+    say: Say,
+) -> RecordedLengths:
+    known = None if recall >= 1.0 else recall
+    if path is None:
+        return long_tailed(batch * batches, seed=seed, recall=known, question_tokens=prompt_tokens)
+    groups = read_lengths(path, group_size, say)
+    return representative(groups, batch=batch, batches=batches, prompt_tokens=prompt_tokens, recall=known, seed=seed)
+
+
+def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Pool]:
+    """(those that generate, those that train), the same where they are colocated. Raises ConfigError."""
+    usual = ("40xH800", "88xH800") if profile is None else (f"1x{NAME}",) * 2
+    known = hardware(profile)
+    generation = _pool("--generate", generate or usual[0], known)
+    training = generation if train == "colocated" else _pool("--train", train or usual[1], known)
+    measured = training.gpu.measured
+    if measured is not None and training is generation:
+        raise ConfigError("what a switch between the stages takes was not profiled", where="--train")
+    if measured is not None and measured.train is None:
+        raise ConfigError("the profile has no trainer in it, so who trains?", where="--train")
+    return generation, training
+
+
+def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:
+    """Raises ConfigError, DoesNotFitError."""
+    generation, training = pools
+    colocated = training is generation
+    if training.gpu.measured is not None and ranks not in (0, training.num_gpus):
+        raise ConfigError(f"one {NAME} is one rank: {training.num_gpus} of them are no {ranks}", where="--ranks")
+    link = link_gbps * GBPS if generation.site != training.site else 0.0
+    degrees = [tensor_parallel] if tensor_parallel else tensor_degrees(workload.llm, generation.gpu)
+    layouts = [
+        Layout(
+            generation_gpus=generation.num_gpus,
+            training_gpus=training.num_gpus,
+            tensor_parallel=degree,
+            ranks=ranks or most_ranks(workload.llm, training.gpu, training.num_gpus),
+            generation_gpu=generation.gpu,
+            training_gpu=training.gpu,
+            colocated=colocated,
+            link_bytes_per_s=link,
+        )
+        for degree in degrees
+        if generation.num_gpus % degree == 0
+    ]
+    if not layouts:
+        raise ConfigError(f"{generation.num_gpus} GPUs are no whole instances of {tensor_parallel}", where="--generate")
+    return _fastest(workload, layouts)
+
+
+def _fastest(workload: Workload, layouts: list[Layout]) -> Layout:
+    """The layout whose generation has the lowest bound, of those that hold the longest sample.
+
+    Raises DoesNotFitError when none does.
+    """
+    need = max(max(samples) for samples in workload.lengths.lengths) + max(workload.lengths.questions) + SPARE_TOKENS
+    bounds: list[tuple[float, int]] = []
+    refused = ""
+    for place, layout in enumerate(layouts):
+        try:
+            room = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel).kv_capacity_tokens
+            if room < need:
+                raise DoesNotFitError(
+                    f"{layout.tensor_parallel} {layout.generation_gpu.name} have room for {room:.0f} tokens of context "
+                    f"of {workload.llm.name}, the longest sample needs {need}"
+                )
+            limit = bound(workload, layout)
+        except DoesNotFitError as error:
+            refused = str(error)
+        else:
+            bounds.append((max(limit.generation_s, limit.longest_s), place))
+    if not bounds:
+        raise DoesNotFitError(refused)
+    return layouts[min(bounds)[1]]
+
+
+def _pool(option: str, text: str, known: Mapping[str, Gpu]) -> Pool:
+    try:
+        pools = parse_pools(text, {}, known)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.where}: "), where=option) from error
+    if len(pools) != 1:
+        raise ConfigError("one pool of GPUs, as 40xH800", where=option)
+    return pools[0]
+
+
+# -- the answer
+
+
+def _notes(profile: Profile, workload: Workload, layout: Layout) -> list[str]:
+    """Where the profile says less than was asked of it."""
+    longest = max(max(samples) for samples in workload.lengths.lengths) + max(workload.lengths.questions)
+    generates, trains = layout.generation_gpu.measured is not None, layout.training_gpu.measured is not None
+    return list(
+        extrapolated(
+            profile,
+            context_tokens=longest if generates else 0,
+            slots=layout.slots if generates else 0,
+            micro_batch_tokens=layout.micro_batch_tokens if trains else 0,
+        )
+    )
+
+
+def _as_data(
+    outcome: user_scenario.Outcome, layout: Layout, workload: Workload, pipeline: str, dispatch: str, iterations: int
+) -> dict[str, Any]:
+    return {
+        "model": workload.llm.name,
+        "pipeline": pipeline,
+        "dispatch": dispatch,
+        "iterations": iterations,
+        "generation_gpus": layout.generation_gpus,
+        "training_gpus": layout.training_gpus,
+        "tensor_parallel": layout.tensor_parallel,
+        "ranks": layout.ranks,
+        "iteration_s": round(outcome.iteration_s, 3),
+        "bound_s": round(outcome.bound_s, 3),
+        "over_bound": round(outcome.iteration_s / outcome.bound_s, 4),
+        "bound_generation_s": round(outcome.bound.generation_s, 3),
+        "bound_training_s": round(outcome.bound.training_s, 3),
+        "longest_alone_s": round(outcome.bound.longest_s, 3),
+        "samples_per_s": round(outcome.samples_per_s, 4),
+        "tokens_per_s": round(outcome.tokens_per_s, 1),
+        "mean_token_age": round(outcome.mean_age, 4),
+        "oldest_token_age": outcome.oldest_age,
+        "idle": {
+            stage: {cause.value: round(usage.idle_s.get(cause, 0.0) / usage.present_s, 4) for cause in Cause}
+            for stage, usage in outcome.usage.items()
+            if usage.present_s
+        },
+    }
+
+
+def _as_text(outcome: user_scenario.Outcome, layout: Layout, data: dict[str, Any]) -> str:
+    gpus = f"{layout.generation_gpus} {layout.generation_gpu.name} generate ({layout.instances} instances of "
+    gpus += f"{layout.tensor_parallel}), "
+    gpus += "the same" if layout.colocated else f"{layout.training_gpus} {layout.training_gpu.name}"
+    gpus += f" train ({layout.ranks} ranks)"
+    idle = [
+        f"  {stage:<11} busy {1 - sum(causes.values()):4.0%}; idle: "
+        + ", ".join(f"{cause} {share:.1%}" for cause, share in causes.items() if share >= 0.0005)
+        for stage, causes in data["idle"].items()
+    ]
+    lines = [
+        f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {gpus}",
+        *(f"note: {note}" for note in data["notes"]),
+        f"iteration   {outcome.iteration_s:.4g} s; {outcome.samples_per_s:.2f} samples/s, "
+        f"{outcome.tokens_per_s:,.0f} response tokens/s",
+        f"bound       {outcome.bound_s:.4g} s, so {outcome.iteration_s / outcome.bound_s:.3f} of it; generation "
+        f"{outcome.bound.generation_s:.4g} s, training {outcome.bound.training_s:.4g} s, longest sample alone "
+        f"{outcome.bound.longest_s:.4g} s",
+        f"token age   at most {outcome.oldest_age} versions, {outcome.mean_age:.2f} on average",
+        "time of slots and trainer (slots: the most that an instance ever used)",
+        *idle,
+    ]
+    return "\n".join(lines)

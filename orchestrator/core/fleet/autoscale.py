@@ -1,0 +1,203 @@
+"""How many generation workers a run should have, as lengths and stage times drift.
+
+Owns: the rule, and what it must remember between two iterations. Never: starts or ends a worker, reads a clock.
+Invariant: the answer lies within ``min_workers`` and ``max_workers``; a worker that was drained is not wanted back by
+the same measurements, because adding asks for more than draining may cost.
+
+    measured iteration ──► the last ``confirm`` with these workers agree ──► Change, then ``rest`` iterations of peace
+
+The trainer's size is fixed: another one means another process group, so a restart (StreamRL sec. 4.2). Ours: minimum
+gain, hysteresis, confirmation, rest, limits and draining, which the paper leaves open (its rule:
+``benchmarks/papers/rules.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import TypeAlias
+
+import msgspec
+
+from orchestrator.core.costs.cost_model import DecodeCost
+from orchestrator.core.costs.forecast import finish_times
+
+Estimate: TypeAlias = Callable[[int], float]
+"""Workers -> seconds that generation of a batch takes. Only its ratios count: they scale what was measured."""
+
+
+class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """When workers come and go.
+
+    min_workers, max_workers: limits, min_workers <= max_workers.  unit: workers that come or go together.
+    min_gain: share of an iteration that a unit must save to be added.
+    max_loss: share that an iteration may grow by when a unit goes; below ``min_gain``, and the gap is the hysteresis.
+    confirm: iterations in a row that must say the same.  rest: iterations after a change that are not judged: the new
+    worker loads, and the batch that was cut for fewer workers ends.
+    """
+
+    min_workers: int = 1
+    max_workers: int = 1
+    unit: int = 1
+    min_gain: float = 0.05
+    max_loss: float = 0.01
+    confirm: int = 2
+    rest: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(f"need 1 <= min_workers <= max_workers, got {self.min_workers} and {self.max_workers}")
+        if self.unit < 1 or self.confirm < 1 or self.rest < 0:
+            raise ValueError("unit and confirm must be at least 1, rest at least 0")
+        if not 0 <= self.max_loss < self.min_gain:
+            raise ValueError(
+                f"need 0 <= max_loss < min_gain, got {self.max_loss} and {self.min_gain}: "
+                "else the same worker is added and drained in turn"
+            )
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One trained batch, as measured.
+
+    workers: that generated for it.
+    generation_s: that generation needed. Where batches overlap: from one version to the next, without what workers
+    waited for the trainer (mean over workers).
+    training_s: that the trainer was busy: rounds and optimizer.
+    exposed_s: of the training, what came after the batch's last sample while generation waited for it; 0 where batches
+    overlap (max_staleness >= 1).
+    """
+
+    batch: int
+    workers: int
+    generation_s: float
+    training_s: float
+    exposed_s: float = 0.0
+
+    @property
+    def delta_s(self) -> float:
+        """StreamRL's delta (sec. 4.2): by how much generation is the slower stage."""
+        return self.generation_s - self.training_s
+
+    def predicted_s(self, workers: int, estimate: Estimate) -> float:
+        """This iteration with other workers: generation as the estimate says, training as it was."""
+        return max(self.generation_with(workers, estimate) + self.exposed_s, self.training_s)
+
+    def generation_with(self, workers: int, estimate: Estimate) -> float:
+        """What was measured, scaled by the estimate's ratio: its bias cancels."""
+        now_s = estimate(self.workers) if workers != self.workers else 0.0
+        return self.generation_s * estimate(workers) / now_s if now_s > 0 else self.generation_s
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """From so many workers to so many, after ``batch``.
+
+    delta_s: generation minus training, mean of what was judged.  before_s, after_s: an iteration now, and as predicted.
+    """
+
+    batch: int
+    from_workers: int
+    to_workers: int
+    delta_s: float
+    before_s: float
+    after_s: float
+
+    @property
+    def reason(self) -> str:
+        """For journal and people."""
+        slower = "generation" if self.delta_s > 0 else "training"
+        return (
+            f"{slower} is slower by {abs(self.delta_s):.3g} s; {self.to_workers} instead of {self.from_workers} "
+            f"workers make an iteration {self.after_s:.3g} s instead of {self.before_s:.3g} s"
+        )
+
+
+class Scaling(msgspec.Struct, kw_only=True):
+    """What is remembered: the iterations that count, and the peace that is left.
+
+    workers: that are wanted now, 0 before the first iteration.  peace: iterations that will not be judged.
+    """
+
+    workers: int = 0
+    peace: int = 0
+    recent: list[Iteration] = msgspec.field(default_factory=list[Iteration])
+
+    def observe(self, settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> Change | None:
+        """Hear of one iteration; returns what to change, mostly nothing.
+
+        An iteration with other workers than wanted is not judged while the change may still be on its way; after
+        ``rest`` iterations what is there is taken for granted, so that a lost worker does not end all scaling.
+        """
+        if self.peace > 0:
+            self.peace -= 1
+            self.recent.clear()
+            return None
+        if iteration.workers != self.workers:
+            self.workers = iteration.workers
+            self.recent.clear()
+        self.recent = [*self.recent[-(settings.confirm - 1) :], iteration] if settings.confirm > 1 else [iteration]
+        wanted = self._wanted(settings, estimate)
+        return self._change(settings, wanted, estimate) if wanted != self.workers else None
+
+    def _wanted(self, settings: ScalingSettings, estimate: Estimate) -> int:
+        if not settings.min_workers <= self.workers <= settings.max_workers:
+            return min(max(self.workers, settings.min_workers), settings.max_workers)
+        if len(self.recent) < settings.confirm:
+            return self.workers
+        return agreed([gainful(settings, iteration, estimate) for iteration in self.recent], self.workers)
+
+    def _change(self, settings: ScalingSettings, wanted: int, estimate: Estimate) -> Change:
+        change = Change(
+            batch=self.recent[-1].batch,
+            from_workers=self.workers,
+            to_workers=wanted,
+            delta_s=fmean(iteration.delta_s for iteration in self.recent),
+            before_s=fmean(iteration.predicted_s(self.workers, estimate) for iteration in self.recent),
+            after_s=fmean(iteration.predicted_s(wanted, estimate) for iteration in self.recent),
+        )
+        self.workers, self.peace = wanted, settings.rest
+        self.recent.clear()
+        return change
+
+
+def gainful(settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> int:
+    """Workers that this iteration calls for: units are added while each saves enough, or one goes that saves nothing.
+
+    Source: ours. What counts is the iteration, not the gap: a unit that overshoots balance still saves the gap, and one
+    that shortens nothing (the longest sample alone is the end of generation) is not added however large the gap is.
+    """
+    workers, now_s = iteration.workers, iteration.predicted_s(iteration.workers, estimate)
+    while workers + settings.unit <= settings.max_workers:
+        more = workers + settings.unit
+        saved_s = iteration.predicted_s(workers, estimate) - iteration.predicted_s(more, estimate)
+        if saved_s < settings.min_gain * now_s:
+            break
+        workers = more
+    fewer = iteration.workers - settings.unit
+    if workers > iteration.workers or fewer < settings.min_workers:
+        return workers
+    return fewer if iteration.predicted_s(fewer, estimate) <= (1 + settings.max_loss) * now_s else workers
+
+
+def agreed(wanted: Sequence[int], workers: int) -> int:
+    """The smallest change that all call for; none where they do not agree on its direction."""
+    if min(wanted) > workers:
+        return min(wanted)
+    return max(wanted) if max(wanted) < workers else workers
+
+
+def estimate_of(
+    cost: DecodeCost, lengths: Sequence[float], *, prompt_tokens: float = 0.0, max_running: int
+) -> Estimate:
+    """Generation of samples like these on so many equal workers, every one with its even share, longest first.
+
+    Args:    lengths: [N] response tokens of a recent batch, > 0.  max_running: slots of a worker.
+    Source:  StreamRL sec. 4.2 (profile and current workload). The instance with the longest sample is taken for all:
+             shares are dealt from the sorted lengths, so the others end sooner.
+    """
+    longest = sorted(lengths, reverse=True)
+
+    def seconds(workers: int) -> float:
+        share = longest[:: max(1, workers)]
+        return max(finish_times(cost, share, prompt_tokens=prompt_tokens, max_running=max_running), default=0.0)
+
+    return seconds

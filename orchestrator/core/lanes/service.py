@@ -1,0 +1,218 @@
+"""Requests of a service run: prompts that came from outside, and samples that leave to whoever asked for them.
+
+Owns: what each request still owes its reader. Never: text, tokens, sockets (``serving/service.py``). Invariant: a
+sample gets its number in the request when its row is first told, keeps it for ever, and its row is freed only once the
+reader has taken it; so a reader that comes back goes on exactly where it was.
+
+    submitted ──window──► pending ──► running ──► result (numbered) ──taken──► freed
+                                        └─ failed max_attempts times ──► result (numbered) that says why
+
+The window (samples of one request that are generated ahead of its reader) is the back-pressure: a slow reader holds up
+its own request and nothing else. Source: StreamRL sec. 3, the generation service's ``generate`` and ``update``; ours:
+numbers, window, expiry.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from orchestrator.core.model.batches import MISSING, Group, Outcome, Stage
+from orchestrator.core.model.outbox import AdmissionKey
+from orchestrator.core.model.service_request import Request
+from orchestrator.core.model.workers import age
+from orchestrator.core.rollout.admission import Slots
+from transport.contracts.messages import (
+    AdmitGroups,
+    DropRows,
+    GroupAdmitted,
+    PromptsSubmitted,
+    RequestCancelled,
+    SamplesTaken,
+    WeightsPublished,
+)
+from transport.contracts.types import GroupId, RowId, group_id, parse_row_id, row_id
+
+RequestEvent: TypeAlias = PromptsSubmitted | SamplesTaken | RequestCancelled | WeightsPublished
+
+
+class Requests(Slots):
+    """The slots of a run that trains nothing: a group belongs to a request instead of a batch, and ends by delivery.
+
+    ``Group.batch`` is the number of its request, so that earlier requests go first.
+    """
+
+    def take(self, event: RequestEvent) -> None:
+        """What whoever asks for samples tells."""
+        match event:
+            case SamplesTaken():
+                self._samples_taken(event)
+            case PromptsSubmitted():
+                self._submitted(event)
+            case RequestCancelled():
+                self._cancelled(event)
+            case WeightsPublished():
+                self._published(event)
+            case _:
+                assert_never(event)
+
+    def _submitted(self, event: PromptsSubmitted) -> None:
+        """Take a request. One that came before changes nothing."""
+        p = self._p
+        if event.request <= p.last_request or p.stopping or not p.settings.service:
+            return
+        p.last_request = event.request
+        request = Request(num_samples=len(event.prompts) * event.group_size, active_s=p.now_s)
+        p.requests[event.request] = request
+        groups: list[Group] = []
+        for index, prompt in enumerate(event.prompts):
+            group = Group(
+                group_id=group_id(event.request, index),
+                batch=event.request,
+                part=0,
+                prompt_id=prompt.prompt_id,
+                prompt_tokens=prompt.prompt_tokens,
+                predicted_tokens=prompt.predicted_tokens,
+                tokens=[MISSING] * event.group_size,
+                num_missing=event.group_size,
+                stage=Stage.HELD,
+                sampling=event.sampling,
+            )
+            p.groups[group.group_id] = group
+            request.untaken[group.group_id] = event.group_size
+            groups.append(group)
+        request.waiting = [group.group_id for group in reversed(groups)]
+        self._start(request)
+
+    def admit(self) -> None:
+        """Prompts come with requests; nothing is asked for."""
+
+    def announce(self, groups: list[Group]) -> None:
+        """As for slots, with the size of each group."""
+        outbox = self._p.outbox
+        for group in groups:
+            self.confirm_admission(group)
+            group.admission = AdmissionKey(outbox.next_id)
+            admitted = GroupAdmitted(group_id=group.group_id, prompt_id=group.prompt_id, group_size=len(group.tokens))
+            outbox.emit_until(group.admission, AdmitGroups(groups=(admitted,)))
+
+    def _start(self, request: Request) -> None:
+        """Let groups pass while the reader's window has room; always one, or a large group would never start."""
+        p = self._p
+        started: list[Group] = []
+        while request.waiting:
+            group = p.groups[request.waiting[-1]]
+            ahead = request.started - request.taken
+            if ahead and ahead + len(group.tokens) > p.settings.service_window:
+                break
+            request.waiting.pop()
+            request.started += len(group.tokens)
+            self._assignments.enqueue(group)
+            started.append(group)
+        self.announce(started)
+
+    # -- results
+
+    def row_arrived(self, group: Group, row: RowId) -> None:
+        """It gets its number, unless it has one and was only made again."""
+        self._note(group, row)
+
+    def row_vanished(self, group: Group, row: RowId) -> None:
+        """It keeps its number."""
+        self._p.requests[group.batch].remade[row] = None
+
+    def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
+        """The samples that are missing of ``group`` will not come: each is a result that says why."""
+        if group.stage is Stage.RUNNING:
+            self._assignments.take_back(group, reason)
+        self.confirm_admission(group)
+        group.stage, group.outcome = Stage.ENDED, outcome
+        request = self._p.requests[group.batch]
+        for sample in group.missing_samples():
+            row = row_id(group.group_id, sample)
+            request.failed[row] = reason
+            self._note(group, row)
+
+    def _note(self, group: Group, row: RowId) -> None:
+        request = self._p.requests[group.batch]
+        request.active_s = self._p.now_s
+        if row in request.remade:
+            del request.remade[row]
+        else:
+            request.results.append(row)
+
+    # -- the reader
+
+    def _samples_taken(self, event: SamplesTaken) -> None:
+        """The reader has the first ``upto`` results: free them, and let more of the request start."""
+        p = self._p
+        request = p.requests.get(event.request)
+        if request is None:
+            return
+        upto = min(event.upto, len(request.results))
+        freed = [group_id for row in request.results[request.taken : upto] if (group_id := self._taken(request, row))]
+        request.taken = max(request.taken, upto)
+        request.active_s = p.now_s
+        if freed:
+            p.outbox.emit(DropRows(group_ids=tuple(freed)))
+        if request.taken == request.num_samples:
+            del p.requests[event.request]
+        elif not p.stopping:
+            self._start(request)
+
+    def _taken(self, request: Request, row: RowId) -> GroupId | None:
+        """One result of a group was taken. Returns the group once it was the last."""
+        group_id = parse_row_id(row)[0]
+        request.untaken[group_id] -= 1
+        if request.untaken[group_id]:
+            return None
+        self._forget(request, group_id)
+        return group_id
+
+    def _forget(self, request: Request, group_id: GroupId) -> None:
+        group = self._p.groups[group_id]
+        if group.stage is Stage.RUNNING:
+            self._assignments.take_back(group, "nobody wants it any more")
+        self.confirm_admission(group)
+        del request.untaken[group_id]
+        del self._p.groups[group_id]
+
+    def _cancelled(self, event: RequestCancelled) -> None:
+        """Nobody wants the rest."""
+        request = self._p.requests.pop(event.request, None)
+        if request is None:
+            return
+        dropped = tuple(request.untaken)
+        for dropped_id in dropped:
+            self._forget(request, dropped_id)
+        self._p.outbox.emit(DropRows(group_ids=dropped))
+
+    def expire(self) -> None:
+        """Forget whole requests that nobody has read for ``service_keep_s``."""
+        p = self._p
+        limit_s = p.now_s - p.settings.service_keep_s
+        for number in [number for number, request in p.requests.items() if request.whole]:
+            if p.requests[number].active_s < limit_s:
+                self._cancelled(RequestCancelled(request=number, reason="nobody read it"))
+
+    def reopen(self) -> None:
+        """A resumed run goes on: what was held back while it stopped may start."""
+        for request in self._p.requests.values():
+            self._start(request)
+
+    # -- weights, the end
+
+    def _published(self, event: WeightsPublished) -> None:
+        """Newer weights exist: what starts from now on starts with them. Nothing that was sampled is lost by it."""
+        p = self._p
+        weights = event.weights
+        if not p.settings.service or (p.fleet.newest is not None and age(weights) <= age(p.fleet.newest)):
+            return
+        if weights.epoch != p.lineage.epoch:
+            p.lineage.survived[p.lineage.epoch] = p.lineage.version
+        p.lineage.epoch, p.lineage.version = weights.epoch, weights.version
+        p.fleet.publish(weights)
+
+    def is_drained(self) -> bool:
+        """Whether the run was asked to end and nothing runs any more. What waits is kept for a resumed run."""
+        running = any(worker.groups for worker in self._p.fleet.workers.values())
+        return self._p.stopping and not running

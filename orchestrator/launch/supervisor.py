@@ -1,0 +1,374 @@
+"""``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
+
+Owns: the local processes. Never: decides anything about prompts, batches or weights; the orchestrator does, in a
+process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left, and when
+it returns, no shared memory of theirs.
+
+    supervisor ─┬─ broker (embedded, unless broker.url is set)
+                ├─ orchestrator        streamrl-orchestrator serve
+                ├─ generate-0..        streamrl-worker generate
+                ├─ score-0..           streamrl-worker score
+                └─ train-0..           streamrl-worker train      its clean exit is the end of the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestrator.config.load import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
+from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model.settings import chosen_dispatch
+from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
+from orchestrator.launch.console import RunConsole
+from orchestrator.launch.fleet import LocalFleet
+from orchestrator.launch.processes import SILENCES, Children, ChildSpec, Liveness, Restarts, prepare_model
+from orchestrator.loop.control import append_event
+from orchestrator.observability.live import View, open_view
+from orchestrator.observability.loggers import check_installed, logging_metrics
+from transport.broker import keys
+from transport.broker.base import Broker
+from transport.broker.connect import connect
+from transport.broker.embedded import EmbeddedServer
+from transport.broker.url import without_password
+from transport.contracts.messages import (
+    RunResumed,
+    SpawnWorkers,
+    WorkerLost,
+    WorkerStarted,
+    WorkerStatus,
+    encode,
+    spawn_decoder,
+    worker_status_decoder,
+)
+from transport.contracts.settings import Settings, public
+from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.errors import (
+    BrokerUnavailableError,
+    DirectoryError,
+    FatalError,
+    MessageError,
+    TransientError,
+    first_error,
+)
+from transport.process.clock import MonotonicClock
+from transport.tensors.shm import segment_directories, sweep_stale
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.5
+STOP_GRACE_S = 15.0
+LAST_EVENTS_S = 30.0
+"""After the trainer's end, how long the orchestrator may take to hear of it."""
+FIRST_ANSWER_S = 5.0
+"""A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
+
+
+def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
+    """Run until the last batch is trained. Returns 0, or raises what ended it (see orchestrator/errors.py)."""
+    return asyncio.run(_run(resolved, resume=resume, plain=plain))
+
+
+async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
+    settings = resolved.settings
+    check_installed(settings.run.loggers)
+    rundir = RunDir(Path(settings.run.dir) / settings.run.name)
+    rundir.claim(render(resolved), resume=resume)
+    view = open_view(plain=plain)
+    try:
+        supervisor = Supervisor(settings, rundir, view, resume=resume)
+        try:
+            await supervisor.run()
+        except FatalError:
+            if not (resume or supervisor.started):
+                rundir.config.unlink()  # no run began here: the corrected command may use the name again
+            raise
+    finally:
+        view.close()
+        sweep_stale(*segment_directories(rundir.path))  # of children that had to be killed
+        rundir.unlock()
+    return 0
+
+
+class Supervisor:
+    """One run's processes from first to last."""
+
+    def __init__(self, settings: Settings, rundir: RunDir, view: View, *, resume: bool) -> None:
+        self._settings = settings
+        self._rundir = rundir
+        self._view = view
+        self._resume = resume
+        self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
+        self._stopping = asyncio.Event()
+        self._console = RunConsole(settings, rundir, view)
+        self._server: EmbeddedServer | None = None
+        self._broker_restarts = Restarts(settings.liveness.max_restarts, MonotonicClock())
+        self._disk_full: DirectoryError | None = None
+        self.started = False
+        """Whether any process of the run was started."""
+
+    async def run(self) -> None:
+        """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stopping.set)
+        started_s = time.monotonic()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._console.write_report)  # last of all, however the run ends
+            await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
+            if self._settings.trainer.engine != "none":
+                self._view.note(f"dispatch {chosen_dispatch(self._settings)}")
+            preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
+            model_dir = await self._until_stopped(preparing)
+            url, password = await self._open_broker(stack)
+            name = RunName(self._settings.run.name)
+            broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
+            stack.push_async_callback(broker.close)
+            stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
+            secrets = {PASSWORD_VARIABLE: password, SECRET_VARIABLE: self._settings.api.secret}
+            env = {variable: value for variable, value in secrets.items() if value}
+            if self._resume and self._rundir.has_history():
+                await self._until_stopped(self._reopen(broker))
+            self.started = True
+            fleet = LocalFleet(
+                settings=self._settings, run_dir=self._rundir.path, model_dir=model_dir, url=url, env=env
+            )
+            await self._until_stopped(self._supervise(broker, fleet))
+        restarts = sum(self._children.restarts.values())
+        self._view.note(self._console.summary(time.monotonic() - started_s, restarts))
+
+    async def _reopen(self, broker: Broker) -> None:
+        """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
+        await self._until_written(broker, lambda: append_event(broker, RunResumed()))
+        await self._until_written(broker, lambda: broker.put_meta(keys.SETTINGS, encode(public(self._settings))))
+        await self._until_written(broker, lambda: broker.put_meta(keys.STATE, keys.STATE_RUNNING))
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work``. Raises Interrupted when a signal comes first; ``work`` is then cancelled."""
+        task = asyncio.create_task(work, name="run")
+        stop = asyncio.create_task(self._stopping.wait(), name="signal")
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Interrupted(f"stopped; go on with: streamrl-orchestrator run --resume {self._resume_args()}")
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    def _resume_args(self) -> str:
+        """A broker of the user's own is named again: its password goes to no address that only a file names."""
+        run, broker = self._settings.run, self._settings.broker
+        named = f" --set broker.url={shlex.quote(broker.url)}" if broker.url else ""
+        return f"--name {run.name} --dir {shlex.quote(run.dir)}{named}"
+
+    async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
+        """Start the embedded broker unless there is a URL. Returns the URL without it, and the password."""
+        if self._settings.broker.url:
+            url, password = without_password(self._settings.broker.url)
+            return url, password or self._settings.broker.password
+        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
+        stack.push_async_callback(server.stop)
+        await self._until_stopped(self._start_broker(server))
+        place = shlex.quote(str(self._rundir.broker))
+        self._view.note(f"broker in {place}: cd there, REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock")
+        return server.url, server.password
+
+    async def _keep_broker(self, server: EmbeddedServer) -> None:
+        """Start the embedded broker again on its own data whenever it dies.
+
+        Raises: BrokerUnavailableError: it died too often in a row; or what ``_start_broker`` raises.
+        """
+        while True:
+            await server.wait()
+            if not self._broker_restarts.died():
+                reason = (
+                    f"it died {self._broker_restarts.in_a_row} times in a row; see {self._rundir.broker}/broker.log"
+                )
+                raise BrokerUnavailableError(server.address, reason)
+            log.warning("broker ended, starting it again", in_a_row=self._broker_restarts.in_a_row)
+            self._view.note("the broker died; starting it again on its append-only file")
+            await self._start_broker(server)
+
+    async def _start_broker(self, server: EmbeddedServer) -> None:
+        """Start it, also when somebody ends it meanwhile; wait for room on its disk up to ``outage_s``.
+
+        Raises: DirectoryError: there was none; or what else ``EmbeddedServer.start`` raises.
+        """
+        deadline_s = self._now_s() + self._settings.broker.outage_s
+        while True:
+            await asyncio.sleep(self._broker_restarts.pause_s)
+            self._broker_restarts.started()
+            try:
+                await server.start()
+            except DirectoryError as error:
+                self._disk_full = error
+                if self._now_s() > deadline_s:
+                    raise
+                self._console.broker_is_away(error, self._settings.broker.outage_s)
+                await asyncio.sleep(POLL_S)
+            except BrokerUnavailableError:
+                raise
+            except TransientError:
+                if not self._broker_restarts.died():
+                    raise
+            else:
+                self._disk_full = None
+                return
+
+    async def _supervise(self, broker: Broker, fleet: LocalFleet) -> None:
+        """All children until the trainer's clean exit. The first fatal failure ends the run."""
+        trainers: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                orchestrator = self._keep(group, fleet.orchestrator(), broker)
+                others = [group.create_task(self._keep_broker(self._server))] if self._server else []
+                for kind, count in fleet.workers():
+                    tasks = [self._keep(group, fleet.worker(kind, index), broker) for index in range(count)]
+                    (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
+                others.append(group.create_task(self._watch(broker), name="watch"))
+                deadlines = self._settings.liveness
+                liveness = Liveness(
+                    broker,
+                    self._children,
+                    MonotonicClock(),
+                    startup_s=deadlines.startup_s,
+                    silence_s=SILENCES * deadlines.lease_s,
+                )
+                others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
+
+                def add(index: int) -> ChildSpec:
+                    spec = fleet.worker(WorkerKind.GENERATE, index)
+                    others.append(self._keep(group, spec, broker))
+                    return spec
+
+                if self._settings.generation.max_workers > self._settings.generation.workers or self._shrinks():
+                    others.append(group.create_task(self._add_workers(broker, add), name="add workers"))
+                if trainers:
+                    await asyncio.wait(trainers)
+                # It ends by itself, once it has heard of the last batch and written it down; a service when drained.
+                await asyncio.wait([orchestrator], timeout=LAST_EVENTS_S if trainers else None)
+                for task in (orchestrator, *others):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise self._explained(first_error(failures)) from None
+        await self._console.show(broker)
+
+    def _shrinks(self) -> bool:
+        """Whether workers may go, so that others may come back."""
+        generation = self._settings.generation
+        return 0 < generation.min_workers < generation.workers
+
+    async def _add_workers(self, broker: Broker, add: Callable[[int], ChildSpec]) -> None:
+        """Start generation workers as the run asks for them, forever, each under a number that none had before.
+
+        What it asked for before this supervisor was there is not started again: a resumed run begins with
+        ``generation.workers``, and asks anew.
+        """
+        started = first = self._settings.generation.workers
+        asked_before = await _spawn_asked(broker)
+        while True:
+            asked = await _spawn_asked(broker)
+            while asked is not None and started - first < asked.total - (asked_before.total if asked_before else 0):
+                spec = add(started)
+                started += 1
+                log.info("worker added", worker=spec.name, reason=asked.reason)
+                await append_event(broker, WorkerStarted(name=spec.name, reason=asked.reason), worker=spec.name)
+            await asyncio.sleep(POLL_S)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """A stall as one paragraph: what blocked, where to look, how to go on; how to go on once there is room."""
+        if isinstance(error, ChildFailedError) and error.code == ExitCode.UNWRITABLE:
+            words = f"{self._children.last_words(error.name)}. Everything is kept; go on with: "
+            return ChildFailedError(
+                error.name, error.code, f"{words}streamrl-orchestrator run --resume {self._resume_args()}"
+            )
+        if not isinstance(error, ChildFailedError) or error.code != ExitCode.STALLED:
+            return error
+        reason = self._children.last_words(error.name, max_lines=1).removeprefix("streamrl-orchestrator: ")
+        return StalledError(
+            f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of whoever should have acted. "
+            f"Everything is kept; go on with: streamrl-orchestrator run --resume {self._resume_args()}"
+        )
+
+    def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
+        return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))
+
+    async def _report_loss(self, broker: Broker, pid: int) -> None:
+        """Tell the orchestrator at once that a local worker is gone, instead of waiting for its lease to run out."""
+        with suppress(TransientError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                for worker_id, status in (await _statuses(broker)).items():
+                    if status.pid == pid and status.host == socket.gethostname():
+                        lost = WorkerLost(worker_id=worker_id, reason="its process ended")
+                        await append_event(broker, lost, worker=worker_id)
+                        await broker.end_lease(worker_id)
+
+    async def _watch(self, broker: Broker) -> None:
+        """Feed the view from the broker and the metrics file until the broker took no write for ``outage_s``.
+
+        A write, because a server that is full still answers. Raises what ``_until_written`` raises.
+        """
+        alive, outage_s = str(os.getpid()).encode(), self._settings.broker.outage_s
+        while True:
+            await self._until_written(broker, lambda: broker.put_meta(keys.SUPERVISOR, alive, ttl_s=outage_s))
+            await self._console.show(broker)
+            await asyncio.sleep(POLL_S)
+
+    async def _until_written(self, broker: Broker, write: Callable[[], Awaitable[object]]) -> None:
+        """Write as soon as the broker takes it, and say so while it does not.
+
+        Raises: BrokerUnavailableError (BrokerFullError), or DirectoryError where its disk is why, after ``outage_s``.
+        """
+        outage_s = self._settings.broker.outage_s
+        deadline_s = self._now_s() + outage_s
+        while True:
+            try:
+                await write()
+            except BrokerUnavailableError as error:
+                if self._now_s() > deadline_s:
+                    raise self._disk_full or self._given_up(error) from error
+                self._console.broker_is_away(error, outage_s)
+            else:
+                self._console.broker_is_back()
+                return
+            await self._console.show(broker)
+            await asyncio.sleep(POLL_S)
+
+    def _given_up(self, error: BrokerUnavailableError) -> BrokerUnavailableError:
+        reason = f"{error.reason}; it took no write for {self._settings.broker.outage_s:.0f} s. Everything is kept; "
+        return type(error)(
+            error.address, f"{reason}go on with: streamrl-orchestrator run --resume {self._resume_args()}"
+        )
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:
+    """How many more workers the run wants; None while it never wanted any, or its broker is away."""
+    with suppress(TransientError):
+        raw = await broker.get_meta(keys.SPAWN)
+        return None if raw is None else spawn_decoder.decode(raw)
+    return None
+
+
+async def _statuses(broker: Broker) -> dict[WorkerId, WorkerStatus]:
+    """What the live workers say of themselves; leases that cannot be read are not of ours."""
+    statuses: dict[WorkerId, WorkerStatus] = {}
+    for worker_id, raw in (await broker.leases()).items():
+        with suppress(MessageError):
+            statuses[worker_id] = worker_status_decoder.decode(raw)
+    return statuses

@@ -1,0 +1,154 @@
+"""The run's length ranker beside the loops: it predicts when prompts come, learns from slots that end, is judged.
+
+    desk: predict (a thread) ◄── text model ◄── learn: refits in another process, when due
+    desk: observe (the loop) ──► history, quality ──► judge: RankerJudged ──► inbox, journal, core; and the run's file
+
+Owns: the ranker's file in the run's directory. Never: whether predictions are used: that is the core's, from what it is
+told here, so that a replay decides the same. Invariant: the loop never waits for it; a ranker that fails (a damaged
+file, a refit that ends badly) costs what it would have gained, and never the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from orchestrator.lengths.base_lengths import base_lengths
+from orchestrator.loop.intake import Arrival, Inbox
+from ranker.errors import RankerFileError, RefitError
+from ranker.online import OnlineRanker
+from ranker.protocol import LengthEstimate
+from transport.contracts.settings import RankerSettings, Settings
+from transport.process.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+JUDGED_EVERY = 16
+"""Groups observed between two judgements; its figures are of thousands, so nothing is missed."""
+SAVED_EVERY_S = 10.0
+"""And whenever the verdict turns. A history of 200,000 prompts is 15 MB; what a crash may lose is not worth writing
+that more often."""
+
+
+class Ranking:
+    """A LengthPredictor (ranker/protocol.py) with two loops: ``judge``, and for a text model ``learn``."""
+
+    def __init__(self, ranker: OnlineRanker, path: Path, clock: Clock, *, refit_s: float) -> None:
+        """path: where it is kept.  refit_s: limit of one refit."""
+        self._ranker = ranker
+        self._path = path
+        self._clock = clock
+        self._refit_s = refit_s
+        self._observed = 0
+        self._judged_trusted = ranker.trusted
+        self._to_judge = asyncio.Event()
+        self._to_learn = asyncio.Event()
+
+    def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
+        """Blocks: for a thread."""
+        return self._ranker.predict(prompt_ids, texts)
+
+    def observe(self, prompt_id: str, response_tokens: Sequence[int]) -> None:
+        """Lengths that a group turned out to have. Cheap; empty responses tell nothing of a length."""
+        self._ranker.observe(prompt_id, [tokens for tokens in response_tokens if tokens > 0])
+        self._observed += 1
+        if self._observed % JUDGED_EVERY == 0 or self._ranker.trusted != self._judged_trusted:
+            self._to_judge.set()
+        if self._ranker.refit_due:
+            self._to_learn.set()
+
+    def introduce(self, inbox: Inbox) -> None:
+        """Tell the core what is known before the first group: the first batch is planned by it, too."""
+        inbox.put_nowait(Arrival(self._ranker.quality()))
+
+    async def judge(self, inbox: Inbox) -> None:
+        """Tell the core how right predictions were, and keep what was learnt, forever."""
+        saved_s = self._clock.now_s()
+        while True:
+            await self._to_judge.wait()
+            self._to_judge.clear()
+            quality = await asyncio.to_thread(self._ranker.quality)
+            turned = quality.trusted != self._judged_trusted
+            self._judged_trusted = quality.trusted
+            if turned or self._clock.now_s() - saved_s >= SAVED_EVERY_S:
+                saved_s = self._clock.now_s()
+                await asyncio.to_thread(self.save)  # before it is told: a new verdict must survive a crash right after
+            await inbox.put(Arrival(quality))
+
+    async def learn(self) -> None:
+        """Train on what was observed whenever enough of it came, forever."""
+        while True:
+            await self._to_learn.wait()
+            self._to_learn.clear()
+            try:
+                await in_daemon_thread(self._refit, limit_s=2 * self._refit_s)
+            except (RefitError, TimeoutError) as error:
+                log.warning("the ranker learnt nothing new", error=str(error) or "its thread hangs")
+            else:
+                log.info("the ranker has a new model", refits=self._ranker.quality().refits)
+                self._to_judge.set()
+
+    def _refit(self) -> None:
+        self._ranker.refit(self._refit_s)
+
+    def save(self) -> None:
+        """Keep model, history and verdict for a restart. Never raises: the next time may find room."""
+        try:
+            self._ranker.save(self._path)
+        except RankerFileError as error:
+            log.warning("the ranker was not saved", error=str(error))
+
+
+def open_ranker(settings: Settings, path: Path) -> OnlineRanker:
+    """The run's ranker, with what is known of the base policy's lengths. path: where the run keeps it.
+
+    Blocks. Raises RankerFileError for ``ranker.model``, LengthLogError for ``ranker.base_lengths``; a damaged file of
+    the run's own only costs what it had learnt.
+    """
+    ranker = _own_or_first(settings.ranker, path, float(settings.sampling.max_new_tokens))
+    ranker.cold_start(base_lengths(settings))
+    return ranker
+
+
+def _own_or_first(settings: RankerSettings, path: Path, first_guess_tokens: float) -> OnlineRanker:
+    """The run's own of before a restart, else the one that ``ranker.model`` names, else one that knows nothing."""
+    if path.exists():
+        try:
+            return OnlineRanker.load(path, first_guess_tokens=first_guess_tokens)
+        except RankerFileError as error:
+            log.warning("the ranker begins anew", error=str(error))
+    if settings.model:
+        return OnlineRanker.load(Path(settings.model), first_guess_tokens=first_guess_tokens)
+    return OnlineRanker(first_guess_tokens=first_guess_tokens)
+
+
+async def in_daemon_thread(work: Callable[[], None], *, limit_s: float) -> None:
+    """``work`` in a thread that nobody waits for when the process ends, as they would for one of the loop's executor.
+
+    Raises what it raises, or TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: RefitError | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
+
+    def run() -> None:
+        error: RefitError | None = None
+        try:
+            work()
+        except RefitError as raised:
+            error = raised
+        finally:
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="ranker", daemon=True).start()
+    async with asyncio.timeout(limit_s):
+        await done

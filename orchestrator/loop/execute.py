@@ -1,0 +1,291 @@
+"""Commands become I/O, in the order they were decided.
+
+Owns: the queue of commands not yet carried out. Never: decides, skips or reorders within a stream. Invariant: a command
+carried out twice has the effect of once, because its id is the id of its stream entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, assert_never
+
+import structlog
+
+from orchestrator.core.model.outbox import CommandId, entry_id
+from orchestrator.errors import ForeignEntryError
+from orchestrator.prompts.source import Prompt
+from transport.broker import keys
+from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, Mark, StreamWrite, parse_entry_id
+from transport.contracts.messages import (
+    AbortRollouts,
+    AdmitGroups,
+    CloseMiniBatch,
+    Command,
+    ComputePlan,
+    DispatchGroups,
+    DrainWorker,
+    DropRows,
+    EvaluationOutcome,
+    FinishRun,
+    FinishTraining,
+    GroupAdmitted,
+    GroupPlan,
+    LoadWeights,
+    RequestHeldOutPrompts,
+    RequestPrompts,
+    SlotOutcome,
+    SpawnWorkers,
+    TrainRound,
+    TrimRounds,
+    encode,
+)
+from transport.contracts.types import Column, GroupId, PromptId, WorkerId, is_evaluation
+from transport.errors import TailLostError
+from transport.process import faults
+from transport.rows.columns import encode_array
+
+log = structlog.get_logger(__name__)
+
+Issued: TypeAlias = tuple[CommandId, Command]
+
+PLANS = keys.plans(WorkerId(""))
+"""What the names of work queues begin with; the other streams written here are logs."""
+
+GROUPS_PER_COMMIT = 512
+"""Prompt columns written in one step: the broker serves nobody else meanwhile, some 10 ms for so many."""
+
+
+ENTRIES_PER_STEP = 512
+"""Stream entries appended in one step, for the same reason."""
+
+
+_UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
+"""Commands that are carried out without a fenced commit of their own."""
+RESTATED_S = 60.0
+"""How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
+RECENT_DROPS = 4096
+"""Groups whose rows were freed last: a lost tail brings them back. More than any file loses between two flushes."""
+
+
+class PromptDesk(Protocol):
+    """Where prompts are read; a loop of its own, because tokenising takes longer than deciding."""
+
+    def request(self, count: int) -> None: ...
+
+    def prompt(self, prompt_id: PromptId) -> Prompt: ...
+
+    def request_held_out(self, count: int) -> None: ...
+
+    def held_out_prompt(self, prompt_id: PromptId) -> Prompt: ...
+
+    def observe(self, outcome: SlotOutcome) -> None: ...
+
+
+class PlanDesk(Protocol):
+    """Where plans of dispatch are computed; a loop of its own, because it takes longer than deciding."""
+
+    def request(self, command: ComputePlan) -> None: ...
+
+
+class Executor:
+    """Carries out commands; ``submit`` never waits, ``run`` does the I/O."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        fence: Fence,
+        desk: PromptDesk,
+        planner: PlanDesk,
+        on_finish: Callable[[FinishRun], None],
+        *,
+        last_seq: int,
+    ) -> None:
+        """last_seq: position of the last event applied before this process: no command has a later id yet."""
+        self._broker = broker
+        self._fence = fence
+        self._desk = desk
+        self._planner = planner
+        self._on_finish = on_finish
+        self._last_seq = last_seq
+        self._mark = ""
+        self._steps = 0
+        self._dropped: deque[GroupId] = deque(maxlen=RECENT_DROPS)
+        self._restated = asyncio.Event()
+        self._waiting: list[Issued] = []
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, issued: Iterable[Issued]) -> None:
+        """Queue commands, in order. What can be queued is bounded by what the core decides without hearing back."""
+        before = len(self._waiting)
+        self._waiting.extend(issued)
+        if len(self._waiting) > before:
+            self._idle.clear()
+            self._work.set()
+
+    def restate(self, issued: Iterable[Issued]) -> None:
+        """Queue what a broker that lost its tail has to be told again; what waits goes after it, by its ids.
+
+        The rows that were freed last are freed again, too.
+        """
+        self._mark = ""
+        self._restated.set()
+        again = [DropRows(group_ids=tuple(self._dropped))] if self._dropped else []
+        self.submit([*issued, *((CommandId(0, 0), command) for command in again)])
+
+    async def drained(self) -> None:
+        """Wait until everything submitted so far is carried out. Raises FencedError if this is not the newest one."""
+        await self._idle.wait()
+        await self._broker.commit(Commit(fence=self._fence))
+
+    async def run(self) -> None:
+        """Carry out what is submitted, forever: all that is waiting, in as few round trips as its order allows."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            batch, self._waiting = self._waiting, []
+            self._restated.clear()
+            try:
+                await self._carry_out(batch)
+            except TailLostError as error:
+                log.warning("the broker lost its tail; commands wait until all of it is told again", error=str(error))
+                self._waiting = [*batch, *self._waiting]
+                async with asyncio.timeout(RESTATED_S):
+                    await self._restated.wait()
+                self._work.set()
+                continue
+            faults.point("orchestrator.executed")
+            if not self._waiting:
+                self._idle.set()
+
+    async def _carry_out(self, batch: Sequence[Issued]) -> None:
+        """Prompt columns first (a plan must not be claimed before its prompt is there), then streams, then the rest."""
+        admitted = [group for _, command in batch if isinstance(command, AdmitGroups) for group in command.groups]
+        for start in range(0, len(admitted), GROUPS_PER_COMMIT):
+            writes = tuple(self._group_write(group) for group in admitted[start : start + GROUPS_PER_COMMIT])
+            await self._broker.commit(Commit(fence=self._fence, groups=writes))
+        self._last_seq = max([self._last_seq, *(command_id[0] for command_id, _ in batch)])
+        appends: dict[str, dict[str, Entry]] = {}
+        by_id = sorted(batch, key=lambda issued: issued[0])  # a restated command is older, or here twice
+        for command_id, command in by_id:
+            for stream, (identity, entry) in stream_entries(command_id, command):
+                appends.setdefault(stream, {})[identity] = entry
+        for writes in in_steps(appends):
+            await self._append(writes)
+        if not appends and any(isinstance(command, _UNFENCED) for _, command in batch):
+            await self._broker.commit(Commit(fence=self._fence))  # an orchestrator that was replaced must free nothing
+        for _, command in batch:
+            await self._apply(command)
+
+    async def _append(self, writes: Sequence[StreamWrite]) -> None:
+        """Append what is not there yet. Raises ForeignEntryError when it is kept out by an entry that is not ours."""
+        self._steps += 1
+        now = f"{self._fence.epoch}-{self._steps}"
+        added = await self._broker.append_many(writes, fence=self._fence, mark=Mark(after=self._mark, now=now))
+        self._mark = now
+        for write, num_added in zip(writes, added, strict=True):
+            if num_added < len(write.entries):
+                last = await self._broker.last_id(write.stream)
+                if parse_entry_id(last)[0] > self._last_seq:
+                    raise ForeignEntryError(write.stream, last)
+
+    async def _apply(self, command: Command) -> None:
+        """The commands that are not stream entries."""
+        match command:
+            case RequestPrompts():
+                self._desk.request(command.count)
+            case ComputePlan():
+                self._planner.request(command)
+            case RequestHeldOutPrompts():
+                self._desk.request_held_out(command.count)
+            case SlotOutcome():
+                self._desk.observe(command)
+            case DropRows():
+                await self._broker.drop_groups(command.group_ids)
+                self._dropped.extend(command.group_ids)
+            case TrimRounds():
+                await self._broker.trim(keys.ROUNDS, command.cursor)
+            case SpawnWorkers():
+                await self._broker.put_meta(keys.SPAWN, encode(command))
+            case FinishRun():
+                await self._broker.put_meta(keys.STATE, keys.STATE_FINISHED)
+                self._on_finish(command)
+            case _:
+                pass
+
+    def _group_write(self, group: GroupAdmitted) -> GroupWrite:
+        find = self._desk.held_out_prompt if is_evaluation(group.group_id) else self._desk.prompt
+        prompt = find(group.prompt_id)
+        columns = {
+            Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, prompt.prompt_ids),
+            Column.PROMPT_TEXT: prompt.text.encode(),
+            Column.TASK_ENTRY: prompt.entry_json.encode(),
+        }
+        return GroupWrite(group_id=group.group_id, size=group.group_size, columns=columns)
+
+
+def in_steps(appends: Mapping[str, Mapping[str, Entry]]) -> Iterator[list[StreamWrite]]:
+    """What to append in one step each: of ENTRIES_PER_STEP entries or fewer, in order within each stream."""
+    step: list[StreamWrite] = []
+    room = ENTRIES_PER_STEP
+    for stream, by_id in appends.items():
+        entries = list(by_id.items())
+        while entries:
+            now, entries = entries[:room], entries[room:]
+            step.append(StreamWrite(stream=stream, entries=now, is_queue=stream.startswith(PLANS)))
+            room -= len(now)
+            if not room:
+                yield step
+                step, room = [], ENTRIES_PER_STEP
+    if step:
+        yield step
+
+
+def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, tuple[str, Entry]]]:
+    """(stream, (entry id, entry)) for each entry that ``command`` puts on a stream; [] for the other commands."""
+    identity = entry_id(*command_id)
+    match command:
+        case TrainRound() | CloseMiniBatch() | FinishTraining():
+            return [(keys.ROUNDS, (identity, Entry(fields=_round_fields(command), payload=encode(command))))]
+        case LoadWeights() | AbortRollouts() | DrainWorker():
+            fields = {"command": type(command).__name__, "worker": command.worker_id}
+            return [(keys.control(command.worker_id), (identity, Entry(fields=fields, payload=encode(command))))]
+        case DispatchGroups():
+            (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
+            entry = Entry(fields=_plan_fields(plan), payload=encode(plan))
+            return [(keys.plans(command.worker_id), (identity, entry))]
+        case RequestHeldOutPrompts() | EvaluationOutcome() | ComputePlan():
+            return []
+        case (
+            RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun() | SpawnWorkers()
+        ):
+            return []
+        case _:
+            assert_never(command)
+
+
+def _plan_fields(plan: GroupPlan) -> dict[str, str]:
+    return {
+        "group": plan.group_id,
+        "batch": str(plan.batch),
+        "prompt": plan.prompt_id,
+        "samples": f"{len(plan.samples)}/{plan.group_size}",
+        "predicted_tokens": f"{plan.predicted_tokens:.0f}",
+        "attempt": str(plan.attempt),
+    }
+
+
+def _round_fields(command: TrainRound | CloseMiniBatch | FinishTraining) -> dict[str, str]:
+    match command:
+        case TrainRound():
+            groups = " ".join(rows.group_id for rank in command.ranks for rows in rank)
+            return {"command": "TrainRound", "batch": str(command.batch), "kind": command.kind, "groups": groups}
+        case CloseMiniBatch():
+            return {"command": "CloseMiniBatch", "batch": str(command.batch), "rows": str(command.num_rows)}
+        case FinishTraining():
+            return {"command": "FinishTraining", "reason": command.reason}
+        case _:
+            assert_never(command)

@@ -1,0 +1,123 @@
+"""The prompt desk: reads the prompt source off the loop, keeps the prompts that are in flight, predicts their lengths.
+
+Owns: the source's position in memory (its durable form is in the journal and in the trainer's checkpoint).
+Never: decides which prompt goes where. Invariant: prompts arrive in the source's order, and one that the core may still
+name can always be found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from orchestrator.errors import DataError
+from orchestrator.loop.intake import Arrival, Inbox
+from orchestrator.prompts.source import Prompt, PromptSource
+from ranker.protocol import LengthPredictor
+from transport.contracts.messages import HeldOutPromptsArrived, PromptRef, PromptsArrived, SlotOutcome
+from transport.contracts.types import GroupId, PromptId
+
+MAX_CACHED = 4096
+"""Prompts kept at hand; one that fell out is read from the source again."""
+
+HELD_OUT = "held out: "
+"""A held-out problem may have the id of a prompt that is trained on, and is no earlier visit of it."""
+
+
+class _Request(NamedTuple):
+    num_prompts: int
+    held_out: bool = False
+
+
+class Desk:
+    """``request`` and ``prompt`` never wait; ``run`` reads."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        predictor: LengthPredictor,
+        *,
+        held_out: PromptSource | None = None,
+        learnt: Collection[GroupId] = (),
+    ) -> None:
+        """held_out: the problems of evaluations, None for a run that makes none.
+
+        learnt: groups whose outcomes are told again after a restart; the predictor had them before.
+        """
+        self._source = source
+        self._held_out = held_out
+        self._predictor = predictor
+        self._learnt = frozenset(learnt)
+        self._cache: dict[PromptId, Prompt] = {}
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+
+    def request(self, count: int) -> None:
+        """Ask for up to ``count`` more prompts; they come as PromptsArrived."""
+        self._requests.put_nowait(_Request(count))
+
+    def request_held_out(self, count: int) -> None:
+        """Ask for the first ``count`` held-out problems; they come as HeldOutPromptsArrived."""
+        self._requests.put_nowait(_Request(count, held_out=True))
+
+    def prompt(self, prompt_id: PromptId) -> Prompt:
+        """A prompt that has arrived, from the cache or from the source. Raises KeyError for one that never existed."""
+        cached = self._cache.get(prompt_id)
+        return cached if cached is not None else self._source.lookup(prompt_id)
+
+    def held_out_prompt(self, prompt_id: PromptId) -> Prompt:
+        """A held-out problem that has arrived. Raises DataError when it is none any more."""
+        try:
+            if self._held_out is not None:
+                return self._held_out.lookup(prompt_id)
+        except KeyError:
+            pass
+        raise DataError(f"{prompt_id} is not among the held-out problems: eval.* or the data has changed since it was")
+
+    def observe(self, outcome: SlotOutcome) -> None:
+        """Let source and predictor learn how a slot ended."""
+        self._source.observe(outcome)
+        if outcome.group_id not in self._learnt:
+            self._predictor.observe(outcome.prompt_id, outcome.response_tokens)
+
+    async def run(self, inbox: Inbox) -> None:
+        """Answer requests in order, forever."""
+        while True:
+            request = await self._requests.get()
+            answer = self._name_held_out if request.held_out else self._read
+            await inbox.put(Arrival(await answer(request.num_prompts)))
+
+    async def _read(self, count: int) -> PromptsArrived:
+        batch = await asyncio.to_thread(self._source.next, count)
+        for prompt in batch.prompts:
+            self._remember(prompt)
+        return PromptsArrived(
+            prompts=await self._refs(batch.prompts), source_positions=tuple(batch.positions), exhausted=batch.exhausted
+        )
+
+    async def _name_held_out(self, count: int) -> HeldOutPromptsArrived:
+        """From the first one on, whatever was asked before: the core asks until it has heard."""
+        if self._held_out is None:
+            return HeldOutPromptsArrived(prompts=())
+        self._held_out.seek("")
+        batch = await asyncio.to_thread(self._held_out.next, count)
+        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, HELD_OUT))
+
+    async def _refs(self, prompts: Sequence[Prompt], kind: str = "") -> tuple[PromptRef, ...]:
+        """With predictions made in a thread. kind: goes before the ids that the predictor hears."""
+        ids = [kind + prompt.prompt_id for prompt in prompts]
+        estimates = await asyncio.to_thread(self._predictor.predict, ids, [prompt.text for prompt in prompts])
+        return tuple(
+            PromptRef(
+                prompt_id=prompt.prompt_id,
+                prompt_tokens=len(prompt.prompt_ids),
+                predicted_tokens=estimate.mean_tokens,
+                predicted_sigma=estimate.log_sigma,
+            )
+            for prompt, estimate in zip(prompts, estimates, strict=True)
+        )
+
+    def _remember(self, prompt: Prompt) -> None:
+        self._cache[prompt.prompt_id] = prompt
+        if len(self._cache) > MAX_CACHED:
+            del self._cache[next(iter(self._cache))]

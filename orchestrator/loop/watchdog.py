@@ -1,0 +1,170 @@
+"""No progress is an event too: after one limit it is said everywhere, after a second it stops the run.
+
+    progress ──► still for warn_s ──► log, status (``blocked``), terminal: stage, what it waits for, since when, who
+                 still for stall_s ──► StalledError: exit code 3, everything kept for --resume
+    rewards that fail for most groups ──► RunFailedError: training on the rest would be called a success
+
+Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
+the run waits for (``core/observe/wait_reasons.py``). Invariant: what can repeat for ever while nothing gets done is
+no progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from orchestrator.core.model.pipeline import Wait
+from orchestrator.errors import RunFailedError, StalledError
+from transport.contracts.messages import (
+    BrokerUsage,
+    Event,
+    GroupScored,
+    RankerJudged,
+    RolloutFailed,
+    RowsMissing,
+    ScoringFailed,
+    Tick,
+    TrainerReady,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+    WorkerStarted,
+)
+from transport.contracts.settings import LivenessSettings
+from transport.contracts.types import GroupId
+from transport.process.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+CHECK_S = 1.0
+SCORED_GROUPS, FEW_GROUPS = 32, 8
+"""Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first FEW_GROUPS failed."""
+NO_PROGRESS = (
+    Tick,
+    BrokerUsage,
+    RankerJudged,
+    WorkerReported,
+    RolloutFailed,
+    RowsMissing,
+    WeightsFailed,
+    WorkerLost,
+    WorkerStarted,
+)
+"""Events that may repeat forever while nothing gets done."""
+
+
+class Waiting(Protocol):
+    """Who knows what the run waits for (core.state.PipelineState)."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    def wait(self) -> Wait | None: ...
+
+    def describe_wait(self) -> str: ...
+
+
+def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
+    """A wait as people read it: for how long, and not since when on a clock of its own."""
+    if wait is None:
+        return None
+    waited_s = round(max(0.0, now_s - wait.since_s), 1)
+    return {"stage": wait.stage, "waits_for": wait.waits_for, "owner": wait.owner, "waited_s": waited_s}
+
+
+class Watchdog:
+    """Counts seconds since the last event that means progress."""
+
+    def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
+        """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
+        self._max_failed_share = max_failed_share
+        self._judged: dict[GroupId, str] = {}  # of the last groups, why: "" for one that has its rewards
+        self._liveness = liveness
+        self._clock = clock
+        self._progress_s = clock.now_s()
+        self._reached: dict[tuple[str, str], int] = {}
+        self._warned_of: Wait | None = None
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, GroupScored | ScoringFailed):  # one for each sample that failed, but a group counts once
+            self._judged[event.group_id] = event.reason if isinstance(event, ScoringFailed) else ""
+            for group_id in list(self._judged)[:-SCORED_GROUPS]:
+                del self._judged[group_id]
+        if self._is_progress(event):
+            self._progress_s = self._clock.now_s()
+            self._warned_of = None
+
+    def blocked(self, state: Waiting) -> dict[str, Any] | None:
+        """For the status: the wait and for how long nothing progressed, once that is over ``warn_s``."""
+        still_s = self._still_s()
+        wait = state.wait() if still_s >= self._liveness.warn_s else None
+        shown = shown_wait(wait, self._clock.now_s())
+        return shown and {**shown, "still_s": round(still_s, 1)}
+
+    def check(self, state: Waiting) -> None:
+        """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
+
+        A pause is no stall, nor is a service that nobody asks for anything. Raises RunFailedError for failing rewards.
+        """
+        self._check_rewards()
+        still_s = self._still_s()
+        if still_s < min(self._liveness.warn_s, self._liveness.stall_s):
+            return  # what it waits for takes a look at every group
+        wait = state.wait()
+        if state.paused or wait is None:
+            self._progress_s = self._clock.now_s()
+            return
+        if still_s >= self._liveness.stall_s:
+            raise StalledError(f"no progress for {still_s:.0f} s: {state.describe_wait()}")
+        if still_s < self._liveness.warn_s:
+            return
+        if self._warned_of is None or not wait.is_same(self._warned_of):
+            self._warned_of = wait
+            named = msgspec.to_builtins(wait)
+            log.warning("no progress", seconds=round(still_s), **named, detail=state.describe_wait())
+
+    def _check_rewards(self) -> None:
+        """When most groups have no reward, the rest is a biased sample of what the policy does."""
+        failed = [reason for reason in self._judged.values() if reason]
+        if len(failed) < FEW_GROUPS or self._max_failed_share == 1.0:
+            return
+        if len(failed) == len(self._judged) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
+            raise RunFailedError(
+                f"rewards failed for {len(failed)} of the last {len(self._judged)} groups "
+                f"(scoring.max_failed_share is {self._max_failed_share:g}), last: {failed[-1]}"
+            )
+
+    async def watch(self, state: Waiting) -> None:
+        """Check forever."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check(state)
+
+    def _still_s(self) -> float:
+        return self._clock.now_s() - self._progress_s
+
+    def _is_progress(self, event: Event) -> bool:
+        """What every restart of a process brings counts once: it joins, says that it is ready, loads weights."""
+        match event:
+            case WorkerJoined():
+                return self._is_first("joined", event.worker_id, 0)
+            case TrainerReady():
+                return self._is_first("ready", event.worker_id, event.weights.version)
+            case WeightsLoaded():
+                return self._is_first("loaded", event.worker_id, event.weights.version)
+            case _:
+                return not isinstance(event, NO_PROGRESS)
+
+    def _is_first(self, what: str, worker_id: str, version: int) -> bool:
+        """Whether no incarnation of this worker came so far."""
+        key = (what, worker_id.rpartition(".")[0])
+        if version <= self._reached.get(key, -1):
+            return False
+        self._reached[key] = version
+        return True

@@ -1,0 +1,361 @@
+"""Was every row of every trained batch trained exactly once, in the lineage of weights that survives, and nothing else?
+
+No row of an evaluation is ever trained: none is sent, and the trainer's ledger has no place for one.
+
+Recomputed from independent records: the rounds that the core commanded (its journal, replayed), the rounds log as the
+broker holds it, the ledger inside the newest checkpoint with the weights beside it, the steps that the trainer
+reported, and the lines of metrics.jsonl. ``audit_run`` reads them, the rest compares and is pure.
+
+A run that goes on is compared up to a cut. What comes later in a run is read first (the ledger, then the end of the
+rounds log), so that the journal, which is read last, contains everything that led there; what the journal has beyond
+the cut is left out.
+Source: DESIGN, delivery ("exactly once" means in the surviving lineage of weights); ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model import outbox
+from orchestrator.journal import is_written
+from orchestrator.loop.reconcile import rows_without
+from orchestrator.observability.metrics import read_file
+from orchestrator.sim.replay import recorded_commands
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Broker, parse_entry_id
+from transport.contracts.ledger import newest_checkpoint
+from transport.contracts.messages import (
+    CloseMiniBatch,
+    FinishTraining,
+    StepDone,
+    TrainerCommand,
+    TrainRound,
+    trainer_command_decoder,
+)
+from transport.contracts.settings import Settings
+from transport.contracts.types import Column, RowId, WeightIdentity, is_evaluation, row_id
+from transport.tensors.manifest import file_checksum
+
+READ_COUNT = 1000
+
+RoundsLog = Sequence[tuple[str, TrainerCommand]]
+"""(entry id, command), ascending."""
+BatchPass = tuple[int, int]
+"""(batch, pass over it)."""
+MAX_NAMED = 5
+"""Rows named in one problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """What the newest checkpoint says. rows: per batch and pass, every row its optimizer steps contain.
+
+    name: of its directory.  weights: those that its ledger was written beside, None where it does not say.
+    changed: files beside it that are missing, or not those that it was written beside.
+    """
+
+    version: int
+    cursor: str
+    rows: Mapping[BatchPass, Sequence[RowId]]
+    name: str = ""
+    weights: WeightIdentity | None = None
+    changed: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """problems: empty when everything trained was trained exactly once.  batches, rows: how much was looked at.
+
+    live: the run goes on, and what it did since is not in here.
+    """
+
+    problems: tuple[str, ...]
+    batches: int
+    rows: int
+    live: bool = False
+
+
+def up_to(log: RoundsLog, cut: str) -> RoundsLog:
+    """Its entries up to and including ``cut``."""
+    last = parse_entry_id(cut)
+    return [entry for entry in log if parse_entry_id(entry[0]) <= last]
+
+
+def closed_batches(log: RoundsLog) -> int:
+    """Batches whose last pass is closed on ``log``."""
+    closes = [command.batch for _, command in log if isinstance(command, CloseMiniBatch) and command.finishes_batch]
+    return max(closes, default=-1) + 1
+
+
+def audit(
+    commanded: RoundsLog,
+    held: RoundsLog,
+    checkpoint: CheckpointRecord | None,
+    *,
+    trained_version: int,
+    passes: int,
+    missing: Collection[RowId] = (),
+    live: bool = False,
+) -> AuditReport:
+    """Compare the three records.
+
+    commanded: all rounds of the run, from its journal.  held: the rounds log as the broker holds it; its beginning may
+    have been trimmed.  trained_version: batches trained, by the last StepDone.  passes: over each batch.
+    missing: rows beyond the checkpoint that the broker no longer has.  live: the run goes on.
+    """
+    log = _merge(commanded, held)
+    sent = _rows_by_pass(log)
+    problems = _compare_logs(commanded, held) + _check_closes(log, trained_version)
+    of_evaluations = sorted({row for rows in sent.values() for row in rows if is_evaluation(row)})
+    problems += _named("of an evaluation, and sent to the trainer", of_evaluations)
+    for batch_pass, rows in sorted(sent.items()):
+        problems += _named(f"batch {batch_pass[0]}, pass {batch_pass[1]}: sent twice", _repeated(rows))
+    if checkpoint is not None:
+        problems += _check_ledger(sent, checkpoint, passes)
+    problems += _named("not in the broker, and in no checkpoint", sorted(missing))
+    trained = [rows for (batch, _), rows in sent.items() if batch < trained_version]
+    num_rows = sum(len(set(rows)) for rows in trained)
+    return AuditReport(problems=tuple(problems), batches=trained_version, rows=num_rows, live=live)
+
+
+def check_steps(steps: Sequence[StepDone], checkpoint: CheckpointRecord | None, *, finished: bool) -> list[str]:
+    """The newest checkpoint against the steps that the trainer reported.
+
+    finished: the run ended well, so that every step was reported; before, a report may be on its way, or sent again.
+    """
+    if checkpoint is None:
+        return ["the run is finished, and there is no checkpoint of what it trained"] if finished and steps else []
+    name = checkpoint.name
+    problems = [f"{name}: {file} is not the one that its ledger was written beside" for file in checkpoint.changed]
+    weights = checkpoint.weights
+    reported = {(step.weights.epoch, step.weights.version): step.weights for step in steps}
+    if weights is not None:
+        if weights.version != checkpoint.version:
+            problems.append(f"{name}: weights of version {weights.version} under a ledger of {checkpoint.version}")
+        published = reported.get((weights.epoch, weights.version), weights)
+        if published != weights:
+            problems.append(f"{name}: its weights are {weights}, the trainer published {published}")
+    if finished:
+        versions = {version for _, version in reported}
+        unreported = [batch for batch in range(checkpoint.version) if batch + 1 not in versions]
+        problems += [f"batch {batch} is in {name}, and the journal has no step that trained it" for batch in unreported]
+        newest = max(reported, default=(0, 0))[1]  # of the last trainer: one before it may be lost
+        if newest > checkpoint.version:
+            problems.append(f"the run is finished with {newest} batches, and {name} contains {checkpoint.version}")
+    return problems
+
+
+def check_metrics(steps: Sequence[StepDone], lines: Sequence[Mapping[str, Any]], damaged: Sequence[int]) -> list[str]:
+    """metrics.jsonl against the steps that the journal holds: each is written there before it is in the journal."""
+    problems = [f"metrics.jsonl: line {number} is damaged" for number in damaged]
+    written = {(line.get("incarnation", 0), line["batch"]): line for line in lines if "batch" in line}
+    for step in steps:
+        line = written.get((step.weights.epoch, step.batch))
+        name = f"batch {step.batch} of the trainer's incarnation {step.weights.epoch}"
+        if line is None:
+            problems.append(f"metrics.jsonl: no line of {name}")
+        elif (line["version"], line.get("rows_in_steps", step.num_rows)) != (step.weights.version, step.num_rows):
+            problems.append(f"metrics.jsonl: the line of {name} differs from its report")
+    return list(dict.fromkeys(problems))
+
+
+def _merge(commanded: RoundsLog, held: RoundsLog) -> RoundsLog:
+    """What was there to be trained: the broker's entries where it has them, the journal's where they were trimmed."""
+    if not held:
+        return commanded
+    first = parse_entry_id(held[0][0])
+    return [entry for entry in commanded if parse_entry_id(entry[0]) < first] + list(held)
+
+
+def _compare_logs(commanded: RoundsLog, held: RoundsLog) -> list[str]:
+    """The broker's log must be a stretch of the commanded one: nothing foreign, changed or taken out."""
+    if not held:
+        return []
+    expected = dict(commanded)
+    problems = [f"rounds log entry {entry_id} was never commanded" for entry_id, _ in held if entry_id not in expected]
+    problems += [
+        f"rounds log entry {entry_id} is not what was commanded"
+        for entry_id, command in held
+        if entry_id in expected and command != expected[entry_id]
+    ]
+    present = {entry_id for entry_id, _ in held}
+    first, last = parse_entry_id(held[0][0]), parse_entry_id(held[-1][0])
+    problems += [
+        f"rounds log entry {entry_id} was removed"
+        for entry_id, _ in commanded
+        if first < parse_entry_id(entry_id) < last and entry_id not in present
+    ]
+    return problems
+
+
+def _rows_by_pass(log: RoundsLog) -> dict[BatchPass, list[RowId]]:
+    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
+    for _, command in log:
+        if isinstance(command, TrainRound) and command.kind == "train":
+            sent[command.batch, command.pass_index] += _rows_of(command)
+    return sent
+
+
+def _rows_of(command: TrainRound) -> list[RowId]:
+    return [row_id(rows.group_id, sample) for rank in command.ranks for rows in rank for sample in rows.samples]
+
+
+def _check_closes(log: RoundsLog, trained_version: int) -> list[str]:
+    """Every trained batch was closed once in each pass, with the number of rows that were sent."""
+    problems: list[str] = []
+    sent: Counter[tuple[int, int, int]] = Counter()
+    finished: Counter[int] = Counter()
+    for entry_id, command in log:
+        match command:
+            case TrainRound() if command.kind == "train":
+                sent[command.batch, command.pass_index, command.mini_batch] += len(_rows_of(command))
+            case CloseMiniBatch():
+                rows = sent[command.batch, command.pass_index, command.mini_batch]
+                if rows != command.num_rows:
+                    problems.append(
+                        f"batch {command.batch}, pass {command.pass_index}, mini-batch {command.mini_batch}: closed "
+                        f"with {command.num_rows} rows at {entry_id}, but {rows} were sent"
+                    )
+                finished[command.batch] += command.finishes_batch
+            case _:
+                pass
+    unfinished = [batch for batch in range(trained_version) if finished[batch] != 1]
+    return problems + [f"batch {batch} was trained and is closed {finished[batch]} times" for batch in unfinished]
+
+
+def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: CheckpointRecord, passes: int) -> list[str]:
+    """Up to its version the checkpoint must contain exactly what was sent, once.
+
+    A ledger keeps rows by the batch that they were admitted to; with rolling membership they are trained in another.
+    """
+    problems: list[str] = []
+    expected = _by_admission(sent, checkpoint.version, passes)
+    known = {key for key in checkpoint.rows if key[0] < checkpoint.version}
+    for batch, pass_index in sorted(expected.keys() | known):
+        name = f"batch {batch}, pass {pass_index}"
+        wanted = expected.get((batch, pass_index), set())
+        rows = list(checkpoint.rows.get((batch, pass_index), ()))
+        problems += _named(f"{name}: trained twice by the checkpoint", _repeated(rows))
+        problems += _named(f"{name}: sent and not trained", sorted(wanted - set(rows)))
+        problems += _named(f"{name}: trained and never sent", sorted(set(rows) - wanted))
+    extra = sorted({batch for batch, _ in checkpoint.rows.keys() - expected.keys() if batch >= checkpoint.version})
+    problems += [f"the checkpoint of version {checkpoint.version} contains rows of batch {batch}" for batch in extra]
+    return problems
+
+
+def _by_admission(sent: Mapping[BatchPass, Sequence[RowId]], version: int, passes: int) -> dict[BatchPass, set[RowId]]:
+    """Rows that were sent for batches before ``version``, by the batch that they were admitted to."""
+    expected: dict[BatchPass, set[RowId]] = defaultdict(set)
+    for (batch, pass_index), rows in sent.items():
+        if batch < version and pass_index < passes:
+            for row in rows:
+                if is_evaluation(row):
+                    continue  # named already
+                expected[int(row.partition("/")[0]), pass_index].add(row)
+    return expected
+
+
+def _repeated(rows: Sequence[RowId]) -> list[RowId]:
+    return sorted(row for row, count in Counter(rows).items() if count > 1)
+
+
+def _named(what: str, rows: Sequence[RowId]) -> list[str]:
+    if not rows:
+        return []
+    more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+    return [f"{what}: {', '.join(rows[:MAX_NAMED])}{more}"]
+
+
+# -- reading the records
+
+
+async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> AuditReport:
+    """Read the records of ``rundir`` and compare them in the order that the head of this file explains."""
+    finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+    live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
+    checkpoint = _newest_checkpoint(rundir)
+    cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
+    held = up_to(await _rounds_held(broker), cut)
+    commanded, steps = _from_journal(rundir)
+    metrics = read_file(rundir.metrics)
+    trained_version = max((step.weights.version for step in steps), default=0)
+    missing: list[RowId] = []
+    if live:  # rows that a broker lost are being made again, and others are freed behind a newer checkpoint
+        commanded = up_to(commanded, cut)
+        trained_version = min(trained_version, closed_batches(commanded))
+    else:
+        beyond = [row for row, batch in _sent_rows(commanded) if (checkpoint.version if checkpoint else 0) <= batch]
+        missing = await rows_without(broker, beyond, Column.ADVANTAGE)
+    report = audit(
+        commanded,
+        held,
+        checkpoint,
+        trained_version=trained_version,
+        passes=settings.trainer.epochs,
+        missing=missing,
+        live=live,
+    )
+    more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
+    return replace(report, problems=(*report.problems, *more))
+
+
+def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
+    """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
+    while (found := newest_checkpoint(rundir.checkpoints)) is not None:
+        path, ledger = found
+        files, weights = (ledger.seal.files, ledger.seal.weights) if ledger.seal is not None else ({}, None)
+        changed = [name for name, was in files.items() if _checksum(path / name) != was]
+        newest = newest_checkpoint(rundir.checkpoints)
+        if not changed or (newest is not None and newest[0] == path):
+            return CheckpointRecord(
+                version=ledger.version,
+                cursor=ledger.cursor,
+                rows=ledger.rows(),
+                name=path.name,
+                weights=weights,
+                changed=changed,
+            )
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """Of a file; "" for one that cannot be read."""
+    try:
+        return file_checksum(path)
+    except OSError:
+        return ""
+
+
+def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
+    """The rounds that the core commanded, and the steps of the last trainer's lineage."""
+    commanded: RoundsLog = []
+    steps: list[StepDone] = []
+    for record, commands in recorded_commands(rundir.journal):
+        commanded += [
+            (outbox.entry_id(record.seq, index), command)
+            for index, command in enumerate(commands)
+            if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
+        ]
+        if isinstance(record.event, StepDone):
+            steps.append(record.event)
+    return commanded, steps
+
+
+async def _rounds_held(broker: Broker) -> RoundsLog:
+    held: RoundsLog = []
+    cursor = ZERO_ID
+    while entries := await broker.read(keys.ROUNDS, cursor, count=READ_COUNT):
+        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
+        cursor = entries[-1].entry_id
+    return held
+
+
+def _sent_rows(commanded: RoundsLog) -> list[tuple[RowId, int]]:
+    return [
+        (row, command.batch) for _, command in commanded if isinstance(command, TrainRound) for row in _rows_of(command)
+    ]

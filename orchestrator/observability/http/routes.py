@@ -1,0 +1,99 @@
+"""What can be asked over HTTP, and the answers.
+
+Owns: routes and their form. Never: state; it reads the board that ``observability/http/status.py`` writes. Invariant:
+an answer costs no broker round trip, so that asking often cannot slow the run; every route asks for the key unless
+the guard is told that it is open.
+
+    GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
+    GET /status           what the run is doing now (``observability/http/status.py`` tells its form), and ``age_s``;
+    JSON GET /history          what the live page draws of the past (``observability/http/page_history.py``); JSON GET
+    /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON GET /metrics
+    the same numbers for Prometheus GET /                 the live page, static files: open, and empty until it is
+    given the key POST /control/...     see control.py POST /generate, /update   see http.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from orchestrator.observability.http.answers import answer, name_error, number_of
+from orchestrator.observability.http.exposition import exposition
+from orchestrator.observability.http.guard import BodyLimit, Guard
+from orchestrator.observability.http.status import StatusBoard
+from orchestrator.observability.metrics import BatchLines
+
+HEALTHY_AGE_S = 5.0
+"""A status is made twice a second; one that is older says that deciding or the broker stands still."""
+MAX_BATCHES = 1000
+"""Lines in one answer; a page asks on from where the answer ended."""
+STATIC = files("orchestrator.observability.http") / "static"
+
+
+class Api:
+    """The read-only routes over one board."""
+
+    def __init__(self, board: StatusBoard, metrics: Path, look_back: Callable[[], Mapping[str, Any]]) -> None:
+        """metrics: metrics.jsonl.  look_back: the answer to /history, made when it is asked for."""
+        self._board = board
+        self._lines = BatchLines(metrics)
+        self._look_back = look_back
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/status", self.status),
+            Route("/history", self.history),
+            Route("/batches", self.batches),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        age_s = self._board.age_s
+        healthy = age_s <= HEALTHY_AGE_S
+        reason = "" if healthy else f"no status for {age_s:.0f} s: the broker does not answer, or deciding stands still"
+        return answer({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
+
+    async def status(self, request: Request) -> Response:
+        if not self._board.latest:
+            raise HTTPException(503, "the run is starting")
+        return answer({**self._board.latest, "age_s": round(self._board.age_s, 1)})
+
+    async def history(self, request: Request) -> Response:
+        return answer(self._look_back())
+
+    async def batches(self, request: Request) -> Response:
+        first = number_of(request.query_params.get("from", "0"))
+        if first is None:
+            raise HTTPException(400, "from must be a number of a line, from 0")
+        lines = await asyncio.to_thread(self._lines.read, first, MAX_BATCHES)
+        return answer({"from": first, "batches": lines})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(exposition(self._board.latest), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def build_app(
+    routes: Sequence[BaseRoute], *, host: str, key: str, body_limits: Mapping[str, BodyLimit] | None = None
+) -> ASGIApp:
+    """``routes`` and the live page, behind the guard, whose arguments the others are."""
+    page = Mount("/", StaticFiles(directory=str(STATIC), html=True))
+    app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
+    return Guard(app, host=host, key=key, open_paths=page_paths(), body_limits=body_limits)
+
+
+def page_paths() -> list[str]:
+    """Of the files that make the live page."""
+    return ["/", *(f"/{file.name}" for file in STATIC.iterdir() if file.is_file())]

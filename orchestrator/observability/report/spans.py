@@ -1,0 +1,342 @@
+"""A run as spans: what was done where, from when to when, rebuilt from its journal.
+
+Owns: turning events into spans. Never: I/O, payloads, drawing. Invariant: the same journal gives the same timeline,
+also while the run goes on and after a crash; work that did not finish (its worker died, or it still runs) has no span.
+
+Times are the run's clock when the orchestrator applied the event, starts are those less the seconds that the event
+tells of. A span can therefore lie too late by the delay of its event, milliseconds as a rule, and by as long as the
+orchestrator was away after its restart.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from orchestrator.observability.history import natural_order
+from orchestrator.observability.metrics import batch_of
+from transport.contracts.messages import (
+    CheckpointSaved,
+    GroupScored,
+    JournalRecord,
+    RolloutFailed,
+    RolloutFinished,
+    RoundDone,
+    RowsMissing,
+    RunResumed,
+    ScoringFailed,
+    StepDone,
+    StopRequested,
+    TrainerReady,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+)
+from transport.contracts.types import GroupId, WorkerId, WorkerKind, is_evaluation, parse_row_id
+
+TRAINER = "trainer"
+"""Track of the trainer: rank 0 tells for all, and the ranks meet at every step."""
+SCORING = "scoring"
+"""Track of all scoring workers together."""
+ORCHESTRATOR = "orchestrator"
+"""Track of what happened to the run as a whole."""
+NO_BATCH = -1
+
+
+class SpanKind(StrEnum):
+    """What was done."""
+
+    SAMPLE = "sample"  # one completion in its slot, from admission to its end
+    LOAD = "load"  # new weights, from the command to serving them; decoding may go on meanwhile
+    SCORING = "scoring"  # a group, from its last sample to its advantages
+    ROUND = "round"  # one micro-batch: forward and backward
+    STEP = "step"  # one optimizer step
+    PUBLISH = "publish"  # a version made readable to the generation workers
+    CHECKPOINT = "checkpoint"
+    WAIT = "wait"  # nothing; not in a Timeline, found by trace.waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """``kind`` on ``track`` during [start_s, end_s).
+
+    lane: row inside the track, so that spans of one row never overlap.
+    queued_s: of a sample, how long it waited in its worker before ``start_s``.  batch: NO_BATCH where there is none.
+    """
+
+    track: str
+    kind: SpanKind
+    start_s: float
+    end_s: float
+    name: str
+    lane: int = 0
+    batch: int = NO_BATCH
+    tokens: int = 0
+    queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened at a moment. trouble: it cost the run something."""
+
+    track: str
+    at_s: float
+    name: str
+    trouble: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presence:
+    """``track`` could work during [start_s, end_s). capacity: samples it runs at once, 1 for the trainer."""
+
+    track: str
+    start_s: float
+    end_s: float
+    capacity: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Batch ``batch`` ended at ``at_s`` under this incarnation of the trainer: the key of its line in metrics.jsonl."""
+
+    incarnation: int
+    batch: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One run. presences: of generation workers, in order of joining, and of the trainer.  end_s: its last event.
+
+    start_s: 0, or where the reported part of a long run begins.
+    """
+
+    spans: Sequence[Span]
+    marks: Sequence[Mark]
+    presences: Sequence[Presence]
+    trained: Sequence[Trained]
+    end_s: float
+    start_s: float = 0.0
+
+    @property
+    def workers(self) -> list[str]:
+        """Tracks of generation workers, in order of number."""
+        return sorted({presence.track for presence in self.presences} - {TRAINER}, key=natural_order)
+
+
+def build_timeline(records: Iterable[JournalRecord]) -> Timeline:
+    """The timeline of a run from its journal."""
+    builder = _Builder()
+    for record in records:
+        builder.apply(record)
+    return builder.finish()
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Follows the events of a run."""
+
+    now_s: float = 0.0
+    start_s: float | None = None
+    spans: list[Span] = field(default_factory=list[Span])
+    marks: list[Mark] = field(default_factory=list[Mark])
+    presences: list[Presence] = field(default_factory=list[Presence])
+    trained: list[Trained] = field(default_factory=list[Trained])
+    present: dict[str, tuple[float, int]] = field(default_factory=dict[str, tuple[float, int]])
+    last_sample_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
+    trainer_ids: set[WorkerId] = field(default_factory=set[WorkerId])
+    trainer_spans: list[Span] = field(default_factory=list[Span])
+    told: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+
+    def finish(self) -> Timeline:
+        for track in list(self.present):
+            self._leave(track)
+        return Timeline(
+            spans=in_lanes([*self.spans, *one_after_another(self.trainer_spans)]),
+            marks=self.marks,
+            presences=sorted(self.presences, key=lambda presence: presence.start_s),
+            trained=self.trained,
+            end_s=self.now_s,
+            start_s=self.start_s or 0.0,
+        )
+
+    def apply(self, record: JournalRecord) -> None:
+        self.now_s = record.now_s
+        if self.start_s is None:
+            self.start_s = record.now_s if record.seq > 1 else 0.0
+        match record.event:
+            case RolloutFinished() as event:
+                self._sample(event)
+            case GroupScored() as event:
+                self._scored(event)
+            case WeightsLoaded() as event:
+                self._span(event.worker_id, SpanKind.LOAD, event.seconds, f"load {event.weights}")
+            case RoundDone() | StepDone() | CheckpointSaved() as event:
+                self._trainer(event)
+            case WorkerJoined() | WorkerLost() | TrainerReady() as event:
+                self._membership(event)
+            case RolloutFailed() | ScoringFailed() | RowsMissing() | WeightsFailed() as event:
+                self._trouble(event)
+            case RunResumed():
+                self._mark(ORCHESTRATOR, "run resumed")
+            case StopRequested() as event:
+                self._mark(ORCHESTRATOR, f"stop requested: {event.reason}")
+            case _:
+                pass
+
+    def _sample(self, event: RolloutFinished) -> None:
+        group_id, _ = parse_row_id(event.row_id)
+        self.last_sample_s[group_id] = self.now_s
+        name = f"{event.row_id} {event.finish_reason.value}"
+        self._span(
+            event.worker_id,
+            SpanKind.SAMPLE,
+            event.engine_s,
+            name,
+            batch=_batch(event.row_id),
+            tokens=event.response_tokens,
+            queued_s=event.queued_s,
+        )
+
+    def _scored(self, event: GroupScored) -> None:
+        since_s = self.last_sample_s.pop(event.group_id, None)
+        if since_s is not None:  # told again after a restart of the broker: scored once
+            batch, name = _batch(event.group_id), f"score {event.group_id}"
+            self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
+
+    def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
+        """Spans in the order in which they ended; those that are told again after a restart of the broker only once."""
+        key = self._key(event)
+        if key in self.told:
+            return
+        self.told.add(key)
+        match event:
+            case RoundDone():
+                batch = int(event.round_id.partition(".")[0])
+                self._busy(SpanKind.STEP, event.stepped_s, "step", batch, before_s=event.busy_s)
+                name = f"round {event.round_id}"
+                self._busy(SpanKind.ROUND, event.busy_s, name, batch, tokens=event.num_tokens)
+            case StepDone():
+                publish_s = event.metrics.get("publish_s", 0.0)
+                self._busy(SpanKind.STEP, event.stepped_s, f"step {event.batch + 1}", event.batch, before_s=publish_s)
+                self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
+                self.trained.append(Trained(incarnation=event.weights.epoch, batch=event.batch, at_s=self.now_s))
+            case CheckpointSaved():
+                self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
+
+    def _key(self, event: RoundDone | StepDone | CheckpointSaved) -> tuple[object, ...]:
+        """What the event has in common with its repetitions only; a trainer of another incarnation does rounds anew."""
+        match event:
+            case RoundDone():
+                return (*self.trainer_ids, event.round_id)
+            case StepDone():
+                return (event.weights.epoch, event.batch)
+            case CheckpointSaved():
+                return (event.cursor,)
+
+    def _busy(
+        self, kind: SpanKind, seconds: float, name: str, batch: int, *, before_s: float = 0.0, tokens: int = 0
+    ) -> None:
+        """A span of the trainer that ended ``before_s`` ago."""
+        if seconds > 0:
+            end_s = self.now_s - before_s
+            about = {"track": TRAINER, "kind": kind, "name": name, "batch": batch, "tokens": tokens}
+            self.trainer_spans.append(Span(start_s=end_s - seconds, end_s=end_s, **about))
+
+    def _membership(self, event: WorkerJoined | WorkerLost | TrainerReady) -> None:
+        match event:
+            case WorkerJoined():
+                self._mark(ORCHESTRATOR, f"{event.worker_id} joined")
+                if event.kind is WorkerKind.GENERATE:
+                    self.present.setdefault(event.worker_id, (self.now_s, max(1, event.capacity)))
+            case WorkerLost():
+                self._mark(ORCHESTRATOR, f"{event.worker_id} lost: {event.reason}", trouble=True)
+                self._leave(TRAINER if event.worker_id in self.trainer_ids else event.worker_id)
+            case TrainerReady():
+                self.trainer_ids = {event.worker_id}
+                self._mark(TRAINER, f"ready at {event.weights}")
+                self.present.setdefault(TRAINER, (self.now_s, 1))
+
+    def _trouble(self, event: RolloutFailed | ScoringFailed | RowsMissing | WeightsFailed) -> None:
+        match event:
+            case RolloutFailed():
+                self._mark(event.worker_id, f"{event.group_id} failed: {event.reason}", trouble=True)
+            case ScoringFailed():
+                self._mark(SCORING, f"{event.group_id} not scored: {event.reason}", trouble=True)
+            case RowsMissing():
+                self._mark(ORCHESTRATOR, f"{len(event.row_ids)} rows lost by the broker", trouble=True)
+            case WeightsFailed():
+                self._mark(event.worker_id, f"{event.weights} not loaded: {event.reason}", trouble=True)
+
+    def _leave(self, track: str) -> None:
+        if track in self.present:
+            start_s, capacity = self.present.pop(track)
+            self.presences.append(Presence(track=track, start_s=start_s, end_s=self.now_s, capacity=capacity))
+
+    def _mark(self, track: str, name: str, *, trouble: bool = False) -> None:
+        self.marks.append(Mark(track=track, at_s=self.now_s, name=name, trouble=trouble))
+
+    def _span(
+        self,
+        track: str,
+        kind: SpanKind,
+        seconds: float,
+        name: str,
+        *,
+        batch: int = NO_BATCH,
+        tokens: int = 0,
+        queued_s: float = 0.0,
+    ) -> None:
+        """A span that ended now."""
+        self.spans.append(
+            Span(
+                track=track,
+                kind=kind,
+                start_s=max(0.0, self.now_s - seconds),
+                end_s=self.now_s,
+                name=name,
+                batch=batch,
+                tokens=tokens,
+                queued_s=queued_s,
+            )
+        )
+
+
+def _batch(group_or_row: str) -> int:
+    return NO_BATCH if is_evaluation(group_or_row) else batch_of(group_or_row)
+
+
+def one_after_another(spans: Sequence[Span]) -> list[Span]:
+    """Spans of one thread, in order: each keeps its length and moves back to where the next one leaves room.
+
+    Events that came late, or several at once, put them too late; what follows says how much.
+    """
+    moved: list[Span] = []
+    limit_s = float("inf")
+    for span in reversed(spans):
+        end_s = max(0.0, min(span.end_s, limit_s))
+        limit_s = max(0.0, end_s - (span.end_s - span.start_s))
+        moved.append(replace(span, start_s=limit_s, end_s=end_s))
+    return moved[::-1]
+
+
+def in_lanes(spans: Iterable[Span]) -> list[Span]:
+    """The spans by start, each in the lowest lane of its track that is free: as many lanes as ran at once.
+
+    Loads of weights have lanes of their own, since decoding goes on beside them.
+    """
+    running: dict[tuple[str, bool], list[tuple[float, int]]] = {}
+    free: dict[tuple[str, bool], list[int]] = {}
+    placed: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
+        place = (span.track, span.kind is SpanKind.LOAD)
+        busy, idle = running.setdefault(place, []), free.setdefault(place, [])
+        while busy and busy[0][0] <= span.start_s:
+            heapq.heappush(idle, heapq.heappop(busy)[1])
+        lane = heapq.heappop(idle) if idle else len(busy)
+        heapq.heappush(busy, (span.end_s, lane))
+        placed.append(replace(span, lane=lane))
+    return placed

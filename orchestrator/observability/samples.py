@@ -1,0 +1,142 @@
+"""A few finished samples as text, for people who watch the run.
+
+Owns: which samples are shown, how much of them, and the only look that the orchestrator takes at what was generated: at
+most two rows every few seconds, as soon as they are scored, because a checkpoint frees them a moment later. Never:
+rewards or decisions. Invariant: text is cut before it leaves; it stays exactly what the model wrote otherwise, so
+whoever shows it must escape it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from orchestrator.errors import DataError
+from transport.contracts.messages import Event, GroupScored, RolloutInfo, rollout_info_decoder
+from transport.contracts.types import Column, RowId, is_evaluation, row_id
+from transport.errors import MessageError
+from transport.rows.columns import RowStore, decode_array
+
+log = structlog.get_logger(__name__)
+
+Detokenize = Callable[[Sequence[int]], str]
+
+REST_S = 2.0
+"""After a group that was shown: people do not read faster."""
+GONE_REST_S = 0.05
+"""After a group that was gone already: the next one that is scored may be there still."""
+MAX_SHOWN = 12
+MAX_PROMPT_CHARS = 1_500
+MAX_RESPONSE_CHARS = 3_000
+COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_INFO, Column.REWARD_COMPONENTS)
+
+
+class RecentSamples:
+    """The newest samples, two of a group: its best and its worst."""
+
+    def __init__(
+        self,
+        rows: RowStore,
+        load_detokenizer: Callable[[], Detokenize],
+        keep: Callable[[dict[str, Any]], object] = lambda _: None,
+        rest: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """load_detokenizer: slow, may raise DataError; called once, off the loop.
+
+        keep: called with each sample that is shown, for the run's report.  rest: lets so many seconds pass.
+        """
+        self._rows = rows
+        self._load = load_detokenizer
+        self._keep = keep
+        self._rest = rest
+        self._shown: deque[dict[str, Any]] = deque(maxlen=MAX_SHOWN)
+        self._newest: GroupScored | None = None
+        self._is_scored = asyncio.Event()
+
+    @property
+    def newest_first(self) -> list[dict[str, Any]]:
+        return list(self._shown)
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Hear of what happened: the newest group that was scored is the next to be shown. Evaluations are not."""
+        for event in events:
+            if isinstance(event, GroupScored) and not is_evaluation(event.group_id):
+                self._newest = event
+                self._is_scored.set()
+
+    async def watch(self) -> None:
+        """Show groups as they are scored, forever; without a tokenizer (made-up tokens are no text) it ends at once."""
+        try:
+            detokenize = await asyncio.to_thread(self._load)
+        except DataError as error:
+            log.warning("samples cannot be shown", error=str(error))
+            return
+        while True:
+            await self._is_scored.wait()
+            self._is_scored.clear()
+            assert self._newest is not None
+            is_shown = await self._show(self._newest, detokenize)
+            await self._rest(REST_S if is_shown else GONE_REST_S)
+
+    async def _show(self, scored: GroupScored, detokenize: Detokenize) -> bool:
+        """Fetch the samples of a group that was just scored. Returns whether any was still there."""
+        chosen = best_and_worst(scored.rewards)
+        ids = [row_id(scored.group_id, sample) for sample in chosen]
+        rows = await self._rows.read_rows(ids, COLUMNS)
+        (group,) = await self._rows.read_groups([scored.group_id], [Column.PROMPT_TEXT])
+        prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
+        found = [
+            readable_sample(row, columns, detokenize, reward=scored.rewards[sample], prompt=prompt)
+            for row, columns, sample in zip(ids, rows, chosen, strict=True)
+            if {Column.RESPONSE_IDS, Column.ROLLOUT_INFO} <= columns.keys()
+        ]
+        for sample in reversed([sample for sample in found if sample is not None]):
+            self._shown.appendleft(sample)
+            self._keep(sample)
+        return bool(found)
+
+
+def readable_sample(
+    row: RowId, columns: Mapping[Column, bytes], detokenize: Detokenize, *, reward: float, prompt: str
+) -> dict[str, Any] | None:
+    """A row's columns as what is shown of it; None where they are not what we write."""
+    try:
+        info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
+        response = detokenize(decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist())
+        components = msgspec.json.decode(columns.get(Column.REWARD_COMPONENTS, b"{}"), type=dict[str, float])
+    except (MessageError, msgspec.MsgspecError, OverflowError, IndexError) as error:
+        log.warning("a sample cannot be shown", row=row, error=str(error))
+        return None
+    return sample_view(row, info, reward, components, prompt, response)
+
+
+def best_and_worst(rewards: Sequence[float]) -> list[int]:
+    """Indices of the highest and the lowest reward, of the first among equals; one index when all are equal."""
+    best = max(range(len(rewards)), key=rewards.__getitem__, default=0)
+    worst = min(range(len(rewards)), key=rewards.__getitem__, default=0)
+    return [best] if best == worst else [best, worst]
+
+
+def sample_view(
+    row: RowId, info: RolloutInfo, reward: float, components: Mapping[str, float], prompt: str, response: str
+) -> dict[str, Any]:
+    """One sample for JSON. Of a long prompt the end is kept, of a long response the beginning."""
+    return {
+        "row": row,
+        "reward": round(reward, 4),
+        "components": {name: round(value, 4) for name, value in components.items()},
+        "worker": info.worker_id,
+        "tokens": info.response_tokens,
+        "finish": info.finish_reason.value,
+        "versions": sorted({span.weights.version for span in info.spans}),
+        "engine_s": round(info.engine_s, 2),
+        "prompt": prompt[-MAX_PROMPT_CHARS:],
+        "prompt_cut": max(0, len(prompt) - MAX_PROMPT_CHARS),
+        "response": response[:MAX_RESPONSE_CHARS],
+        "response_cut": max(0, len(response) - MAX_RESPONSE_CHARS),
+    }

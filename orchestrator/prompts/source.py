@@ -1,0 +1,299 @@
+"""Prompts in their order: what is generated next, and how to go on exactly there.
+
+Owns: the order of every pass, the position in it, tokenisation. Never: decides which worker gets a prompt.
+Invariant: the prompts after a position depend on the settings and the data only; a source that seeks there gives what
+the uninterrupted one would have given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import DataError
+from orchestrator.prompts.dataset import Problem, load_problems
+from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
+from transport.contracts.settings import DataSettings, Settings
+from transport.contracts.types import PromptId
+
+DEFAULT_CONTEXT = 2048
+"""Tokens of prompt and response when ``generation.max_context`` is 0 and the model would allow more (see settings)."""
+TEMPLATE_TOKENS = 16
+"""Special tokens that a tokenizer may add to a text; beside them, a token is at least one byte of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """text: as the model reads it, chat template included.  prompt_ids: [P] int32.  entry_json: see Problem."""
+
+    prompt_id: PromptId
+    text: str
+    prompt_ids: NDArray[np.int32]
+    entry_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """positions: [len(prompts)] the source's position after each prompt.  exhausted: none come after these."""
+
+    prompts: list[Prompt]
+    positions: list[str]
+    exhausted: bool
+
+
+class PromptSource(Protocol):
+    """Where prompts come from. A source may choose by what it hears; its position must then contain what it heard."""
+
+    @property
+    def position(self) -> str:
+        """Opaque state after the last prompt that ``next`` gave."""
+        ...
+
+    def next(self, count: int) -> PromptBatch:
+        """Up to ``count`` further prompts."""
+        ...
+
+    def seek(self, position: str) -> None:
+        """Go on as after ``position``; "" is the start. Raises DataError for a position in other data."""
+        ...
+
+    def lookup(self, prompt_id: PromptId) -> Prompt:
+        """The prompt of this name, wherever the position is. Raises KeyError when there is none."""
+        ...
+
+    def observe(self, outcome: SlotOutcome) -> None:
+        """Hear how a prompt's slot ended."""
+        ...
+
+
+def open_source(settings: Settings, model_dir: Path) -> ShuffledSource:
+    """The training prompts. model_dir: Hugging Face directory of the model. Raises DataError."""
+    data = settings.data
+    encoder = PromptEncoder(load_tokenizer(model_dir), data)
+    problems = fitting(load_problems(settings).training, encoder, context_limit(settings, model_dir), settings)
+    return ShuffledSource(problems, encoder, seed=settings.run.seed, shuffle=data.shuffle, passes=data.passes)
+
+
+def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
+    """The held-out prompts: one pass, in a fixed order, no question of which is trained on. Raises DataError."""
+    encoder = PromptEncoder(load_tokenizer(model_dir), settings.data)
+    problems = fitting(load_problems(settings).held_out, encoder, context_limit(settings, model_dir), settings)
+    return ShuffledSource(problems, encoder, seed=settings.eval.seed, shuffle=False, passes=1)
+
+
+TRIAL_ROWS = 4
+"""A good reward may fail on one hard row, and hardly on four."""
+
+
+class ShuffledSource:
+    """Every problem once a pass, in a new seeded order on each. Ignores outcomes."""
+
+    def __init__(
+        self, problems: Sequence[Problem], encoder: PromptEncoder, *, seed: int, shuffle: bool, passes: int
+    ) -> None:
+        """passes: passes before it is exhausted; 0: it never is."""
+        self._problems = problems
+        self._encoder = encoder
+        self._seed = seed
+        self._shuffle = shuffle
+        self._passes = passes if problems else 1
+        self._by_id = {problem.prompt_id: problem for problem in problems}
+        self._fingerprint = _fingerprint(problems, seed=seed, shuffle=shuffle)
+        self._pass = 0
+        self._index = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Prompts in one pass."""
+        return len(self._problems)
+
+    def trial_rows(self, marker: str) -> TrialRows:
+        """The first rows, each with its right answer after ``marker`` where the data has one."""
+        answers = [msgspec.json.decode(one.entry_json).get("answer") for one in self._problems[:TRIAL_ROWS]]
+        return TrialRows(
+            rows=[
+                TrialRow(
+                    prompt=one.question,
+                    response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
+                    entry=one.entry_json,
+                )
+                for one, answer in zip(self._problems, answers, strict=False)
+            ]
+        )
+
+    @property
+    def position(self) -> str:
+        return f"{self._pass}/{self._index}@{self._fingerprint}"
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last pass is over."""
+        return self._passes > 0 and (self._pass >= self._passes or not self._problems)
+
+    def next(self, count: int) -> PromptBatch:
+        prompts: list[Prompt] = []
+        positions: list[str] = []
+        while len(prompts) < count and not self.exhausted:
+            prompts.append(self._prompt(self._problems[self._order[self._index]]))
+            self._advance()
+            positions.append(self.position)
+        return PromptBatch(prompts=prompts, positions=positions, exhausted=self.exhausted)
+
+    def seek(self, position: str) -> None:
+        if not position:
+            self._go_to(0, 0)
+            return
+        match = re.fullmatch(r"(\d+)/(\d+)@(\w+)", position)
+        if match is None or int(match[2]) >= max(1, len(self)) or match[3] != self._fingerprint:
+            raise DataError(
+                f"position {position!r} is not one in these prompts ({self._fingerprint}): the data, its settings or "
+                "run.seed have changed since the run began"
+            )
+        self._go_to(int(match[1]), int(match[2]))
+
+    def lookup(self, prompt_id: PromptId) -> Prompt:
+        return self._prompt(self._by_id[prompt_id])
+
+    def observe(self, outcome: SlotOutcome) -> None:
+        """Every prompt comes as often as any other, however it went."""
+
+    def _prompt(self, problem: Problem) -> Prompt:
+        text = self._encoder.render(problem.question)
+        return Prompt(
+            prompt_id=problem.prompt_id,
+            text=text,
+            prompt_ids=self._encoder.encode(text),
+            entry_json=problem.entry_json,
+        )
+
+    def _advance(self) -> None:
+        if self._index + 1 < len(self._problems):
+            self._index += 1
+        else:
+            self._go_to(self._pass + 1, 0)
+
+    def _go_to(self, number: int, index: int) -> None:
+        self._pass, self._index = number, index
+        self._order = self._order_of(number)
+
+    def _order_of(self, number: int) -> NDArray[np.int64]:
+        """The order of pass ``number``: its own seeded stream, so that it needs no pass before it."""
+        if not self._shuffle:
+            return np.arange(len(self._problems))
+        return np.random.default_rng((self._seed, number)).permutation(len(self._problems))
+
+
+def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
+    digest = hashlib.blake2b(repr(sorted(order.items())).encode(), digest_size=6)
+    for problem in problems:
+        digest.update(f"{problem.prompt_id}\0{problem.question}\0{problem.entry_json}\0".encode())
+    return digest.hexdigest()
+
+
+# --- text and tokens --------------------------------------------------------------------------------------------------
+
+
+class PromptEncoder:
+    """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
+
+    def __init__(self, tokenizer: Any, data: DataSettings) -> None:
+        """tokenizer: of transformers.  data: chat_template, system."""
+        self._tokenizer = tokenizer
+        self._system = data.system
+        self._templated = data.chat_template and bool(tokenizer.chat_template)
+        self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
+
+    def render(self, question: str) -> str:
+        """The text the model reads. Raises DataError when its chat template refuses the messages."""
+        if not self._templated:
+            return f"{self._system}\n\n{question}" if self._system else question
+        from jinja2 import TemplateError
+
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        messages.append({"role": "user", "content": question})
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"the model's chat template refuses the prompt: {error}; see data.system") from error
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """[P] int32. A chat template has put all special tokens into the text; else the tokenizer adds its own."""
+        with self._lock:
+            ids = self._tokenizer(text, add_special_tokens=not self._templated)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer that transformers would choose, without torch where that is possible: 0.4 s instead of 3 s.
+
+    A directory whose tokenizer is of the plain fast class is all in tokenizer.json; others name a class of their model.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    config = model_dir / "tokenizer_config.json"
+    try:
+        named = json.loads(config.read_bytes()).get("tokenizer_class") if config.is_file() else None
+        if named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (model_dir / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(model_dir)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
+
+
+def load_detokenizer(model_dir: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text without special tokens, as rewards see it. Raises DataError where there is no tokenizer."""
+    tokenizer = load_tokenizer(model_dir)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def context_limit(settings: Settings, model_dir: Path) -> int:
+    """Tokens of prompt and response. Raises DataError when more are asked for than the model was made for."""
+    config = json.loads((model_dir / "config.json").read_bytes())
+    of_model = (config.get("text_config") or config).get("max_position_embeddings") or DEFAULT_CONTEXT
+    asked = settings.generation.max_context
+    if asked > of_model:
+        raise DataError(f"generation.max_context is {asked}, but {settings.model.path} was made for {of_model} tokens")
+    return asked or min(of_model, DEFAULT_CONTEXT)
+
+
+def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, settings: Settings) -> list[Problem]:
+    """The problems whose prompt leaves room for a response: all of them, unless ``data.overlong`` is "skip".
+
+    limit: tokens of prompt and response. Raises DataError naming the longest prompt, or when nothing fits.
+    """
+    room = limit - settings.sampling.max_new_tokens
+    if room < 1:
+        raise DataError(
+            f"a context of {limit} tokens has no room for a prompt beside sampling.max_new_tokens "
+            f"({settings.sampling.max_new_tokens})"
+        )
+    lengths = [_length_if_near(encoder, problem, room) for problem in problems]
+    fit = [problem for problem, length in zip(problems, lengths, strict=True) if length <= room]
+    if len(fit) == len(problems) or (fit and settings.data.overlong == "skip"):
+        return fit
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    raise DataError(
+        f"{len(problems) - len(fit)} of {len(problems)} prompts do not fit: {problems[longest].prompt_id} has "
+        f"{lengths[longest]} tokens, and a context of {limit} leaves {room} beside sampling.max_new_tokens "
+        f'({settings.sampling.max_new_tokens}). Raise generation.max_context, or set data.overlong to "skip"'
+    )
+
+
+def _length_if_near(encoder: PromptEncoder, problem: Problem, room: int) -> int:
+    """Tokens of the prompt; 0 for one of so few bytes that it surely fits, which saves tokenising whole data sets."""
+    text = encoder.render(problem.question)
+    if len(text.encode()) + TEMPLATE_TOKENS <= room:
+        return 0
+    return len(encoder.encode(text))

@@ -1,0 +1,317 @@
+"""The generation service of a run that trains nothing: requests in, samples out, weights in.
+
+    submit ──► spool (disk) ──► inbox: PromptsSubmitted ──► core ──► plans ──► generation workers
+    stream ◄── rows (broker) ◄── the core's numbered results         taken ──► inbox: SamplesTaken ──► rows freed
+    update ──► queue ``updates`` ──► publisher ──► WeightsPublished ──► core ──► workers load
+
+Owns: limits, the one reader of each request, the form of a sample. Never: what is generated where (the core), HTTP
+(``serving/http.py``). Invariant: every wait of a caller has a deadline; a reader that stands still holds one chunk of
+samples and nothing of anybody else.
+Source: StreamRL sec. 3, ``generate`` and ``update``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import count as numbers
+from typing import Any
+
+import msgspec
+import structlog
+
+from orchestrator.core.state import PipelineState
+from orchestrator.errors import RefusedError
+from orchestrator.loop.intake import Arrival, Inbox
+from orchestrator.serving.request_store import Spool, SpooledPrompt, SpooledRequest, Ticket
+from transport.broker import keys
+from transport.broker.base import Broker, Entry
+from transport.contracts.messages import (
+    Event,
+    RequestCancelled,
+    SamplesTaken,
+    UpdateFailed,
+    UpdateRequest,
+    WeightsPublished,
+    encode,
+    rollout_info_decoder,
+)
+from transport.contracts.settings import Settings
+from transport.contracts.types import Column, RowId, SamplingParams, WeightIdentity, parse_row_id
+from transport.rows.columns import RowStore, decode_array
+
+log = structlog.get_logger(__name__)
+
+CHUNK_ROWS = 16
+"""Samples that a reader is handed at once: what a stream holds in memory, also while its reader stands still."""
+ROW_WAIT_S = 60.0
+"""How long a sample that was told and is not there (the broker lost its tail) is waited for."""
+LOOK_S = 1.0
+"""A stream with nothing to say looks again; whatever happens wakes it sooner."""
+COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ROLLOUT_INFO)
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+class Service:
+    """What the routes call. ``on_events`` is told by the decider, after the state has applied them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        state: PipelineState,
+        broker: Broker,
+        rows: RowStore,
+        inbox: Inbox,
+        spool: Spool,
+        detokenize: Detokenize,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._broker = broker
+        self._rows = rows
+        self._inbox = inbox
+        self._spool = spool
+        self._detokenize = detokenize
+        self._last_number = max([state.last_request, *(ticket.number for ticket in spool.tickets)])
+        self._changed = asyncio.Event()
+        self._readers: dict[int, int] = {}
+        self._reader_numbers = numbers()
+        self._updates: dict[str, asyncio.Future[WeightsPublished | UpdateFailed]] = {}
+        self._submitting = asyncio.Lock()
+
+    async def recover(self) -> None:
+        """Submit again what is on the disk and not known to the core; forget what the core has done with."""
+        known = self._state.requests()
+        later = [ticket.number for ticket in self._spool.tickets if ticket.number > self._state.last_request]
+        self._spool.keep_only([*known, *later])
+        for number in sorted(later):
+            await self._tell(self._spool.get(number).event(self._predicted(None)))
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Something was applied: wake whoever waits for it."""
+        for event in events:
+            if isinstance(event, WeightsPublished | UpdateFailed) and event.update in self._updates:
+                waiting = self._updates[event.update]
+                if not waiting.done():
+                    waiting.set_result(event)
+        self._spool.keep_only([*self._state.requests(), *range(self._state.last_request + 1, self._last_number + 1)])
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _tell(self, event: Event) -> None:
+        await self._inbox.put(Arrival(event))
+
+    # -- requests
+
+    def find(self, name: str) -> Ticket:
+        """Raises RefusedError: there is none of that name (any more)."""
+        ticket = self._spool.ticket(name)
+        if ticket is None:
+            raise RefusedError(404, f"there is no request {name!r}: it is unknown, or all of it was taken")
+        return ticket
+
+    async def submit(
+        self, name: str, prompts: list[SpooledPrompt], group_size: int, sampling: SamplingParams, *, acknowledged: bool
+    ) -> Ticket:
+        """Accept a request, on the disk. One of a name that is there already is that one. Raises RefusedError."""
+        async with self._submitting:
+            known = self._spool.ticket(name)
+            if known is not None:
+                return known
+            self._check_room(len(prompts))
+            request = SpooledRequest(
+                number=self._last_number + 1,
+                name=name,
+                prompts=prompts,
+                group_size=group_size,
+                sampling=sampling,
+                acknowledged=acknowledged,
+            )
+            self._last_number += 1
+            await asyncio.to_thread(self._spool.write, request)
+            ticket = self._spool.remember(request)
+            await self._tell(request.event(self._predicted(sampling)))
+            log.info("request", name=name, number=request.number, prompts=len(prompts), group_size=group_size)
+            return ticket
+
+    def check_room(self, name: str, num_prompts: int) -> None:
+        """Raises RefusedError where ``submit`` would: before anything is done with the prompts."""
+        if self._spool.ticket(name) is None:
+            self._check_room(num_prompts)
+
+    def _check_room(self, num_prompts: int) -> None:
+        limits = self._settings.service
+        open_prompts = sum(ticket.num_prompts for ticket in self._spool.tickets)
+        if len(self._spool.tickets) >= limits.max_requests:
+            raise RefusedError(
+                429, f"{limits.max_requests} requests are open (service.max_requests): read or cancel one"
+            )
+        if open_prompts + num_prompts > limits.max_prompts:
+            raise RefusedError(
+                429,
+                f"{num_prompts} prompts more than the {open_prompts} of open requests are over service.max_prompts "
+                f"({limits.max_prompts}): send fewer, or read what is there",
+            )
+
+    def _predicted(self, sampling: SamplingParams | None) -> float:
+        return float((sampling or self._settings.sampling).max_new_tokens)
+
+    async def cancel(self, ticket: Ticket) -> None:
+        """Nobody wants the rest of it."""
+        await self._tell(RequestCancelled(request=ticket.number, reason="cancelled by request"))
+
+    async def take(self, ticket: Ticket, upto: int) -> None:
+        """The reader has the first ``upto`` samples. Raises RefusedError: there are not so many."""
+        request = self._state.request(ticket.number)
+        if request is not None and upto > len(request.results):
+            raise RefusedError(400, f"only {len(request.results)} samples of {ticket.name!r} have ended")
+        await self._tell(SamplesTaken(request=ticket.number, upto=upto))
+
+    # -- samples
+
+    async def stream(self, ticket: Ticket, start: int) -> AsyncIterator[bytes]:
+        """NDJSON: one line a sample from number ``start`` on, as each ends, and a last line ``{"done": ...}``.
+
+        A second reader of a request takes over; the first is told so. Raises RefusedError: ``start`` was taken already.
+        """
+        reader = self._readers[ticket.number] = next(self._reader_numbers)
+        position = start
+        try:
+            while True:
+                if self._readers.get(ticket.number) != reader:
+                    yield _line({"error": "another reader of this request took over"})
+                    return
+                changed = self._changed
+                request = self._state.request(ticket.number)
+                if request is None and ticket.number <= self._state.last_request:
+                    done = position == ticket.num_samples
+                    yield _line({"done": position} if done else {"error": "the request was cancelled, or expired"})
+                    return
+                rows = request.results[position : position + CHUNK_ROWS] if request is not None else []
+                if rows:
+                    yield b"".join([line async for line in self._samples(ticket, position, rows)])
+                    position += len(rows)
+                    if not ticket.acknowledged:
+                        await self._tell(SamplesTaken(request=ticket.number, upto=position))
+                elif position == ticket.num_samples:
+                    yield _line({"done": position})
+                    return
+                else:
+                    await _either(changed, LOOK_S)
+        finally:
+            if self._readers.get(ticket.number) == reader:
+                del self._readers[ticket.number]
+
+    def first_untaken(self, ticket: Ticket) -> int:
+        """The number of the first sample that its reader has not taken."""
+        request = self._state.request(ticket.number)
+        return request.taken if request is not None else 0
+
+    async def _samples(self, ticket: Ticket, first: int, rows: Sequence[RowId]) -> AsyncIterator[bytes]:
+        columns = await self._rows.read_rows(rows, COLUMNS)
+        for number, (row, found) in enumerate(zip(rows, columns, strict=True), start=first):
+            group_id, sample = parse_row_id(row)
+            place = {
+                "n": number,
+                "request": ticket.name,
+                "prompt": int(group_id.rpartition("/")[2]),
+                "sample": sample,
+                "id": row,
+            }
+            request = self._state.request(ticket.number)
+            reason = request.failed.get(row, "") if request is not None else ""
+            if not reason and len(found) < len(COLUMNS):
+                found = await self._when_made_again(row)
+                reason = "" if found else "the broker lost it, and it was not made again in time"
+            yield _line(place | ({"failed": reason} if reason else self._content(found)))
+
+    async def _when_made_again(self, row: RowId) -> dict[Column, bytes]:
+        """{} when it is not there after ROW_WAIT_S."""
+        deadline_s = asyncio.get_running_loop().time() + ROW_WAIT_S
+        while asyncio.get_running_loop().time() < deadline_s:
+            await _either(self._changed, LOOK_S)
+            (found,) = await self._rows.read_rows([row], COLUMNS)
+            if len(found) == len(COLUMNS):
+                return found
+        return {}
+
+    def _content(self, columns: dict[Column, bytes]) -> dict[str, Any]:
+        info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
+        token_ids = decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist()
+        return {
+            "text": self._detokenize(token_ids),
+            "token_ids": token_ids,
+            "logprobs": decode_array(Column.ROLLOUT_LOGPROBS, columns[Column.ROLLOUT_LOGPROBS]).tolist(),
+            "finish_reason": info.finish_reason.value,
+            "versions": [
+                {
+                    "start": span.start,
+                    "end": span.end,
+                    "version": span.weights.version,
+                    "epoch": span.weights.epoch,
+                    "digest": span.weights.digest,
+                }
+                for span in info.spans
+            ],
+            "worker": info.worker_id,
+        }
+
+    # -- weights
+
+    async def update(self, update: UpdateRequest, wait_s: float) -> dict[str, Any]:
+        """Have weights published and loaded.
+
+        Returns: ``{"version", "epoch", "digest", "loaded": [worker], "pending": [worker]}``: whatever is submitted from
+        now on starts with this version; ``pending`` had not loaded it within ``wait_s``, and get nothing new before.
+        Raises:  RefusedError: the publisher refused it, or did not answer in time.
+        """
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        entry = Entry(fields={"path": update.path or "(a manifest)"}, payload=encode(update))
+        waiting = self._updates[update.update] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._broker.enqueue(keys.UPDATES, entry)
+                answer = await waiting
+        except TimeoutError:
+            raise RefusedError(
+                504,
+                f"no publisher answered within {wait_s:.0f} s; it may yet. Is one running (streamrl-worker publish)? "
+                'A large checkpoint takes longer: "wait_s"',
+            ) from None
+        finally:
+            del self._updates[update.update]
+        if isinstance(answer, UpdateFailed):
+            raise RefusedError(400, answer.reason)
+        await self._until_loaded(answer.weights, deadline_s)
+        return self._loaded(answer.weights)
+
+    async def _until_loaded(self, weights: WeightIdentity, deadline_s: float) -> None:
+        while self._loaded(weights)["pending"]:
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return
+            await _either(self._changed, min(left_s, LOOK_S))
+
+    def _loaded(self, weights: WeightIdentity) -> dict[str, Any]:
+        serving = self._state.serving()
+        return {
+            "version": weights.version,
+            "epoch": weights.epoch,
+            "digest": weights.digest,
+            "loaded": sorted(worker for worker, loaded in serving.items() if loaded == weights),
+            "pending": sorted(worker for worker, loaded in serving.items() if loaded != weights),
+        }
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(content) + b"\n"
+
+
+async def _either(changed: asyncio.Event, seconds: float) -> None:
+    """Until something was applied, or for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await changed.wait()
+    except TimeoutError:
+        pass

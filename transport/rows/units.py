@@ -1,0 +1,448 @@
+"""Storage units: servers that keep the bytes of columns, so that the broker keeps only where they are.
+
+A unit is a table in memory behind a socket; it decides nothing and knows no tasks. Keys are unique to one write
+attempt, so a put never changes what another writer stored, and repeating one is harmless.
+
+A writer on the unit's own host asks for a segment instead (segments.py), and writes its values there; readers of that
+host read them there, others ask the unit for ranges of it. A segment belongs to all groups whose values are in it, and
+counts as a whole until the last of them is dropped.
+
+    put       counts from its header on, and no longer than its connection lasts or its time, unless all of it came
+    allocate  counts at once; a segment is freed with the connection that asked for it, until ``keep`` says that it is
+              written, which comes before any locator
+
+Owns: the table, the segments, their bound in bytes, the messages. Invariants: what a unit holds of a group goes with
+``drop_groups``; nothing else removes what a locator may point to; what was announced and what is held are together
+never more than ``max_bytes``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TypeAlias, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from transport.contracts.messages import MessageDecoder
+from transport.contracts.types import Count, GroupId, Struct
+from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
+from transport.rows.columns import MAX_COLUMN_BYTES
+from transport.rows.segments import Segments, read_segments
+from transport.tensors.address import Endpoint, host_id, parse_address
+from transport.tensors.base import Deadline
+from transport.tensors.manifest import checksum
+from transport.tensors.server import ChannelServer
+from transport.tensors.shm import SHARED_MEMORY
+from transport.tensors.wire import Channel, Refused, connect
+
+REQUEST_S = 60.0
+"""Limit of one request, both sides."""
+SMALL_BYTES = 64 * 1024
+
+T = TypeVar("T")
+Buffer: TypeAlias = bytearray | memoryview
+ValueBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COLUMN_BYTES)]
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """One value in a put or get. checksum: as in a TensorSpec."""
+
+    key: str
+    nbytes: ValueBytes
+    checksum: str
+
+
+class GroupParts(Struct, frozen=True, kw_only=True):
+    """The values of one group in a put."""
+
+    group_id: GroupId
+    parts: tuple[Part, ...]
+
+
+class Put(Struct, frozen=True, kw_only=True, tag=True):
+    """Keep these values, which follow one another after the header: all of them, or none."""
+
+    groups: tuple[GroupParts, ...]
+
+
+class Allocate(Struct, frozen=True, kw_only=True, tag=True):
+    """Make a segment for values of these groups that somebody on ``host`` will write."""
+
+    host: str
+    group_ids: Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]
+    nbytes: Count
+
+
+class Keep(Struct, frozen=True, kw_only=True, tag=True):
+    """A segment that this connection asked for is written: it stays until its groups are dropped."""
+
+    segment: str
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """A value in a segment."""
+
+    segment: str
+    offset: Count
+    nbytes: ValueBytes
+
+
+class Get(Struct, frozen=True, kw_only=True, tag=True):
+    """Send what there is of these keys, then of these ranges."""
+
+    keys: tuple[str, ...] = ()
+    ranges: tuple[Range, ...] = ()
+
+
+class Drop(Struct, frozen=True, kw_only=True, tag=True):
+    """Free these values, these segments, and all that belongs to these groups."""
+
+    group_ids: tuple[GroupId, ...] = ()
+    keys: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
+
+
+class Full(Struct, frozen=True, kw_only=True, tag=True):
+    """In answer to an allocate or a put: the unit has no room for all of it."""
+
+    retained_bytes: int
+    free_bytes: int
+
+
+class Done(Struct, frozen=True, kw_only=True, tag=True):
+    """A put, keep or drop happened. nbytes: stored or freed.  retained_bytes: in the unit, afterwards."""
+
+    nbytes: int
+    retained_bytes: int
+
+
+class Allocated(Struct, frozen=True, kw_only=True, tag=True):
+    """segment: its name; "" where there is none: the unit is on another ``host``, or its shared memory is full."""
+
+    segment: str
+    host: str
+
+
+class Values(Struct, frozen=True, kw_only=True, tag=True):
+    """sizes: per asked key and range its bytes, -1 where there is none. The values follow one another after the header.
+    checksums: of the ranges, which were written without one."""
+
+    sizes: tuple[int, ...]
+    checksums: tuple[str, ...] = ()
+
+
+UnitRequest: TypeAlias = Allocate | Keep | Put | Get | Drop
+_request_decoder: MessageDecoder[UnitRequest] = MessageDecoder(cast("type[UnitRequest]", UnitRequest))
+_done_decoder: MessageDecoder[Done | Refused] = MessageDecoder(cast("type[Done | Refused]", Done | Refused))
+_put_decoder: MessageDecoder[Done | Full] = MessageDecoder(cast("type[Done | Full]", Done | Full))
+_allocated_decoder: MessageDecoder[Allocated | Full] = MessageDecoder(cast("type[Allocated | Full]", Allocated | Full))
+_values_decoder: MessageDecoder[Values | Refused] = MessageDecoder(cast("type[Values | Refused]", Values | Refused))
+
+
+class StorageUnit:
+    """One unit, serving while it is started.
+
+    max_bytes: what would pass it is refused.  endpoint: loopback.  directory: where its segments are.
+    """
+
+    def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None, directory: Path = SHARED_MEMORY) -> None:
+        self._max_bytes = max_bytes
+        self._endpoint = endpoint or Endpoint()
+        self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S, ended=self._forget)
+        self._lock = threading.Lock()
+        self._values: dict[str, Buffer] = {}
+        self._group_keys: dict[GroupId, set[str]] = {}
+        self._segments = Segments(directory)
+        self._segment_groups: dict[str, set[GroupId]] = {}
+        self._group_segments: dict[GroupId, set[str]] = {}
+        self._unwritten: dict[Channel, set[str]] = {}
+        self._retained_bytes = self._announced_bytes = 0
+
+    def start(self) -> str:
+        """Listen. Returns the unit's address."""
+        return self._endpoint.address(self._server.start(), "columns")
+
+    def close(self) -> None:
+        self._server.close()
+        with self._lock:
+            self._segments.close()
+
+    @property
+    def retained_bytes(self) -> int:
+        return self._retained_bytes
+
+    def _serve(self, channel: Channel) -> None:
+        request = channel.receive(_request_decoder)
+        channel.deadline = Deadline(REQUEST_S)
+        match request:
+            case Allocate():
+                channel.send(self._allocate(channel, request))
+            case Keep():
+                channel.send(self._keep(channel, request))
+            case Put():
+                self._put(channel, request)
+            case Get():
+                self._get(channel, request)
+            case Drop():
+                channel.send(self._drop(request))
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._max_bytes - self._retained_bytes - self._announced_bytes
+
+    def _full(self) -> Full:
+        return Full(retained_bytes=self._retained_bytes, free_bytes=self._free_bytes)
+
+    def _allocate(self, channel: Channel, request: Allocate) -> Allocated | Full:
+        if request.host != host_id():
+            return Allocated(segment="", host=host_id())
+        with self._lock:
+            if request.nbytes > self._free_bytes:
+                return self._full()
+            try:
+                segment = self._segments.take(request.nbytes, self._free_bytes)
+            except SegmentSpaceError:
+                return Allocated(segment="", host=host_id())
+            self._retained_bytes += self._segments.size(segment)
+            self._segments.trim(max(0, self._free_bytes))
+            self._unwritten.setdefault(channel, set()).add(segment)
+            self._segment_groups[segment] = set(request.group_ids)
+            for group_id in request.group_ids:
+                self._group_segments.setdefault(group_id, set()).add(segment)
+        return Allocated(segment=segment, host=host_id())
+
+    def _keep(self, channel: Channel, request: Keep) -> Done | Refused:
+        with self._lock:
+            unwritten = self._unwritten.get(channel, set())
+            if request.segment not in unwritten:
+                return Refused(reason=f"segment {request.segment!r} was freed, or never asked for on this connection")
+            unwritten.discard(request.segment)
+            return Done(nbytes=self._segments.size(request.segment), retained_bytes=self._retained_bytes)
+
+    def _forget(self, channel: Channel) -> None:
+        """Free what a connection that ended had asked for and not written."""
+        with self._lock:
+            self._retained_bytes -= self._free(self._unwritten.pop(channel, set()))
+
+    def _put(self, channel: Channel, request: Put) -> None:
+        parts = [part for group in request.groups for part in group.parts]
+        nbytes = sum(part.nbytes for part in parts)
+        with self._lock:
+            full = self._full() if nbytes > self._free_bytes else None
+            self._announced_bytes += 0 if full else nbytes
+        if full is not None:
+            channel.skip(nbytes)
+            channel.send(full)
+            return
+        try:
+            values = {part.key: _receive(channel, part) for part in parts}
+            with self._lock:
+                self._store(request, values)
+        finally:
+            with self._lock:
+                self._announced_bytes -= nbytes
+        channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
+
+    def _store(self, request: Put, values: Mapping[str, Buffer]) -> None:
+        for key, value in values.items():
+            self._retained_bytes += len(value) - len(self._values.get(key, b""))
+            self._values[key] = value
+        for group in request.groups:
+            self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
+        self._segments.trim(max(0, self._free_bytes))
+
+    def _get(self, channel: Channel, request: Get) -> None:
+        with self._lock:
+            values: list[Buffer | None] = [self._values.get(key) for key in request.keys]
+        ranges = self._read(request.ranges)
+        checksums = tuple("" if value is None else checksum(value) for value in ranges)
+        values += ranges
+        sizes = tuple(-1 if value is None else len(value) for value in values)
+        channel.send(Values(sizes=sizes, checksums=checksums), [value for value in values if value is not None])
+
+    def _read(self, ranges: Sequence[Range]) -> list[memoryview | None]:
+        """Ranges of segments, None where the segment is gone. Raises ChecksumError for one that is not in its segment.
+
+        The unit reads as every other reader does: what it sends is not being reused.
+        """
+        if sum(part.nbytes for part in ranges) > MAX_COLUMN_BYTES:
+            raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
+        values = [memoryview(bytearray(part.nbytes)) for part in ranges]
+        wanted = [(part.segment, part.offset, part.nbytes) for part in ranges]
+        found = read_segments(wanted, values, self._segments.directory)
+        return [value if is_there else None for value, is_there in zip(values, found, strict=True)]
+
+    def _drop(self, request: Drop) -> Done:
+        freed = 0
+        with self._lock:
+            keys = set(request.keys)
+            for group_id in request.group_ids:
+                keys |= self._group_keys.pop(group_id, set())
+            for key in keys:
+                freed += len(self._values.pop(key, b""))
+            freed += self._free(request.segments)
+            for group_id in request.group_ids:
+                freed += sum(self._leave(segment, {group_id}) for segment in [*self._group_segments.get(group_id, ())])
+            self._retained_bytes -= freed
+        return Done(nbytes=freed, retained_bytes=self._retained_bytes)
+
+    def _free(self, segments: Iterable[str]) -> int:
+        """Free whole segments. Returns their bytes."""
+        known = (segment for segment in segments if segment in self._segment_groups)
+        return sum(self._leave(segment, set(self._segment_groups[segment])) for segment in known)
+
+    def _leave(self, segment: str, group_ids: set[GroupId]) -> int:
+        """Take groups out of a segment. Returns the bytes that were freed with the last of them."""
+        for group_id in group_ids:
+            self._segment_groups[segment].discard(group_id)
+            self._group_segments[group_id].discard(segment)
+            if not self._group_segments[group_id]:
+                del self._group_segments[group_id]
+        if self._segment_groups[segment]:
+            return 0
+        del self._segment_groups[segment]
+        for unwritten in self._unwritten.values():
+            unwritten.discard(segment)
+        nbytes = self._segments.size(segment)
+        self._segments.free(segment)
+        return nbytes
+
+
+def _receive(channel: Channel, part: Part) -> Buffer:
+    """One value of a put. Raises ChecksumError, which ends the connection before anything is kept."""
+    # numpy takes pages as they are written to: what is announced and does not come takes no memory
+    value = np.empty(part.nbytes, np.uint8).data if part.nbytes > SMALL_BYTES else bytearray(part.nbytes)
+    channel.receive_into(memoryview(value))
+    if checksum(value) != part.checksum:
+        raise ChecksumError(f"{channel.address}: value {part.key!r} arrived damaged")
+    return value
+
+
+class UnitClient:
+    """Talks to one unit over one connection, opened when needed. Blocking; one caller at a time, others wait.
+
+    shares_memory: whether it is worth asking for a segment; false once the unit was seen to be elsewhere.
+    """
+
+    def __init__(self, address: str, *, secret: bytes = b"", timeout_s: float = REQUEST_S) -> None:
+        self.address = address
+        self.shares_memory = True
+        self._parsed = parse_address(address)
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+
+    def put(self, groups: Sequence[GroupParts], values: Sequence[bytes]) -> Full | None:
+        """Store values under new keys: all of them in one request, or none: then how much there is room for.
+
+        values: of all parts of ``groups``, in their order.
+        """
+
+        def request(channel: Channel) -> Full | None:
+            channel.send(Put(groups=tuple(groups)), values)
+            answer = channel.receive(_put_decoder)
+            return answer if isinstance(answer, Full) else None
+
+        return self._ask(request)
+
+    def get(self, parts: Sequence[Part]) -> list[bytes | None]:
+        """Per part its bytes, None where the unit has none. Raises ChecksumError for bytes that are not the part's."""
+
+        def request(channel: Channel) -> list[bytes | None]:
+            channel.send(Get(keys=tuple(part.key for part in parts)))
+            sizes = self._accepted(channel.receive(_values_decoder)).sizes
+            wrong = [p.key for p, size in zip(parts, sizes, strict=False) if size not in (-1, p.nbytes)]
+            if len(sizes) != len(parts) or wrong:
+                raise ChecksumError(f"{self.address} has values of another size: {wrong[:3]}")
+            received = zip(parts, sizes, strict=True)
+            return [None if size < 0 else bytes(_receive(channel, part)) for part, size in received]
+
+        return self._ask(request)
+
+    def allocate(self, group_ids: Sequence[GroupId], nbytes: int) -> str | Full:
+        """Name of a segment for values of these groups, to be written and kept; "" when they must be put instead: the
+        unit is on another host, or its shared memory is full. Or how much the unit has room for, if not for that."""
+
+        def request(channel: Channel) -> str | Full:
+            channel.send(Allocate(host=host_id(), group_ids=tuple(group_ids), nbytes=nbytes))
+            answer = channel.receive(_allocated_decoder)
+            if isinstance(answer, Full):
+                return answer
+            self.shares_memory = answer.host == host_id()
+            return answer.segment
+
+        return self._ask(request) if self.shares_memory else ""
+
+    def keep(self, segment: str) -> bool:
+        """Say that an allocated segment is written. Returns False where it was freed meanwhile."""
+
+        def request(channel: Channel) -> bool:
+            channel.send(Keep(segment=segment))
+            return isinstance(channel.receive(_done_decoder), Done)
+
+        return self._ask(request)
+
+    def read(self, ranges: Sequence[Range]) -> list[bytes | None]:
+        """Per range its bytes, None where its segment is gone. Raises ChecksumError for bytes that arrived damaged."""
+
+        def request(channel: Channel) -> list[bytes | None]:
+            channel.send(Get(ranges=tuple(ranges)))
+            answer = self._accepted(channel.receive(_values_decoder))
+            right = [size in (-1, part.nbytes) for part, size in zip(ranges, answer.sizes, strict=False)]
+            if not len(right) == len(answer.sizes) == len(answer.checksums) == len(ranges) or not all(right):
+                raise ChecksumError(f"{self.address} has values of another size in its segments")
+            parts = [
+                Part(key=part.segment, nbytes=size, checksum=text)
+                for part, size, text in zip(ranges, answer.sizes, answer.checksums, strict=True)
+            ]
+            return [None if part.nbytes < 0 else bytes(_receive(channel, part)) for part in parts]
+
+        return self._ask(request)
+
+    def drop(self, *, group_ids: Sequence[GroupId] = (), keys: Sequence[str] = (), segments: Sequence[str] = ()) -> int:
+        """Free groups, single values, segments. Returns the bytes freed."""
+
+        def request(channel: Channel) -> int:
+            channel.send(Drop(group_ids=tuple(group_ids), keys=tuple(keys), segments=tuple(segments)))
+            return self._accepted(channel.receive(_done_decoder)).nbytes
+
+        return self._ask(request)
+
+    def _accepted(self, answer: T | Refused) -> T:
+        if isinstance(answer, Refused):
+            raise PeerUnavailableError(self.address, answer.reason)
+        return answer
+
+    def _ask(self, request: Callable[[Channel], T]) -> T:
+        """One request. A connection kept from before may have been closed since: then once more on a new one."""
+        with self._lock:
+            kept = self._channel is not None
+            try:
+                return self._once(request)
+            except PeerUnavailableError:
+                if not kept:
+                    raise
+                return self._once(request)
+
+    def _once(self, request: Callable[[Channel], T]) -> T:
+        deadline = Deadline(self._timeout_s)
+        channel = self._channel or connect(self._parsed.place, self._parsed.port, self.address, self._secret, deadline)
+        channel.deadline = deadline
+        self._channel = None
+        try:
+            answer = request(channel)
+        except BaseException:
+            channel.close()
+            raise
+        self._channel = channel
+        return answer
+
+    def close(self) -> None:
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None

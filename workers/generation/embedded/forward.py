@@ -1,0 +1,247 @@
+"""One step of a Llama, Qwen2 or Qwen3 model over a mixed batch: decode tokens and whole prompts together.
+
+Owns: the arithmetic of a step. Never: who is in the batch. Invariant: equal to the Hugging Face module's own forward
+(tests compare them); its parameters stay the module's parameters, as views of the fused ones, so that loading weights
+by their Hugging Face names reaches both.
+
+Why not call the module: with q, k, v and gate, up fused, transposed keys and norms in one operation a decode step of
+SmolLM2 (bf16, 32 slots, one thread) takes less than half the module's time. Other families run on ``hf_forward.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from workers.generation.embedded.kv import KVShape, SlotKV
+
+FUSED_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+
+LIVE_MULTIPLE = 16
+"""Attention reads a multiple of this many tokens, so that row ends meet the vector width (16 bf16 in 256 bits)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSegment:
+    """Tokens ``[start, stop)`` of the batch are a prompt, to be written into ``slots``."""
+
+    start: int
+    stop: int
+    slots: slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What one step computes.
+
+    token_ids: [N] int64: one token for each of the slots [0, num_decode), then the prompts one after another.
+    positions: [N] int64, of each token in its sample.
+    max_tokens: longest sample of the decode part, its new token included.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    num_decode: int
+    max_tokens: int
+    prompts: Sequence[PromptSegment]
+
+
+class Forward(Protocol):
+    """Runs one step on the slots' KV, which holds the new tokens afterwards."""
+
+    kv_shape: KVShape
+
+    def run(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
+        """Returns logits [num_decode + len(prompts), V]: of each decode token, then of each prompt's last token."""
+        ...
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether FusedForward computes this model: its family, with full attention and a rope that does not change."""
+    config = cast(Any, model.config)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return (
+        config.model_type in FUSED_FAMILIES
+        and set(layer_types) == {"full_attention"}
+        and config.hidden_act == "silu"
+        and config.rope_parameters["rope_type"] in {"default", "linear", "llama3", "yarn"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _fuse(*linears: nn.Linear) -> _Linear:
+    """One linear layer for several with the same input; their parameters become views of its rows."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = torch.cat([linear.bias.detach() for linear in linears]) if linears[0].bias is not None else None
+    start = 0
+    for linear in linears:
+        stop = start + linear.weight.shape[0]
+        linear.weight = nn.Parameter(weight[start:stop], requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias[start:stop], requires_grad=False)
+        start = stop
+    return _Linear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """The parameters of one block. q_norm, k_norm: Qwen3 only."""
+
+    input_norm: _Norm
+    qkv: _Linear
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    out: _Linear
+    mlp_norm: _Norm
+    gate_up: _Linear
+    down: _Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rope:
+    """cos, sin: [N, 1, D]; the sine's first half is negated, so that rotate_half is a roll."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [N, heads, D]."""
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
+class FusedForward:
+    """Takes over the parameters of ``model``. max_context: tokens, the length of its rope table."""
+
+    def __init__(self, model: PreTrainedModel, *, max_context: int) -> None:
+        config, body = cast(Any, model.config), cast(Any, model).model
+        self._heads = int(config.num_attention_heads)
+        self._kv_heads = int(config.num_key_value_heads)
+        self._head_dim = int(body.layers[0].self_attn.head_dim)
+        self._scale = float(body.layers[0].self_attn.scaling)
+        self.kv_shape = KVShape(layers=len(body.layers), heads=self._kv_heads, head_dim=self._head_dim)
+        self._layers = [_take_layer(layer) for layer in body.layers]
+        self._embedding = body.embed_tokens.weight
+        self._norm = _take_norm(body.norm)
+        self._lm_head = _Linear(cast(Any, model).lm_head.weight, cast(Any, model).lm_head.bias)
+        self._cos, self._sin = _rope_table(body, self._embedding, max_context)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        rope = _Rope(cos=self._cos[batch.positions], sin=self._sin[batch.positions])
+        mask = self._decode_mask(batch)
+        for index, layer in enumerate(self._layers):
+            hidden = hidden + layer.out(self._attend(index, layer, layer.input_norm(hidden), rope, mask, batch, kv))
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        return self._lm_head(self._norm(hidden[_logit_rows(batch)]))
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        rope: _Rope,
+        mask: torch.Tensor,
+        batch: StepBatch,
+        kv: SlotKV,
+    ) -> torch.Tensor:
+        """Attention of one layer before its output projection; [N, heads * D]."""
+        qkv = layer.qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
+        query, key, value = qkv.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = layer.q_norm(query), layer.k_norm(key)
+            query, key = rope(query), rope(key)
+        else:
+            query, key = rope(qkv[:, : self._heads + self._kv_heads]).split((self._heads, self._kv_heads), dim=1)
+        n = batch.num_decode
+        parts: list[torch.Tensor] = []
+        if n:
+            kv.append(index, batch.positions[:n], key[:n], value[:n])
+            parts.append(self._attend_decode(index, query[:n], mask, kv))
+        for prompt in batch.prompts:
+            rows = slice(prompt.start, prompt.stop)
+            kv.fill(index, prompt.slots, key[rows], value[rows])
+            parts.append(self._attend_prompt(query[rows], key[rows], value[rows]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_decode(self, index: int, query: torch.Tensor, mask: torch.Tensor, kv: SlotKV) -> torch.Tensor:
+        """query: [n, heads, D].  mask: [n * H, 1, T], 0 or -inf.  Returns [n, heads * D]."""
+        n, tokens = query.shape[0], mask.shape[-1]
+        keys, values = kv.live(index, n, tokens)
+        # Query heads that share a key head are the rows of one product: no key is repeated.
+        grouped = query.reshape(n * self._kv_heads, -1, self._head_dim)
+        scores = torch.baddbmm(mask, grouped, keys.flatten(0, 1), alpha=self._scale)
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(n, -1)
+
+    def _attend_prompt(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query: [P, heads, D].  key, value: [P, H, D].  Returns [P, heads * D]."""
+        repeats = self._heads // self._kv_heads
+        key, value = (x.repeat_interleave(repeats, dim=1).transpose(0, 1)[None] for x in (key, value))
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key, value, is_causal=True, scale=self._scale
+        )
+        return attended[0].transpose(0, 1).flatten(1)
+
+    def _decode_mask(self, batch: StepBatch) -> torch.Tensor:
+        """[n * H, 1, T] in the model's dtype: -inf beyond each sample's length."""
+        tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
+        outside = torch.arange(tokens, device=batch.positions.device) > batch.positions[: batch.num_decode, None]
+        mask = torch.zeros(outside.shape, dtype=self._embedding.dtype, device=outside.device)
+        return mask.masked_fill_(outside, -torch.inf).repeat_interleave(self._kv_heads, dim=0)[:, None]
+
+
+def _logit_rows(batch: StepBatch) -> torch.Tensor | slice:
+    if not batch.prompts:
+        return slice(None)
+    rows = [*range(batch.num_decode), *(prompt.stop - 1 for prompt in batch.prompts)]
+    return torch.tensor(rows, device=batch.token_ids.device)
+
+
+def _take_norm(norm: Any) -> _Norm:
+    return _Norm(norm.weight, float(norm.variance_epsilon))
+
+
+def _take_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        input_norm=_take_norm(layer.input_layernorm),
+        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_take_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_take_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        out=_Linear(attention.o_proj.weight, attention.o_proj.bias),
+        mlp_norm=_take_norm(layer.post_attention_layernorm),
+        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
+        down=_Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+    )
+
+
+@torch.inference_mode()
+def _rope_table(body: Any, like: torch.Tensor, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The module's own cos and sin for every position: [max_context, 1, D] each; see _Rope for the sine's sign."""
+    cos, sin = body.rotary_emb(like[None], torch.arange(max_context, device=like.device)[None])
+    half = sin.shape[-1] // 2
+    return cos[0, :, None], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0, :, None]

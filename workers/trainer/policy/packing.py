@@ -1,0 +1,216 @@
+"""Groups become one row without padding: each prompt once, its responses behind it.
+
+    input     p p p p | a a a | b b | q q q | c c c c | d        (groups p and q; their responses a, b and c, d)
+    position  0 1 2 3 | 4 5 6 | 4 5 | 0 1 2 | 3 4 5 6 | 3
+    attends   a sees p and itself, never b; nothing of q sees anything of p
+
+Owns: which token stands where, what predicts it, what attends to what. Never: the model. Invariant: the logprob of
+every loss token equals that of its sample alone in a row (tests compare them).
+
+The last token of a response predicts nothing and nothing attends to it, so it is a target but no input. The last prompt
+token predicts the first token of every response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from transport.contracts.types import RowId
+from workers.algorithms.loss import Aggregation, TokenBatch, token_weight
+from workers.trainer.samples import PromptGroup, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAttention:
+    """How one group's slice of the row attends. P prompt tokens, then the inputs of S responses.
+
+    num_tokens: of the slice.  query_index: [S, R] int64 into the slice's response part, R = longest; pads repeat 0.
+    key_index: [S, P + R] int64 into the whole slice: the prompt, then the response's own tokens.
+    mask: [S, 1, R, P + R] bool, True where a query may look.
+    real: [num_tokens - P] int64: where in the flattened [S * R] each real response token is.
+    """
+
+    num_tokens: int
+    prompt_tokens: int
+    query_index: Tensor
+    key_index: Tensor
+    mask: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """T input tokens in one row, N loss tokens.
+
+    input_ids, position_ids: [1, T] int64.  attention: one entry a group, in row order.
+    predictor_N: [N] int64, the input position whose hidden state predicts the token.  target_N: [N] int64.
+    tokens: what the objective needs.  row_lengths: loss tokens of each row, in order of ``row_ids``.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention: tuple[GroupAttention, ...]
+    predictor_N: Tensor
+    target_N: Tensor
+    tokens: TokenBatch
+    row_ids: tuple[RowId, ...]
+    row_lengths: tuple[int, ...]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.target_N.numel())
+
+
+def pack(groups: Sequence[PromptGroup], aggregation: Aggregation, device: torch.device | str = "cpu") -> PackedBatch:
+    """Lay groups out in one row.
+
+    Args:    groups: at least one, each with at least one sample.
+             aggregation: decides the weight of each token.
+    Raises:  ValueError: an empty group, or columns of one row that differ in length; it names the row.
+    Source:  ours; the same sharing that Prefix Grouper (arXiv 2506.05433) has for GRPO.
+    """
+    inputs: list[NDArray[np.int32]] = []
+    positions: list[NDArray[np.int64]] = []
+    predictors: list[NDArray[np.int64]] = []
+    start = 0
+    for group in groups:
+        _check(group)
+        prompt_tokens = len(group.prompt_ids)
+        inputs.append(group.prompt_ids)
+        positions.append(np.arange(prompt_tokens))
+        last_prompt, start = start + prompt_tokens - 1, start + prompt_tokens
+        for sample in group.samples:
+            num_inputs = len(sample.response_ids) - 1
+            inputs.append(sample.response_ids[:-1])
+            positions.append(np.arange(prompt_tokens, prompt_tokens + num_inputs))
+            predictors.append(_chosen(sample, np.concatenate([[last_prompt], np.arange(start, start + num_inputs)])))
+            start += num_inputs
+    samples = [sample for group in groups for sample in group.samples]
+    return PackedBatch(
+        input_ids=_int64(inputs, device)[None],
+        position_ids=_int64(positions, device)[None],
+        attention=tuple(_group_attention(group, device) for group in groups),
+        predictor_N=_int64(predictors, device),
+        target_N=_int64([_chosen(sample, sample.response_ids) for sample in samples], device),
+        tokens=_token_batch(samples, aggregation, device),
+        row_ids=tuple(sample.row_id for sample in samples),
+        row_lengths=tuple(sample.num_loss_tokens for sample in samples),
+    )
+
+
+def split_by_tokens(groups: Sequence[PromptGroup], max_tokens: int) -> list[list[PromptGroup]]:
+    """Cut a round into pieces of at most ``max_tokens`` input tokens, so that memory is bounded by the setting.
+
+    A group stays whole unless it alone is larger; then its samples are split and its prompt is computed once a piece.
+    A single sample is never split.
+    """
+    pieces: list[list[PromptGroup]] = []
+    room = 0
+    for group in groups:
+        for part in _split_group(group, max_tokens):
+            size = _input_tokens(part)
+            if not pieces or size > room:
+                pieces.append([])
+                room = max_tokens
+            pieces[-1].append(part)
+            room -= size
+    return pieces
+
+
+def _split_group(group: PromptGroup, max_tokens: int) -> list[PromptGroup]:
+    parts: list[list[TrainingSample]] = [[]]
+    room = max_tokens - len(group.prompt_ids)
+    for sample in group.samples:
+        size = len(sample.response_ids) - 1
+        if parts[-1] and size > room:
+            parts.append([])
+            room = max_tokens - len(group.prompt_ids)
+        parts[-1].append(sample)
+        room -= size
+    return [PromptGroup(group_id=group.group_id, prompt_ids=group.prompt_ids, samples=part) for part in parts if part]
+
+
+def _input_tokens(group: PromptGroup) -> int:
+    return len(group.prompt_ids) + sum(len(sample.response_ids) - 1 for sample in group.samples)
+
+
+def _check(group: PromptGroup) -> None:
+    if not group.samples or len(group.prompt_ids) == 0:
+        raise ValueError(f"group {group.group_id} has no samples or no prompt")
+    for sample in group.samples:
+        lengths = {
+            len(column)
+            for column in (
+                sample.response_ids,
+                sample.rollout_logprobs,
+                sample.loss_mask,
+                sample.reference_logprobs,
+                sample.old_logprobs,
+            )
+            if column is not None
+        }
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"row {sample.row_id} has columns of {sorted(lengths)} tokens; they must be equal and > 0")
+
+
+def _group_attention(group: PromptGroup, device: torch.device | str) -> GroupAttention:
+    """Index the responses as a padded [S, R] batch; only attention sees the padding."""
+    prompt_tokens = len(group.prompt_ids)
+    lengths = np.array([len(sample.response_ids) - 1 for sample in group.samples])
+    longest = int(lengths.max())
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    column = np.arange(longest)
+    valid = column[None] < lengths[:, None]
+    query_index = np.where(valid, starts[:, None] + column[None], 0)
+    prompt_index = np.broadcast_to(np.arange(prompt_tokens), (len(lengths), prompt_tokens))
+    causal = column[None] <= column[:, None]
+    mask = np.concatenate([np.ones((longest, prompt_tokens), dtype=bool), causal], axis=1)
+    return GroupAttention(
+        num_tokens=prompt_tokens + int(lengths.sum()),
+        prompt_tokens=prompt_tokens,
+        query_index=torch.from_numpy(query_index).to(device),
+        key_index=torch.from_numpy(np.concatenate([prompt_index, prompt_tokens + query_index], axis=1)).to(device),
+        mask=torch.from_numpy(mask).to(device),
+        real=torch.from_numpy(np.flatnonzero(valid)).to(device),
+    )
+
+
+def _token_batch(samples: Sequence[TrainingSample], aggregation: Aggregation, device: torch.device | str) -> TokenBatch:
+    def per_token(values: Sequence[float]) -> Tensor:
+        counts = [sample.num_loss_tokens for sample in samples]
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), counts)).to(device)
+
+    def column(name: str) -> Tensor | None:
+        parts = [getattr(sample, name) for sample in samples]
+        present = [_chosen(sample, part) for sample, part in zip(samples, parts, strict=True) if part is not None]
+        if not present:
+            return None
+        if len(present) != len(parts):
+            raise ValueError(f"some rows have {name} and some do not: {[sample.row_id for sample in samples]}")
+        return torch.from_numpy(np.concatenate(present).astype(np.float32)).to(device)
+
+    rollout_logprobs_N = column("rollout_logprobs")
+    assert rollout_logprobs_N is not None  # every sample has them, by its type
+    return TokenBatch(
+        rollout_logprobs_N=rollout_logprobs_N,
+        advantages_N=per_token([sample.advantage for sample in samples]),
+        weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
+        old_logprobs_N=column("old_logprobs"),
+        reference_logprobs_N=column("reference_logprobs"),
+    )
+
+
+def _chosen(sample: TrainingSample, per_token: NDArray[Any]) -> NDArray[Any]:
+    """Of a [R] array, the tokens that the policy chose."""
+    return per_token if sample.loss_mask is None else per_token[sample.loss_mask.astype(bool)]
+
+
+def _int64(parts: Sequence[NDArray[Any]], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
