@@ -12,7 +12,7 @@ SEED ?= 0
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test fuzz test-chaos chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
+.PHONY: help run test fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,10 @@ chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, dra
 	@$(BIN)/python -m benchmarks.chaos_random --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
-	@$(BIN)/python -m pytest -m chaos $(TESTS) $(ARGS)
+	@$(BIN)/python -m pytest -m "chaos and not long" $(TESTS) $(ARGS)
+
+test-long: .venv/.ready-dev ## the tests of test-chaos that wait for minutes
+	@$(BIN)/python -m pytest -m long $(TESTS) $(ARGS)
 
 test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR
 	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)

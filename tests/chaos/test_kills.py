@@ -119,6 +119,7 @@ def test_four_deaths_of_a_worker_under_long_groups_cost_no_prompt(tmp_path: Path
     assert outcomes == ["trained"] * 4
 
 
+@pytest.mark.long
 def test_deaths_of_the_broker_that_are_far_apart_do_not_end_the_run(tmp_path: Path):
     patient = ("liveness.max_restarts=1", "emulated.time_scale=0.5", "run.batches=100000")
     with LiveRun(tmp_path, *QUICK, *EMULATED, *patient) as run:
