@@ -32,7 +32,7 @@ from tests.golden.goldens import DIGESTS, digest, journal_path, plain, recorded,
 from tests.golden.scenarios import SCENARIOS
 from workers.models.resolve import prepare_model
 
-TWO_WORKERS = (*QUICK, *EMULATED, "generation.workers=2", "generation.slots=8", "replay.time_scale=0.2")
+TWO_WORKERS = (*QUICK, *EMULATED, "generation.workers=2", "generation.slots=8", "emulated.time_scale=0.2")
 
 
 def synchronous(directory: Path) -> Path:
@@ -106,8 +106,8 @@ def elastic(directory: Path) -> Path:
         "generation.slots=6",
         "generation.workers=1",
         "generation.max_workers=3",
-        "replay.time_scale=0.05",
-        "replay.optimizer_s=8.0",
+        "emulated.time_scale=0.05",
+        "emulated.optimizer_s=8.0",
         "ranker.kind=none",
     )
     faults = {"generate.row_ready": 40, "score.claimed": 9, "train.published": 6, "orchestrator.journaled": 90}
@@ -131,10 +131,8 @@ def service(directory: Path) -> Path:
 
     async def serve() -> None:
         model_dir = prepare_model("random:qwen3-tiny", cache_dir=directory / "models")
-        replaying = {"replay": {"time_scale": 0.01}, "service": {"window": 12}, "sampling": {"max_new_tokens": 12}}
-        async with service_run(
-            directory / "run", model_dir, workers=2, weights_dir=model_dir.parent, **replaying
-        ) as run:
+        quick = {"emulated": {"time_scale": 0.01}, "service": {"window": 12}, "sampling": {"max_new_tokens": 12}}
+        async with service_run(directory / "run", model_dir, workers=2, weights_dir=model_dir.parent, **quick) as run:
             await run.until_serving(2)
             asked = [
                 asyncio.create_task(run.ask("/generate", {"prompts": [[1, 2]] * 9, "samples": 2})),

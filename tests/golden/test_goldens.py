@@ -49,7 +49,7 @@ def _difference(name: str, number: int, event: dict, recorded: list[dict], now: 
 
 
 def test_there_is_a_golden_of_every_run_that_is_to_be_held():
-    assert NAMES == ["evaluation", "service", "staleness_2", "synchronous"]
+    assert NAMES == ["elastic", "evaluation", "service", "staleness_2", "synchronous"]
 
 
 @pytest.fixture(scope="module")
