@@ -1,9 +1,9 @@
 """Figure ``dispatch``: what plans of dispatch gain, what a useless ranker costs, how long planning takes.
 
 Generation of one batch by itself, on the cost model of Qwen2.5-72B on 16 instances of 8 H800 and the exact forecast of
-``orchestrator/core/costs/forecast.py``: everything is there at the start, samples stay where they start, and the
-batch is done with its last sample. Recorded lengths are scaled to a 99th percentile of ``P99_TOKENS``, as those of a
-reasoning model would be, because on this hardware answers of a few hundred tokens leave nothing to decide.
+``finish_times``: everything is there at the start, samples stay where they start, and the batch is
+done with its last sample. Recorded lengths are scaled to a 99th percentile of ``P99_TOKENS``, as those of a reasoning
+model would be, because on this hardware answers of a few hundred tokens leave nothing to decide.
 
     generation      over max(work / capacity, longest sample alone), and over the end that no placement can beat
     useless ranker  random predictions that claim to be good; experience of two batches has found them out
@@ -27,15 +27,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from benchmarks.papers.bounds import bound_s
 from benchmarks.papers.rules import plan_of
 from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import bound_s, finish_times
 from orchestrator.core.costs.hardware import H800
 from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
 from orchestrator.core.model.calibration import Calibration
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
 DATA = "STREAMRL_DATA"

@@ -30,7 +30,7 @@ from statistics import fmean, median
 from typing import Any
 
 from orchestrator.config.load import resolve
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
 from orchestrator.launch.machine_load import LIMIT, OtherPrograms
 from orchestrator.observability.metrics import read_metrics
@@ -40,6 +40,7 @@ from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import (
     DispatchGroups,
     GroupScored,

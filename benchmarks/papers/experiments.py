@@ -12,9 +12,8 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Protocol
 
+from benchmarks.papers.bounds import bound_s
 from orchestrator.core.costs.analytic import Algorithm, decode_cost, train_cost, transfer_cost
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import bound_s, finish_times
 from orchestrator.core.costs.hardware import H800, Assumptions, Gpu
 from orchestrator.core.costs.llms import QWEN_72B, Llm
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
@@ -26,6 +25,7 @@ from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.log import SimulationLog, counted
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from orchestrator.sim.simulate import simulate
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
 FULL_LENGTH = 20_000

@@ -28,7 +28,7 @@ from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware
 from orchestrator.planning.split_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.sim import user_scenario
 from orchestrator.sim.bounds import bound
-from orchestrator.sim.decoding import SampleTooLongError
+from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
 from transport.contracts.lengths import Say

@@ -1,7 +1,7 @@
 """Coefficients of the cost model from measured seconds: least squares of relative errors, nothing below zero.
 
 Owns: the fits, and how wrong they are on what they did not see. Never: measuring (``workers/profile/command.py``).
-Invariant: the formulas are those of ``core/costs/cost_model.py``, in which every coefficient is linear but the knee
+Invariant: the formulas are those of ``DecodeCost`` and ``TrainCost``, in which every coefficient is linear but the knee
 between memory-bound and compute-bound batches; that one is searched.
 """
 
@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.costs.llms import Llm, UnknownModelError, from_config
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.settings import DecodeCostSettings
 

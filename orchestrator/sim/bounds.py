@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from orchestrator.core.costs.analytic import decode_cost, train_cost
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.costs.hardware import ASSUMED, Assumptions
 from orchestrator.sim.scenarios import Layout, Workload
+from transport.contracts.continuous_batching import DecodeCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

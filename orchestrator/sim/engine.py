@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.dispatch import Order, Placement, least_loaded
 from orchestrator.core.model.lpt import longest_first
 from orchestrator.core.model.settings import CoreSettings
@@ -25,6 +24,7 @@ from orchestrator.sim.colocated import SharedMachine
 from orchestrator.sim.lengths import LengthModel, Lengths
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
 from transport.contracts.types import WorkerId
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from orchestrator.core.model.outbox import CommandId
-from orchestrator.sim.decoding import Decoding, Sample
 from orchestrator.sim.engine import Simulation
 from orchestrator.sim.rows import SimulatedRows
+from transport.contracts.continuous_batching import ContinuousBatching, Sample
 from transport.contracts.messages import (
     AbortRollouts,
     Command,
@@ -30,6 +30,10 @@ from transport.contracts.messages import (
 from transport.contracts.types import FinishReason, GroupId, WeightIdentity, WorkerId, WorkerKind, row_id
 
 
+class SampleTooLongError(ValueError):
+    """A sample does not fit into the KV cache of an empty instance."""
+
+
 class SimulatedWorker:
     """One generation worker: ``capacity`` slots, each running sample gets one token a step."""
 
@@ -40,7 +44,7 @@ class SimulatedWorker:
         self._worker_id = worker_id
         self._index = index
         self._cost = scenario.decode_cost(index)
-        self._decoding = Decoding(self._cost, scenario.capacity, simulation.now_s)
+        self._batching = ContinuousBatching[GroupPlan](self._cost, scenario.capacity, simulation.now_s)
         self._arrived: WeightIdentity | None = None
         self._aborts: list[tuple[GroupId, int]] = []
         self._left: dict[GroupId, set[int]] = {}
@@ -102,8 +106,16 @@ class SimulatedWorker:
         prompt_tokens = lengths.prompt_tokens(plan.prompt_id)
         for sample in plan.samples:
             length = lengths.tokens(plan.prompt_id, row_id(plan.group_id, sample))
-            self._decoding.submit(Sample(plan, sample, prompt_tokens, length))
+            self._check_fits(plan, sample, prompt_tokens + length)
+            self._batching.submit(Sample(plan, sample, prompt_tokens, length))
         self._want_boundary()
+
+    def _check_fits(self, plan: GroupPlan, sample: int, tokens: int) -> None:
+        if tokens > self._cost.kv_capacity_tokens:
+            raise SampleTooLongError(
+                f"{plan.group_id}/{sample} needs {tokens} tokens of KV cache, the instance has "
+                f"{self._cost.kv_capacity_tokens:.0f}"
+            )
 
     def _abort(self, group_id: GroupId, attempt: int) -> None:
         if self._alive:
@@ -127,9 +139,9 @@ class SimulatedWorker:
 
     def _want_boundary(self) -> None:
         """Something waits for the end of the running step: wake up there, unless that is planned anyway."""
-        decoding = self._decoding
-        steps = decoding.steps_until(self._simulation.now_s)
-        at_s = decoding.boundary_s(steps)
+        batching = self._batching
+        steps = batching.steps_until(self._simulation.now_s)
+        at_s = batching.boundary_s(steps)
         if at_s < self._due_s:
             self._wake_after(steps, at_s)
 
@@ -143,24 +155,25 @@ class SimulatedWorker:
         if plan != self._plan or not self._alive:
             return
         self._due_s = float("inf")
-        decoding = self._decoding
-        for sample in decoding.advance(steps, self._simulation.now_s):
+        batching = self._batching
+        for sample in batching.advance(steps, self._simulation.now_s):
             self._finish(sample)
-        decoding.cost = self._cost
+        batching.cost = self._cost
         self._stop_aborted()
         self._take_weights()
-        if decoding.weights:
-            decoding.admit()
-        self._simulation.note_batch(self._worker_id, len(decoding.running))
+        if batching.weights:
+            batching.admit()
+        self._simulation.note_batch(self._worker_id, len(batching.running))
         if self._simulation.shared is not None:
-            self._simulation.shared.note_decoding(self._worker_id, decodes=bool(decoding.running))
-        following = decoding.next_steps()
+            self._simulation.shared.note_decoding(self._worker_id, decodes=bool(batching.running))
+        following = batching.next_steps()
         if following is not None:
-            self._wake_after(following, decoding.boundary_s(following))
+            self._wake_after(following, batching.boundary_s(following))
 
     def _stop_aborted(self) -> None:
         for group_id, attempt in self._aborts:
-            if self._decoding.remove(group_id, attempt):
+            self._batching.remove(lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto)
+            if not self._batching.holds(group_id):
                 self._left.pop(group_id, None)
         self._aborts.clear()
 
@@ -169,8 +182,8 @@ class SimulatedWorker:
         if weights is None:
             return
         load_s = self._simulation.scenario.costs.load_s
-        self._decoding.pause(load_s)
-        self._decoding.serve(weights)
+        self._batching.pause(load_s)
+        self._batching.serve(weights)
         self._simulation.after(load_s, partial(self._tell_loaded, weights))
 
     def _tell_loaded(self, weights: WeightIdentity) -> None:
@@ -179,8 +192,8 @@ class SimulatedWorker:
             seconds = costs.transfer_s + costs.load_s
             self._simulation.tell(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
 
-    def _finish(self, ended: Sample) -> None:
-        plan = ended.plan
+    def _finish(self, ended: Sample[GroupPlan]) -> None:
+        plan = ended.request
         left = self._left.get(plan.group_id)
         if left is not None:
             left.discard(ended.sample)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
+from transport.contracts.continuous_batching import DecodeCost
 
 SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
 SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)

@@ -10,11 +10,12 @@ from functools import partial
 from typing import TypeAlias
 
 from orchestrator.core.model.outbox import CommandId
-from orchestrator.sim.decoding import Sample
 from orchestrator.sim.engine import Simulation
+from transport.contracts.continuous_batching import Sample
 from transport.contracts.messages import (
     Command,
     DropRows,
+    GroupPlan,
     GroupScored,
     HeldOutPromptsArrived,
     PromptsArrived,
@@ -95,15 +96,15 @@ class SimulatedRows:
         del self._rows[row], self._tokens[row]
         self._missing[group_id] = self._missing.get(group_id, 0) + 1
 
-    def insert(self, event: RolloutFinished, sample: Sample) -> None:
+    def insert(self, event: RolloutFinished, sample: Sample[GroupPlan]) -> None:
         """The first insert wins, and only it is told of; a dropped group takes none."""
-        group_id, row = sample.plan.group_id, event.row_id
+        group_id, row = sample.request.group_id, event.row_id
         if row in self._rows or group_id in self._dropped:
             return
         self._rows[row], self._tokens[row] = tuple(sample.spans), event.response_tokens
         self._simulation.log.tokens += event.response_tokens
         self._simulation.tell(event)
-        missing = self._missing.get(group_id, sample.plan.group_size) - 1
+        missing = self._missing.get(group_id, sample.request.group_size) - 1
         self._missing[group_id] = missing
         if not missing:
             del self._missing[group_id]

@@ -20,7 +20,7 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
 from transport.process.clock import Clock, MonotonicClock
 from workers.commands.build import publishing_worker
-from workers.generation.emulated import ReplayEngine
+from workers.generation.emulated import EmulatedEngine
 from workers.generation.slow_link import SlowLink
 from workers.generation.worker import GenerationWorker
 from workers.leases.lifecycle import Worker
@@ -96,7 +96,7 @@ class ServiceRun:
     def generate(self, name: str = "generate-0.1", clock: Clock | None = None) -> None:
         """Let a worker join."""
         clock = clock or MonotonicClock()
-        engine = ReplayEngine(self.settings.emulated, 64, clock)
+        engine = EmulatedEngine(self.settings.emulated, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
         link = SlowLink(0.0, clock)
         self._run(

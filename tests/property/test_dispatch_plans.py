@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import bound_s, finish_times, training_end_s
+from benchmarks.papers.bounds import bound_s
 from orchestrator.core.dispatch.policies.pricing import price
 from orchestrator.core.dispatch.policies.registry import PLANNERS, plan_dispatch
-from orchestrator.core.dispatch.policies.scored import Scorer
+from orchestrator.core.dispatch.policies.scored import Scorer, training_end_s
 from orchestrator.core.dispatch.policies.slicing import slicing
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem, repaired
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
 COSTS = st.builds(
@@ -34,13 +35,10 @@ PREDICTIONS = st.one_of(st.floats(1, 1e5), st.sampled_from([0.0, -3.0, math.nan,
 
 
 def step_by_step(cost: DecodeCost, lengths: Sequence[int], prompt_tokens: int, max_running: int) -> list[float]:
-    """One token of each running sample at a time."""
+    """One token of each running sample at a time; a full KV cache is tests/unit/test_continuous_batching.py."""
     ends, left, waiting, now_s = [0.0] * len(lengths), dict[int, int](), list(range(len(lengths))), 0.0
     while waiting or left:
         while waiting and len(left) < max_running:
-            held = sum(prompt_tokens + lengths[sample] for sample in [*left, waiting[0]])
-            if left and held > cost.kv_capacity_tokens:
-                break
             sample = waiting.pop(0)
             left[sample] = lengths[sample]
         context = sum(prompt_tokens + lengths[sample] - tokens for sample, tokens in left.items())
@@ -70,6 +68,7 @@ def instances_of(costs: Sequence[DecodeCost], max_running: int = 100) -> list[In
 
 @given(cost=COSTS, lengths=LENGTHS, prompt_tokens=st.integers(0, 5), max_running=st.integers(1, 7))
 def test_a_forecast_is_the_loop_over_single_steps(cost, lengths, prompt_tokens, max_running):
+    cost = msgspec.structs.replace(cost, kv_capacity_tokens=math.inf)
     forecast = finish_times(cost, lengths, prompt_tokens=prompt_tokens, max_running=max_running)
     assert forecast == pytest.approx(step_by_step(cost, lengths, prompt_tokens, max_running), rel=1e-9)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.fleet.autoscale import ScalingSettings
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
@@ -16,6 +16,7 @@ from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost
 from transport.contracts.types import PromptId, RowId, UpdateMode, WorkerKind
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.papers.rules import ScalingAsPrinted, cross_datacenter, plan_of, single_datacenter
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import finish_times
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
 from orchestrator.core.fleet.autoscale import Iteration, ScalingSettings
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
 

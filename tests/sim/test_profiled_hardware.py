@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.commands import app
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.costs.llms import from_config
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
@@ -20,6 +20,7 @@ from orchestrator.planning.profiles import Errors, Profile
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.models import CostModel
 from orchestrator.sim.simulate import simulate
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import DecodeCostSettings
 
 PROFILE = Profile(

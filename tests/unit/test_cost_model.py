@@ -16,9 +16,10 @@ from orchestrator.core.costs.analytic import (
     train_cost,
     transfer_cost,
 )
-from orchestrator.core.costs.cost_model import DecodeCost, TransferCost
+from orchestrator.core.costs.cost_model import TransferCost
 from orchestrator.core.costs.hardware import A100, GPUS, H20, H800
 from orchestrator.core.costs.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
+from transport.contracts.continuous_batching import DecodeCost
 
 costs = st.builds(
     DecodeCost,

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import finish_times, training_end_s
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
-from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths
+from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s
 from orchestrator.core.dispatch.policies.slicing import slicing
 from orchestrator.core.dispatch.policies.two_class import instance_latency_s, split
 from orchestrator.core.dispatch.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
 from orchestrator.core.model.calibration import Calibration
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
 COST = DecodeCost(fixed_s=0.01, weights_s=0.01, gemm_sample_s=0.0002, kv_token_s=1e-7)

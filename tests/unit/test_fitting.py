@@ -10,11 +10,12 @@ import pytest
 
 from orchestrator.cli.profile import report, section
 from orchestrator.config.load import resolve
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.fitting import fit, fit_decode, fit_train, held_out_errors, held_out_train_errors
 from orchestrator.planning.profiles import read_profile
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)

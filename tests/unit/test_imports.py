@@ -19,6 +19,7 @@ MAY_IMPORT = {
         "transport.contracts.types",
         "transport.contracts.messages",
         "transport.contracts.settings",
+        "transport.contracts.continuous_batching",
     ),
     "orchestrator": ("orchestrator", "transport", "ranker"),
     "workers": ("workers", "transport"),
@@ -218,7 +219,7 @@ def test_every_package_is_in_the_distribution() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("orchestrator/core/state.py", "from orchestrator.launch import app"),
+        ("orchestrator/core/state.py", "from orchestrator.runtime import app"),
         ("orchestrator/core/state.py", "from transport import broker"),
         ("orchestrator/launch/app.py", "import workers.leases.lifecycle"),
         ("workers/leases/lifecycle.py", "def late():\n    from orchestrator.config.load import RunConfig"),

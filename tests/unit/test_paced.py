@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.costs.hardware import H800
 from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.core.dispatch.policies.paced import paced
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.types import GroupId, WorkerId
 
 COST = decode_cost(QWEN_72B, H800, 8)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.fleet.autoscale import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
+from transport.contracts.continuous_batching import DecodeCost
 
 SETTINGS = ScalingSettings(min_workers=1, max_workers=8)
 COST = DecodeCost(fixed_s=0.01, weights_s=0.01, sample_s=0.0005)

@@ -1,7 +1,6 @@
 """What ``streamrl-worker profile`` measures and ``streamrl-orchestrator profile`` fits: seconds of known work.
 
-Owns: the schema. Never: a formula (``orchestrator/core/costs/cost_model.py`` has them), and no unit but seconds and
-tokens.
+Owns: the schema. Never: a formula (``DecodeCost`` and ``TrainCost`` have them), and no unit but seconds and tokens.
 """
 
 from __future__ import annotations

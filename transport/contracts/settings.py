@@ -224,7 +224,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     kv_token_s: NotNegative = 0.0  # reading one token of context
     prefill_token_s: NotNegative = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: NotNegative = 0.0  # tokens of context that fit into memory; 0: no limit
-    padded: bool = False  # samples are read as if all were as long as the longest; simulations alone heed it
+    padded: bool = False  # samples are read as if all were as long as the longest; plans of dispatch do not heed it
     train_token_s: NotNegative = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 

@@ -167,12 +167,12 @@ def _emulated_worker(
     broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None, secret: bytes
 ) -> Worker:
     """Without torch, so that it starts in well under a second."""
-    from workers.generation.emulated import ReplayEngine
+    from workers.generation.emulated import EmulatedEngine
     from workers.generation.slow_link import LinkedWorker, SlowLink
     from workers.generation.worker import GenerationWorker
 
     clock = MonotonicClock()
-    engine = ReplayEngine(settings.emulated, settings.generation.slots, clock)
+    engine = EmulatedEngine(settings.emulated, settings.generation.slots, clock)
     link = SlowLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
     worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     return LinkedWorker(worker, link, broker)

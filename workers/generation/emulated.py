@@ -1,29 +1,27 @@
 """The emulated engine: continuous batching in real time, without a model.
 
-It "generates" the length that each request forces, one token a decode step, at the speed of the hardware it stands for:
-a step of ``n`` samples takes ``step_s + n * sample_step_s``, so what waits, what fills a slot and when each sample ends
-is as it would be there. Everything around it is the real system.
+It "generates" the length that each request forces, one token a decode step, at the speed of the hardware it stands for,
+by the model that the simulator uses (``transport/contracts/continuous_batching.py``): what waits, what fills a slot and
+when each sample ends is as it would be there. Everything around it is the real system.
 
-    submit ─► waiting (priority, then arrival) ─► slots ─► one timer, for the next end of a sample ─► results
+    submit, abort, load_weights ─► the next boundary between two decode steps ─► results, the boundary after it
 
-Owns: which samples hold a slot, and the passing of decode steps. Never: a model, torch, the broker. Invariant: between
-two changes decode steps pass at a constant rate, so only the next end is waited for; a sample has exactly its length.
-Source: ours, as ``orchestrator/sim/generation.py``; costs as in StreamRL fig. 6 (right).
+Owns: the passing of time. Never: a model, torch, the broker. Invariant: a sample has exactly its length, and a timer
+that is late makes no other sample late. Costs as in StreamRL fig. 6 (right).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Sample
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
@@ -45,98 +43,71 @@ MAX_CONTEXT = 1 << 20
 VOCABULARY = 16
 """Tokens 0..15 exist in every vocabulary, and differ enough that rewards of a group do."""
 LOGPROB = -1.0
-"""Of every token: nobody trains on it."""
-ROUNDING = 1e-6
-"""Decode steps; a timer that wakes this early is on time."""
+"""Of every token: no trainer reads it."""
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample with a slot: it ends at decode step ``end_step`` of its engine. spans: (first token, weights)."""
-
-    request: GenerationRequest
-    sample: int
-    length: int
-    end_step: float
-    queued_s: float
-    started_s: float
-    spans: list[tuple[int, WeightIdentity]]
-
-    def tokens_at(self, step: float) -> int:
-        """Tokens generated when the engine has done ``step`` steps."""
-        return max(0, min(self.length, int(self.length - (self.end_step - step) + ROUNDING)))
-
-
-@dataclass(slots=True)
-class _Waiting:
-    request: GenerationRequest
-    sample: int
-    queued_at_s: float
-
-
-class ReplayEngine:
+class EmulatedEngine:
     """A GenerationEngine (engine.py). slots: samples decoded together.  weights: served from the start."""
 
     def __init__(
         self, costs: EmulatedSettings, slots: int, clock: Clock, *, weights: WeightIdentity = BASE_WEIGHTS
     ) -> None:
-        self._costs = costs
-        self._slots = slots
+        scale = costs.time_scale
+        self._cost = DecodeCost(
+            fixed_s=costs.step_s * scale,
+            sample_s=costs.sample_step_s * scale,
+            prefill_token_s=costs.prefill_token_s * scale,
+        )
+        self._load_s = costs.load_s * scale
         self._clock = clock
-        self._weights = weights
-        self._waiting: list[tuple[float, int, _Waiting]] = []
-        self._running: list[tuple[float, int, _Sample]] = []
-        self._order = itertools.count()
-        self._steps = 0.0
-        self._at_s = 0.0
-        self._stands_until_s = 0.0
+        self._batching = ContinuousBatching[GenerationRequest](self._cost, slots)
+        self._batching.serve(weights)
+        self._due_s, self._due_steps = math.inf, 0
+        self._aborted: set[tuple[GroupId, int]] = set()
+        self._arrived: tuple[WeightIdentity, asyncio.Future[None]] | None = None
         self._busy_s = 0.0
         self._tokens = 0
         self._results = ResultQueue()
         self._changed = asyncio.Event()
 
     async def start(self) -> EngineInfo:
-        self._at_s = self._clock.now_s()
+        self._batching.at_s = self._clock.now_s()
         self._results.serving = asyncio.create_task(self._decode(), name="emulated")
-        return EngineInfo(name="emulated", capacity=self._slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY)
+        return EngineInfo(
+            name="emulated", capacity=self._batching.slots, max_context=MAX_CONTEXT, vocab_size=VOCABULARY
+        )
 
     def submit(self, request: GenerationRequest) -> None:
-        queued_at_s = self._clock.now_s()
+        prompt_tokens = len(request.prompt_ids) if self._cost.prefill_token_s else 0
+        now_s = self._clock.now_s()
         for sample in request.samples:
-            waiting = _Waiting(request, sample, queued_at_s)
-            heapq.heappush(self._waiting, (-request.priority, next(self._order), waiting))
-        self._changed.set()
+            length = request.limit(sample)
+            self._batching.submit(Sample(request, sample, prompt_tokens, length, submitted_s=now_s))
+        self._want_boundary()
 
     async def results(self) -> list[Result]:
         return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
-        self._pass_time()
-        keys = frozenset(groups)
-        for _, _, one in [entry for entry in self._waiting if entry[2].request.key in keys]:
-            self._results.put(one.request.failure((one.sample,), ABORTED_UNSTARTED))
-        self._waiting = [entry for entry in self._waiting if entry[2].request.key not in keys]
-        for _, _, one in [entry for entry in self._running if entry[2].request.key in keys]:
-            self._complete(one, one.tokens_at(self._steps), FinishReason.ABORT)
-        self._running = [entry for entry in self._running if entry[2].request.key not in keys]
-        heapq.heapify(self._waiting)
-        heapq.heapify(self._running)
-        self._changed.set()
+        self._aborted |= set(groups)
+        self._want_boundary()
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decoding stands still for ``load_s``; running samples then go on under the new weights."""
-        self._pass_time()
-        self._stand(self._costs.load_s)
-        self._weights = weights
-        for _, _, one in self._running:
-            one.spans.append((one.tokens_at(self._steps), weights))
-        self._changed.set()
-        await asyncio.sleep(self._costs.load_s * self._costs.time_scale)
+        taken = asyncio.get_running_loop().create_future()
+        self._arrived = weights, taken
+        self._want_boundary()
+        await self._results.until(taken)
+        await asyncio.sleep(self._load_s)
 
     def load(self) -> EngineLoad:
-        self._pass_time()
+        batching = self._batching
+        running_s = max(0.0, min(self._clock.now_s(), self._due_s) - batching.at_s) if batching.running else 0.0
         return EngineLoad(
-            running=len(self._running), waiting=len(self._waiting), busy_s=self._busy_s, tokens=self._tokens
+            running=len(batching.running),
+            waiting=len(batching.waiting),
+            busy_s=self._busy_s + running_s,
+            tokens=self._tokens,
         )
 
     async def close(self) -> None:
@@ -145,93 +116,67 @@ class ReplayEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._results.serving
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    # -- boundaries
+
+    def _want_boundary(self) -> None:
+        """Something waits for the end of the running step, unless a boundary is planned before it."""
+        steps = self._batching.steps_until(self._clock.now_s())
+        at_s = self._batching.boundary_s(steps)
+        if at_s < self._due_s:
+            self._due_s, self._due_steps = at_s, steps
+            self._changed.set()
 
     async def _decode(self) -> None:
-        """End each sample at its time, fill the slots that it leaves, forever."""
+        """Pass every boundary at its time, forever."""
         while True:
             self._changed.clear()
-            self._pass_time()
-            self._end_samples()
-            self._fill()
+            while self._due_s <= self._clock.now_s():
+                self._pass_boundary()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._until_next_end_s()):
+                async with asyncio.timeout(None if math.isinf(self._due_s) else self._due_s - self._clock.now_s()):
                     await self._changed.wait()
 
-    def _step_s(self) -> float:
-        """Our seconds for one decode step of what runs now."""
-        return (self._costs.step_s + len(self._running) * self._costs.sample_step_s) * self._costs.time_scale
+    def _pass_boundary(self) -> None:
+        """Samples end, what was aborted leaves, weights are taken, slots are filled, the next boundary is planned."""
+        batching = self._batching
+        self._busy_s += self._due_s - batching.at_s if self._due_steps else 0.0
+        for ended in batching.advance(self._due_steps, self._due_s):
+            self._complete(ended, FinishReason.LENGTH)
+        self._stop_aborted()
+        if self._arrived is not None:
+            (weights, taken), self._arrived = self._arrived, None
+            batching.pause(self._load_s)
+            batching.serve(weights)
+            if not taken.done():
+                taken.set_result(None)
+        batching.admit()
+        following = batching.next_steps()
+        self._due_steps = following or 0
+        self._due_s = math.inf if following is None else batching.boundary_s(following)
 
-    def _until_next_end_s(self) -> float | None:
-        """None while nothing runs."""
-        if not self._running:
-            return None
-        stands_s = max(0.0, self._stands_until_s - self._clock.now_s())
-        return stands_s + max(0.0, self._running[0][0] - self._steps) * self._step_s()
-
-    def _pass_time(self) -> None:
-        """Do the decode steps since the last call; none past the end of a sample, which leaves its slot first."""
-        now_s = self._clock.now_s()
-        if not self._running:
-            self._at_s = now_s
+    def _stop_aborted(self) -> None:
+        if not self._aborted:
             return
-        since_s, step_s = max(self._at_s, self._stands_until_s), self._step_s()
-        if now_s <= since_s:
-            return
-        steps = min((now_s - since_s) / step_s, max(0.0, self._running[0][0] - self._steps))
-        self._steps += steps
-        self._busy_s += steps * step_s
-        self._at_s = since_s + steps * step_s if self._due() else now_s
+        for stopped in self._batching.remove(lambda request: request.key in self._aborted):
+            if stopped.admitted_s is None:
+                self._results.put(stopped.request.failure((stopped.sample,), ABORTED_UNSTARTED))
+            else:
+                self._complete(stopped, FinishReason.ABORT)
+        self._aborted.clear()
 
-    def _due(self) -> bool:
-        return bool(self._running) and self._running[0][0] <= self._steps + ROUNDING
-
-    def _stand(self, seconds: float) -> None:
-        """Nothing is decoded for so long (the emulated hardware's seconds)."""
-        begins_s = max(self._stands_until_s, self._at_s)
-        self._stands_until_s = begins_s + seconds * self._costs.time_scale
-
-    # --- slots --------------------------------------------------------------------------------------------------------
-
-    def _end_samples(self) -> None:
-        """Let every sample go that has its tokens; a late timer makes none of the others late."""
-        while self._due():
-            while self._due():
-                one = heapq.heappop(self._running)[2]
-                self._complete(one, one.length, FinishReason.LENGTH)
-            self._fill()
-            self._pass_time()
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._slots:
-            waiting = heapq.heappop(self._waiting)[2]
-            request, length = waiting.request, waiting.request.limit(waiting.sample)
-            if waiting.sample == request.samples[0]:
-                self._stand(len(request.prompt_ids) * self._costs.prefill_token_s)
-            now_s = self._clock.now_s()
-            one = _Sample(
-                request=request,
-                sample=waiting.sample,
-                length=length,
-                end_step=self._steps + length,
-                queued_s=now_s - waiting.queued_at_s,
-                started_s=now_s,
-                spans=[(0, self._weights)],
-            )
-            heapq.heappush(self._running, (one.end_step, next(self._order), one))
-
-    def _complete(self, one: _Sample, tokens: int, reason: FinishReason) -> None:
-        self._tokens += tokens
+    def _complete(self, ended: Sample[GenerationRequest], reason: FinishReason) -> None:
+        request, admitted_s = ended.request, ended.admitted_s or 0.0
+        self._tokens += ended.generated
         completion = Completion(
-            group_id=one.request.group_id,
-            sample=one.sample,
-            attempt=one.request.attempt,
-            response_ids=_token_ids(one.request.sampling.seed, one.sample, tokens),
-            logprobs=np.full(tokens, LOGPROB, dtype=np.float32),
+            group_id=request.group_id,
+            sample=ended.sample,
+            attempt=request.attempt,
+            response_ids=_token_ids(request.sampling.seed, ended.sample, ended.generated),
+            logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
             finish_reason=reason,
-            spans=_spans(one.spans, tokens),
-            queued_s=one.queued_s,
-            engine_s=self._clock.now_s() - one.started_s,
+            spans=_spans(ended.spans),
+            queued_s=max(0.0, admitted_s - ended.submitted_s),
+            engine_s=max(0.0, self._clock.now_s() - admitted_s),
         )
         self._results.put(completion)
 
@@ -241,11 +186,10 @@ def _token_ids(seed: int, sample: int, tokens: int) -> NDArray[np.int32]:
     return np.random.default_rng((seed, sample)).integers(0, VOCABULARY, size=tokens, dtype=np.int32)
 
 
-def _spans(starts: list[tuple[int, WeightIdentity]], tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover ``[0, tokens)``: a version under which no token was sampled has none."""
-    ends = [start for start, _ in starts[1:]] + [tokens]
-    return tuple(
-        VersionSpan(start=start, end=end, weights=weights)
-        for (start, weights), end in zip(starts, ends, strict=True)
-        if end > start
-    )
+def _spans(spans: Sequence[tuple[WeightIdentity, int]]) -> tuple[VersionSpan, ...]:
+    """Spans that cover ``[0, tokens)``, from the number of tokens under each version."""
+    found: list[VersionSpan] = []
+    for weights, tokens in spans:
+        start = found[-1].end if found else 0
+        found.append(VersionSpan(start=start, end=start + tokens, weights=weights))
+    return tuple(found)

@@ -55,9 +55,9 @@ def engine_of(settings: Settings, directory: Path) -> GenerationEngine:
     """The engine that ``generation.engine`` names, without a run around it."""
     generation = settings.generation
     if generation.engine == "emulated":
-        from workers.generation.emulated import ReplayEngine
+        from workers.generation.emulated import EmulatedEngine
 
-        return ReplayEngine(settings.emulated, generation.slots, MonotonicClock())
+        return EmulatedEngine(settings.emulated, generation.slots, MonotonicClock())
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost, TransferCost
+from orchestrator.core.costs.cost_model import TrainCost, TransferCost
 from orchestrator.core.costs.hardware import ASSUMED, Assumptions, Gpu
 from orchestrator.core.costs.llms import BYTES, Llm
+from transport.contracts.continuous_batching import DecodeCost
 
 GPUS_PER_NODE = 8
 """Tensor parallelism stays inside a node (StreamRL sec. 2.1); every testbed of the paper has nodes of 8."""

@@ -11,7 +11,8 @@ import math
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import DecodeCost, TrainCost
+from orchestrator.core.costs.cost_model import TrainCost
+from transport.contracts.continuous_batching import DecodeCost
 
 GIGA = 1e9
 TERA = 1e12

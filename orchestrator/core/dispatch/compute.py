@@ -10,10 +10,10 @@ import math
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.settings import CoreSettings
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedWorker, PlanShare
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from orchestrator.core.costs.cost_model import DecodeCost
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.types import GroupId, WorkerId
 
 UNKNOWN_SIGMA = 1.0

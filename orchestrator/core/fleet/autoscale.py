@@ -19,8 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.core.costs.forecast import finish_times
+from transport.contracts.continuous_batching import DecodeCost, finish_times
 
 Estimate: TypeAlias = Callable[[int], float]
 """Workers -> seconds that generation of a batch takes. Only its ratios count: they scale what was measured."""

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.fleet.autoscale import ScalingSettings
 from orchestrator.core.model.batching import Release
+from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import DecodeCostSettings, GenerationSettings, Settings
 from transport.contracts.types import UpdateMode
 

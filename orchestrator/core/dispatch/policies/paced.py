@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from orchestrator.core.costs.cost_model import DecodeCost
 from orchestrator.core.dispatch.policies.slices import (
     Cuts,
     greedy_cuts,
@@ -25,6 +24,7 @@ from orchestrator.core.dispatch.policies.slices import (
     token_sums,
 )
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
+from transport.contracts.continuous_batching import DecodeCost
 
 INFLATION = 3.0
 """Standard deviations added to a prediction: one late sample holds up a batch, and the longest of some hundred is that

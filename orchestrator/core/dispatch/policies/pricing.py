@@ -1,6 +1,6 @@
 """What samples cost an instance, as a sum: the closed form that planning is fast by.
 
-Owns: the price of a sample and of a set. Never: exact ends (``forecast.py``). Invariant: for samples that all run at
+Owns: the price of a sample and of a set. Never: exact ends (``finish_times``). Invariant: for samples that all run at
 once the price of a set is the exact end of its longest.
 
     end of a set = steps * base + what each sample adds to the steps it is in + arithmetic that outgrows the weights

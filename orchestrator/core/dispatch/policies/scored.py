@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean
 
-from orchestrator.core.costs.forecast import training_end_s
 from orchestrator.core.dispatch.policies.even import even_longest_first
 from orchestrator.core.dispatch.policies.pricing import Pricing, price
 from orchestrator.core.dispatch.policies.slicing import by_rate, slicing
@@ -212,3 +211,18 @@ def _works(groups: Sequence[GroupLength], pricing: Pricing, draw: Draw) -> list[
         group.num_samples * pricing.work_s(tokens, tokens * tokens)
         for group, tokens in zip(groups, draw.mean, strict=True)
     ]
+
+
+def training_end_s(arrivals: Iterable[tuple[float, float]]) -> float:
+    """When a trainer that takes work as it arrives has done it all.
+
+    Args:    arrivals: (second at which it is there, seconds of training it takes), in any order.
+    Returns: the largest, over all arrivals, of its second plus the work that arrives then or later: a queue with one
+             server is idle only before that arrival and never after.
+    Source:  ours; StreamRL sec. 4.1 (stream generation), whose end this is.
+    """
+    end_s, behind_s = 0.0, 0.0
+    for at_s, work_s in sorted(arrivals, reverse=True):
+        behind_s += work_s
+        end_s = max(end_s, at_s + behind_s)
+    return end_s

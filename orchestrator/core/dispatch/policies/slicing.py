@@ -3,7 +3,8 @@ deadline.
 
 Owns: the slices for a deadline, and the deadline. Never: which inflation is right (``scored.py`` tries some).
 Invariant: sorted by prediction, every instance gets a contiguous slice; for the lengths it plans with and instances of
-one speed, the last slice ends at most one sample's own work after ``forecast.bound_s``, which no placement beats.
+one speed, the last slice ends at most one sample's own work after the bound of
+``benchmarks/papers/bounds.py``, which no placement beats.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import MonotonicClock
-from workers.generation.emulated import ReplayEngine
+from workers.generation.emulated import EmulatedEngine
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
@@ -22,7 +22,7 @@ class Engine:
     """An engine as a context, and the results of it."""
 
     def __init__(self, slots: int, costs: EmulatedSettings = COSTS) -> None:
-        self.engine = ReplayEngine(costs, slots, MonotonicClock(), weights=OLD)
+        self.engine = EmulatedEngine(costs, slots, MonotonicClock(), weights=OLD)
 
     async def __aenter__(self) -> Engine:
         await self.engine.start()

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.core.costs.cost_model import DecodeCost
-from orchestrator.sim.decoding import HEADROOM_TOKENS, Decoding, Sample, SampleTooLongError
+from transport.contracts.continuous_batching import (
+    HEADROOM_TOKENS,
+    ContinuousBatching,
+    DecodeCost,
+    Sample,
+    finish_times,
+)
 from transport.contracts.messages import GroupPlan
 from transport.contracts.types import GroupId, PromptId, WeightIdentity
 
@@ -22,7 +27,7 @@ PADDED = DecodeCost(
 )
 
 
-def sample(index: int, length: int, *, prompt_tokens: int = 20, priority: float = 0.0) -> Sample:
+def sample(index: int, length: int, *, prompt_tokens: int = 20, priority: float = 0.0) -> Sample[GroupPlan]:
     plan = GroupPlan(
         group_id=GroupId(f"0/{index}"),
         batch=0,
@@ -35,31 +40,31 @@ def sample(index: int, length: int, *, prompt_tokens: int = 20, priority: float 
     return Sample(plan, 0, prompt_tokens, length)
 
 
-def run_events(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample]]) -> dict[str, float]:
+def run_events(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample[GroupPlan]]]) -> dict[str, float]:
     """Group id -> end, by jumping from change to change, as ``SimulatedWorker`` does."""
-    decoding = Decoding(cost, capacity, 0.0)
+    batching = ContinuousBatching(cost, capacity, 0.0)
     todo = sorted(arrivals, key=lambda arrival: arrival[0])
     ends: dict[str, float] = {}
-    while todo or not decoding.idle:
-        following = decoding.next_steps()
+    while todo or not batching.idle:
+        following = batching.next_steps()
         steps = following
         if todo:
-            until = decoding.steps_until(todo[0][0])
+            until = batching.steps_until(todo[0][0])
             steps = until if following is None else min(until, following)
         assert steps is not None
-        now_s = decoding.boundary_s(steps)
-        for ended in decoding.advance(steps, now_s):
-            ends[ended.plan.group_id] = now_s
+        now_s = batching.boundary_s(steps)
+        for ended in batching.advance(steps, now_s):
+            ends[ended.request.group_id] = now_s
         while todo and todo[0][0] <= now_s + 1e-12:
-            decoding.submit(todo.pop(0)[1])
-        decoding.admit()
-    assert decoding.context == 0
+            batching.submit(todo.pop(0)[1])
+        batching.admit()
+    assert batching.context == 0
     return ends
 
 
 @dataclass
 class Looped:
-    """One sample of the loop, which shares nothing with ``Decoding``."""
+    """One sample of the loop, which shares nothing with ``ContinuousBatching``."""
 
     name: str
     prompt: int
@@ -111,7 +116,7 @@ class Loop:
         return [one.name for one in ended]
 
 
-def run_loop(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample]]) -> dict[str, float]:
+def run_loop(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample[GroupPlan]]]) -> dict[str, float]:
     loop = Loop(cost, capacity)
     todo = sorted(arrivals, key=lambda arrival: arrival[0])
     ends: dict[str, float] = {}
@@ -121,7 +126,9 @@ def run_loop(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample
             loop.now_s = max(loop.now_s, todo[0][0])
         while todo and todo[0][0] <= loop.now_s + 1e-12:
             _, one = todo.pop(0)
-            loop.waiting.append(Looped(one.plan.group_id, one.prompt_tokens, one.length, one.plan.priority, order))
+            loop.waiting.append(
+                Looped(one.request.group_id, one.prompt_tokens, one.length, one.request.priority, order)
+            )
             order += 1
         before_s = loop.now_s
         loop.admit()
@@ -132,7 +139,7 @@ def run_loop(cost: DecodeCost, capacity: int, arrivals: list[tuple[float, Sample
     return ends
 
 
-def arrivals_of(seed: int, count: int, max_length: int) -> list[tuple[float, Sample]]:
+def arrivals_of(seed: int, count: int, max_length: int) -> list[tuple[float, Sample[GroupPlan]]]:
     chance = random.Random(seed)
     return [
         (
@@ -154,42 +161,44 @@ def test_jumping_between_changes_equals_the_token_step_loop(cost, seed):
 
 
 def test_a_full_cache_retracts_the_youngest_and_keeps_its_tokens():
-    decoding = Decoding(TIGHT, 8, 0.0)
-    decoding.serve(WeightIdentity(epoch=1, version=0))
+    batching = ContinuousBatching(TIGHT, 8, 0.0)
+    batching.serve(WeightIdentity(epoch=1, version=0))
     for index in range(4):
-        decoding.submit(sample(index, 2500, prompt_tokens=200))
-    decoding.admit()
-    while not decoding.num_retracted:
-        steps = decoding.next_steps()
+        batching.submit(sample(index, 2500, prompt_tokens=200))
+    batching.admit()
+    while not batching.num_retracted:
+        steps = batching.next_steps()
         assert steps is not None
-        decoding.advance(steps, decoding.boundary_s(steps))
-        decoding.admit()
-    retracted = decoding.waiting[0][2]
-    assert retracted.generated == decoding.steps > 1000
+        batching.advance(steps, batching.boundary_s(steps))
+        batching.admit()
+    retracted = batching.waiting[0][2]
+    assert retracted.generated == batching.steps > 1000
     assert retracted.spans == [(WeightIdentity(epoch=1, version=0), retracted.generated)]
-    assert decoding.context <= TIGHT.kv_capacity_tokens
+    assert batching.context <= TIGHT.kv_capacity_tokens
 
 
 def test_tokens_are_counted_under_the_weights_that_sampled_them():
     old, new = WeightIdentity(epoch=1, version=3), WeightIdentity(epoch=1, version=4)
-    decoding = Decoding(ROOMY, 8, 0.0)
-    decoding.serve(old)
-    decoding.submit(sample(0, 50))
-    decoding.admit()
-    decoding.advance(30, decoding.boundary_s(30))
-    decoding.serve(new)
-    (ended,) = decoding.advance(20, decoding.boundary_s(20))
+    batching = ContinuousBatching(ROOMY, 8, 0.0)
+    batching.serve(old)
+    batching.submit(sample(0, 50))
+    batching.admit()
+    batching.advance(30, batching.boundary_s(30))
+    batching.serve(new)
+    (ended,) = batching.advance(20, batching.boundary_s(20))
     assert ended.spans == [(old, 30), (new, 20)]
 
 
-def test_a_sample_that_can_never_fit_is_refused_by_name():
-    with pytest.raises(SampleTooLongError, match="0/7/0 needs 7020 tokens of KV cache, the instance has 6000"):
-        Decoding(TIGHT, 8, 0.0).submit(sample(7, 7000))
+def test_a_sample_that_outgrows_the_cache_decodes_alone():
+    (alone,) = finish_times(TIGHT, [7000], prompt_tokens=20, max_running=8)
+    assert alone == pytest.approx(TIGHT.steps_s(1, 20, 7000))
+    first, second = finish_times(TIGHT, [7000, 10], prompt_tokens=20, max_running=8)
+    assert second < first
 
 
 def test_a_group_prefills_its_prompt_once():
-    plan = sample(0, 10).plan
-    alone, group = (Decoding(TIGHT, 8, 0.0) for _ in range(2))
+    plan = sample(0, 10).request
+    alone, group = (ContinuousBatching(TIGHT, 8, 0.0) for _ in range(2))
     alone.submit(Sample(plan, 0, 1000, 10))
     for index in range(4):
         group.submit(Sample(plan, index, 1000, 10))

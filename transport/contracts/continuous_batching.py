@@ -1,0 +1,326 @@
+"""Continuous batching as a model: what decodes in one instance, when the next thing happens there, and what it costs.
+
+One model for the simulator, the forecasts of elasticity and the emulated engine. Owns: slots, waiting samples and the
+KV cache of one instance, in whole decode steps. Never: a clock, an event loop, messages, decisions. Invariant: equal to
+a loop over every token step; everything changes at the boundary between two steps.
+
+    submit ──► waiting (priority, then arrival) ──admit: slots, KV──► running (heap by end step) ──► ended
+                  ▲                                                      │
+                  └──── retracted: the KV cache is full ─────────────────┘
+
+    decode step   fixed + max(weights, batch * gemm) + batch * sample + context * kv
+                  memory-bound while the weights dominate, compute-bound beyond; every context token is read once a step
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from transport.contracts.types import GroupId, WeightIdentity
+
+HEADROOM_TOKENS = 256
+"""Free KV tokens that admission leaves for each running sample, so that few of them are retracted soon.
+Source: SGLang's estimate of new tokens, in its simplest form."""
+STEP_ROUNDING = 1e-6
+"""Decode steps; a boundary that is this near is now."""
+
+
+class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Coefficients of one generation instance, seconds.
+
+    fixed_s: of every step (scheduling, launches, latency of collectives).  weights_s: reading the weights once.
+    gemm_sample_s: arithmetic of one sample's token; hidden behind the weights until it outgrows them.
+    sample_s: what a sample adds in any case (bytes of collectives, sampling).
+    kv_token_s: reading the keys and values of one token of context.  prefill_token_s: arithmetic of a prompt token.
+    kv_capacity_tokens: tokens of context that fit, all samples together; infinite where memory is no limit.
+    padded: the context that is read is that of so many samples as long as the longest.
+    Source: StreamRL sec. 5.1 and fig. 6 (flat, then linear in the batch). Ours: the context, which it leaves out.
+    """
+
+    fixed_s: float
+    weights_s: float = 0.0
+    gemm_sample_s: float = 0.0
+    sample_s: float = 0.0
+    kv_token_s: float = 0.0
+    prefill_token_s: float = 0.0
+    kv_capacity_tokens: float = math.inf
+    padded: bool = False
+
+    def scaled(self, factor: float) -> DecodeCost:
+        """Every second of it ``factor`` times as long."""
+        seconds = {name: factor * getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
+        return msgspec.structs.replace(self, **seconds)
+
+    def step_s(self, batch: float, context_tokens: float) -> float:
+        """One decode step of ``batch`` samples that hold ``context_tokens`` at its start."""
+        arithmetic_s = batch * self.gemm_sample_s
+        bound_s = arithmetic_s if arithmetic_s > self.weights_s else self.weights_s
+        return self.fixed_s + bound_s + batch * self.sample_s + context_tokens * self.kv_token_s
+
+    def steps_s(self, batch: float, context_tokens: float, steps: float) -> float:
+        """``steps`` steps of a constant batch, whose context grows by ``batch`` tokens a step.
+
+        For whole ``steps`` it is the sum of ``step_s(batch, context_tokens + i * batch)``, i = 0 .. steps-1; between
+        them it interpolates.
+        """
+        grown = batch * steps * (steps - 1) * 0.5
+        return steps * self.step_s(batch, context_tokens) + grown * self.kv_token_s
+
+    def steps_in(self, batch: float, context_tokens: float, seconds: float) -> float:
+        """How many steps of a constant batch pass in ``seconds``: the inverse of ``steps_s``."""
+        quadratic = 0.5 * batch * self.kv_token_s
+        linear = self.step_s(batch, context_tokens) - quadratic
+        return 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * quadratic * seconds)) if seconds > 0 else 0.0
+
+    def prefill_s(self, tokens: float) -> float:
+        """One prefill of ``tokens`` prompt tokens, during which nothing is decoded."""
+        if tokens <= 0:
+            return 0.0
+        return self.fixed_s + max(self.weights_s, tokens * self.prefill_token_s)
+
+
+class Request(Protocol):
+    """What asks for samples: a ``GroupPlan`` of the simulator, a ``GenerationRequest`` of an engine. priority: higher
+    is admitted first."""
+
+    @property
+    def group_id(self) -> GroupId: ...
+    @property
+    def priority(self) -> float: ...
+
+
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(slots=True)
+class Sample(Generic[R]):
+    """One sample on an instance. length: of its response, tokens.  spans: (weights, tokens) of what was generated.
+
+    start_step: of the instance, at its last admission.  generated: tokens it had then.  admitted_s: at its first one.
+    """
+
+    request: R
+    sample: int
+    prompt_tokens: float
+    length: int
+    submitted_s: float = 0.0
+    generated: int = 0
+    start_step: int = 0
+    admitted_s: float | None = None
+    spans: list[tuple[WeightIdentity, int]] = field(default_factory=list[tuple[WeightIdentity, int]])
+
+    @property
+    def context(self) -> float:
+        """Tokens to prefill when it is admitted."""
+        return self.prompt_tokens + self.generated
+
+
+@dataclass(slots=True)
+class ContinuousBatching(Generic[R]):
+    """One instance of ``slots`` slots. steps: decode steps done at ``at_s``, a boundary, which lies ahead during a
+    prefill or a pause.
+
+    prompts_cached: no prompt is prefilled; a forecast of decoding alone.  context: tokens in the KV cache.
+    weights: (first step, weights) of each version served.  prefilled: running samples of each group; they share one
+    prefill of their prompt.
+    """
+
+    cost: DecodeCost
+    slots: int
+    at_s: float = 0.0
+    prompts_cached: bool = False
+    steps: int = 0
+    context: float = 0
+    running: list[tuple[int, int, Sample[R]]] = field(default_factory=list[tuple[int, int, Sample[R]]])
+    waiting: list[tuple[float, int, Sample[R]]] = field(default_factory=list[tuple[float, int, Sample[R]]])
+    weights: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
+    prefilled: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    num_submitted: int = 0
+    num_retracted: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def submit(self, sample: Sample[R]) -> None:
+        """A sample waits for a slot. One that outgrows the KV cache decodes alone, as if it fitted."""
+        heapq.heappush(self.waiting, (-sample.request.priority, self.num_submitted, sample))
+        self.num_submitted += 1
+
+    # -- time
+
+    def next_steps(self) -> int | None:
+        """Steps until the next end, or until the KV cache is full; None when nothing runs."""
+        running = self.running
+        if not running:
+            return None
+        steps = running[0][0] - self.steps
+        room = self.cost.kv_capacity_tokens - self.context
+        if room < steps * len(running) and len(running) > 1:
+            steps = max(0, int(room // len(running)))
+        return steps
+
+    def boundary_s(self, steps: int) -> float:
+        """When ``steps`` more steps are done."""
+        return self.at_s + self.cost.steps_s(len(self.running), self._read_tokens(), steps)
+
+    def steps_until(self, now_s: float) -> int:
+        """Steps to the first boundary that is not before ``now_s``; while nothing runs, any time is a boundary."""
+        if now_s <= self.at_s:
+            return 0
+        if not self.running:
+            self.at_s = now_s
+            return 0
+        done = self.cost.steps_in(len(self.running), self._read_tokens(), now_s - self.at_s)
+        return math.ceil(done - STEP_ROUNDING)
+
+    def _read_tokens(self) -> float:
+        """Context that the next step reads; it grows by one token a sample and step, padded or not."""
+        if not self.cost.padded or not self.running:
+            return self.context
+        longest = self.steps + max(sample.context - sample.start_step for _, _, sample in self.running)
+        return longest * len(self.running)
+
+    def advance(self, steps: int, now_s: float) -> list[Sample[R]]:
+        """``steps`` steps were done, and it is ``now_s``. Returns the samples that ended, in order of admission."""
+        running = self.running
+        self.steps += steps
+        self.context += steps * len(running)
+        self.at_s = now_s
+        ended: list[Sample[R]] = []
+        while running and running[0][0] <= self.steps:
+            sample = heapq.heappop(running)[2]
+            self._leave(sample)
+            ended.append(sample)
+        return ended
+
+    def pause(self, seconds: float) -> None:
+        """Nothing is decoded for a while: weights are loaded."""
+        self.at_s += seconds
+
+    def serve(self, weights: WeightIdentity) -> None:
+        """Tokens from here on are sampled under ``weights``."""
+        self.weights.append((self.steps, weights))
+
+    # -- slots and the KV cache
+
+    def admit(self) -> None:
+        """Retract what the cache cannot hold for one more step, then fill free slots; prefill what was admitted."""
+        while len(self.running) > 1 and self.context + len(self.running) > self.cost.kv_capacity_tokens:
+            self._retract(min(self.running, key=_tokens_to_lose))
+        prefill = 0.0
+        while self.waiting and len(self.running) < self.slots:
+            sample = self.waiting[0][2]
+            if self.running and not self._fits(sample):
+                break
+            _, order, _ = heapq.heappop(self.waiting)
+            prefill += self._start(sample, order)
+        self.at_s += self.cost.prefill_s(prefill)
+
+    def remove(self, wanted: Callable[[R], bool]) -> list[Sample[R]]:
+        """Stop the samples of these requests, running or waiting, and return them."""
+        stopped = [entry[2] for entry in self.waiting if wanted(entry[2].request)]
+        self.waiting = [entry for entry in self.waiting if not wanted(entry[2].request)]
+        heapq.heapify(self.waiting)
+        for entry in [entry for entry in self.running if wanted(entry[2].request)]:
+            self.running.remove(entry)
+            self._leave(entry[2])
+            stopped.append(entry[2])
+        heapq.heapify(self.running)
+        return stopped
+
+    def holds(self, group_id: GroupId) -> bool:
+        """Whether a sample of the group waits or runs."""
+        return any(entry[2].request.group_id == group_id for entry in (*self.waiting, *self.running))
+
+    def _fits(self, sample: Sample[R]) -> bool:
+        headroom = HEADROOM_TOKENS * (len(self.running) + 1)
+        return self.context + sample.context + headroom <= self.cost.kv_capacity_tokens
+
+    def _start(self, sample: Sample[R], order: int) -> float:
+        """Give it a slot. Returns the tokens to prefill."""
+        group_id = sample.request.group_id
+        sharing = self.prefilled.get(group_id, 0)
+        self.prefilled[group_id] = sharing + 1
+        sample.start_step = self.steps
+        if sample.admitted_s is None:
+            sample.admitted_s = self.at_s
+        heapq.heappush(self.running, (self.steps + sample.length - sample.generated, order, sample))
+        self.context += sample.context
+        return sample.generated if sharing or self.prompts_cached else sample.context
+
+    def _leave(self, sample: Sample[R]) -> None:
+        """It holds no slot from now on: note what it generated, and under which weights."""
+        self._note_spans(sample)
+        self.context -= sample.context
+        sharing = self.prefilled.pop(sample.request.group_id) - 1
+        if sharing:
+            self.prefilled[sample.request.group_id] = sharing
+
+    def _note_spans(self, sample: Sample[R]) -> None:
+        until = self.steps
+        since_load: list[tuple[WeightIdentity, int]] = []
+        for first_step, weights in reversed(self.weights):
+            begin = first_step if first_step > sample.start_step else sample.start_step
+            if until > begin:
+                since_load.append((weights, until - begin))
+                until = begin
+            if first_step <= sample.start_step:
+                break
+        sample.spans.extend(reversed(since_load))
+        sample.generated += self.steps - sample.start_step
+
+    def _retract(self, entry: tuple[int, int, Sample[R]]) -> None:
+        """It gives up its cache and waits again; its tokens stay. Source: SGLang's retraction."""
+        self.running.remove(entry)
+        heapq.heapify(self.running)
+        self._leave(entry[2])
+        heapq.heappush(self.waiting, (-entry[2].request.priority, entry[1], entry[2]))
+        self.num_retracted += 1
+
+
+def _tokens_to_lose(entry: tuple[int, int, Sample[R]]) -> tuple[float, int]:
+    """What would be prefilled again, but for the steps done so far, which all share; of equal ones the later."""
+    sample = entry[2]
+    return sample.prompt_tokens + sample.generated - sample.start_step, -entry[1]
+
+
+class _Forecast(NamedTuple):
+    """A request of a forecast: its samples start in the order given."""
+
+    group_id: GroupId = GroupId("")
+    priority: float = 0.0
+
+
+def finish_times(
+    cost: DecodeCost, lengths: Sequence[float], *, prompt_tokens: float = 0.0, max_running: int
+) -> list[float]:
+    """When each sample ends on one instance: they start in the order given, as soon as there is a slot and memory.
+
+    Args:    lengths: [N] response tokens, each > 0, in the order of starting (longest first, if that is the policy).
+             prompt_tokens: of every sample; their prefill is left out.  max_running: slots, >= 1.
+    Returns: [N] seconds from now.
+    Raises:  ValueError: no slot, or a length that is not positive.
+    Source:  StreamRL sec. 5.3 (scheduling order). Ours: exact, with the context that grows.
+    """
+    if max_running < 1:
+        raise ValueError(f"need at least one slot, got {max_running}")
+    if not all(length > 0 for length in lengths):
+        raise ValueError("lengths must be positive")
+    batching = ContinuousBatching[_Forecast](cost, max_running, prompts_cached=True)
+    request = _Forecast()
+    for place, length in enumerate(lengths):
+        batching.submit(Sample(request, place, prompt_tokens, math.ceil(length)))
+    ends = [0.0] * len(lengths)
+    while not batching.idle:
+        batching.admit()
+        steps = batching.next_steps() or 0
+        for ended in batching.advance(steps, batching.boundary_s(steps)):
+            ends[ended.sample] = batching.at_s
+    return ends
