@@ -56,10 +56,10 @@ from transport.contracts.types import (
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import encode_array
 from workers.generation.engine import Completion, GenerationRequest, serving
-from workers.generation.server.order import LoadOrder, read_outcome
-from workers.generation.server.sglang import SglangEngine
-from workers.generation.server.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
-from workers.generation.server.upkeep import SglangSettings
+from workers.generation.server.client import CHUNK_AT_END, SampleRequest, ServerClient, ServerSettings
+from workers.generation.server.engine import ServerEngine
+from workers.generation.server.order import LoadOrder, Outcome
+from workers.generation.server.sglang import SGLANG, SglangClient
 from workers.generation.worker import ForcedLengths, GenerationWorker
 from workers.models.resolve import model_cache, prepare_model
 from workers.weights.pull import WeightPuller
@@ -90,7 +90,7 @@ def prompts(turn: int, groups: int) -> list[np.ndarray]:
     return [generator.integers(3, VOCAB, PROMPT_TOKENS).astype(np.int32) for _ in range(groups)]
 
 
-async def through_worker(engine: SglangEngine, turn: int, groups: int) -> Turn:
+async def through_worker(engine: ServerEngine, turn: int, groups: int) -> Turn:
     """From plans in the broker to acknowledged rows."""
     settings = msgspec.convert(
         {
@@ -130,7 +130,7 @@ async def through_worker(engine: SglangEngine, turn: int, groups: int) -> Turn:
 class _Kept:
     """The engine, which outlives the workers that the turns make."""
 
-    def __init__(self, engine: SglangEngine) -> None:
+    def __init__(self, engine: ServerEngine) -> None:
         self._engine = engine
         self.submit, self.results, self.abort = engine.submit, engine.results, engine.abort
         self.load, self.load_weights = engine.load, engine.load_weights
@@ -147,7 +147,7 @@ def _total(groups: int) -> int:
 
 async def directly(url: str, turn: int, groups: int) -> Turn:
     """The same samples by plain requests, SLOTS at a time, in the same order."""
-    client = SglangClient(url, connections=SLOTS, request_s=300)
+    client = SglangClient(url, ServerSettings(directory=Path(), log=Path(), slots=SLOTS))
     await client.open()
     try:
         raw = [msgspec.Raw(json.dumps(prompt.tolist()).encode()) for prompt in prompts(turn, groups)]
@@ -166,12 +166,15 @@ async def directly(url: str, turn: int, groups: int) -> Turn:
         await client.close()
 
 
-def plain(rid: str, prompt: msgspec.Raw, tokens: int, interval: int = NEVER) -> GenerateBody:
-    sampling = SamplingBody(
-        max_new_tokens=tokens, temperature=1.0, top_p=1.0, stop_token_ids=(), ignore_eos=True, stream_interval=interval
-    )
-    return GenerateBody(
-        rid=rid, input_ids=prompt, sampling_params=sampling, extra_key="direct", stream=True, return_logprob=True
+def plain(rid: str, prompt: msgspec.Raw, tokens: int, interval: int = CHUNK_AT_END) -> SampleRequest:
+    return SampleRequest(
+        rid=rid,
+        prompt=prompt,
+        label="direct",
+        sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
+        max_new_tokens=tokens,
+        seed=0,
+        chunk_tokens=interval,
     )
 
 
@@ -194,7 +197,7 @@ class Update:
         return self.stall_s / (self.load_s + 2 * self.step_s)
 
 
-async def update(engine: SglangEngine, directory: Path, number: int, tokens: int) -> Update:
+async def update(engine: ServerEngine, directory: Path, number: int, tokens: int) -> Update:
     """Load new weights while 16 samples of ``tokens`` run, 15 of the engine and one that is watched."""
     tensors = load_file(directory / "model.safetensors")
     running = 15
@@ -239,28 +242,24 @@ async def update(engine: SglangEngine, directory: Path, number: int, tokens: int
 
 
 class _Timed:
-    """Listens to what ``client`` does for the next load."""
+    """Times what ``client`` does for the next load."""
 
-    def __init__(self, client: SglangClient) -> None:
+    def __init__(self, client: ServerClient) -> None:
         self.load_s = self.call_s = 0.0
-        self._update, self._outcome = client.update, client.outcome
-        client.update, client.outcome = self.update, self.outcome
+        self._load = client.load
+        client.load = self.load
 
-    async def update(self, order: LoadOrder, ranks: int, label: str | None) -> None:
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
         started_s = time.perf_counter()
-        await self._update(order, ranks, label)
-        self.call_s = time.perf_counter() - started_s
-
-    async def outcome(self, number: int) -> bytes:
-        raw = await self._outcome(number)
-        self.load_s = read_outcome(raw).seconds
-        return raw
+        outcome = await self._load(order, label, processes)
+        self.call_s, self.load_s = time.perf_counter() - started_s, outcome.seconds
+        return outcome
 
 
 @asynccontextmanager
-async def on_server(directory: Path, log: Path, dtype: str) -> AsyncIterator[SglangEngine]:
-    settings = SglangSettings(directory=directory, log=log, command=command(), slots=SLOTS, dtype=dtype)
-    engine = SglangEngine(settings, MonotonicClock())
+async def on_server(directory: Path, log: Path, dtype: str) -> AsyncIterator[ServerEngine]:
+    settings = ServerSettings(directory=directory, log=log, command=command(), slots=SLOTS, dtype=dtype)
+    engine = ServerEngine(SGLANG, settings, MonotonicClock())
     async with serving(engine):
         yield engine
 
@@ -284,7 +283,7 @@ async def measure(turns: int, samples: int) -> dict[str, float]:
     return _figures(sides, updates, samples)
 
 
-async def updated(engine: SglangEngine, directory: Path, turns: int, tokens: int, name: str) -> list[Update]:
+async def updated(engine: ServerEngine, directory: Path, turns: int, tokens: int, name: str) -> list[Update]:
     """One update after another; shown in milliseconds."""
     updates: list[Update] = []
     for number in range(turns):

@@ -19,11 +19,11 @@ from transport.contracts.types import GroupId, SamplingParams
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError
 from workers.generation.engine import Completion, GenerationRequest, serving
+from workers.generation.server.client import ServerSettings
+from workers.generation.server.engine import ServerEngine
 from workers.generation.server.process import ServerProcess, wait_healthy
-from workers.generation.server.sglang import SglangEngine
-from workers.generation.server.sglang_http import SglangClient
-from workers.generation.server.upkeep import SglangSettings
-from workers.generation.server.vllm import VllmSettings
+from workers.generation.server.sglang import SGLANG, SglangClient
+from workers.generation.server.vllm import VLLM
 
 STARTUP_S = 50.0
 PATHS = ("/model_info", "/server_info", "/generate", "/pause_generation", "/update_weights_from_tensor")
@@ -43,9 +43,9 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(model_dir: Path, *arguments: str) -> SglangSettings:
+def settings(model_dir: Path, *arguments: str) -> ServerSettings:
     command = (*own_command(), *arguments)
-    return SglangSettings(directory=model_dir, log=model_dir / "s.log", command=command, slots=4, startup_s=STARTUP_S)
+    return ServerSettings(directory=model_dir, log=model_dir / "s.log", command=command, slots=4, startup_s=STARTUP_S)
 
 
 def told_to_everyone(server: ServerProcess) -> str:
@@ -69,7 +69,7 @@ def exists(path: Path) -> bool:
 async def test_an_sglang_server_answers_its_worker_and_nobody_else(model_dir: Path) -> None:
     theirs = model_dir / "mine.yaml"
     theirs.write_text("tp-size: 1\n")
-    engine = SglangEngine(settings(model_dir, "--config", str(theirs)), MonotonicClock())
+    engine = ServerEngine(SGLANG, settings(model_dir, "--config", str(theirs)), MonotonicClock())
     async with serving(engine):
         sampling = SamplingParams(max_new_tokens=5)
         prompt = np.arange(3, dtype=np.int32)
@@ -91,14 +91,14 @@ async def test_an_sglang_server_answers_its_worker_and_nobody_else(model_dir: Pa
 
 
 async def test_a_vllm_server_is_reached_through_a_directory_of_its_user_alone(model_dir: Path) -> None:
-    made_of = VllmSettings(directory=model_dir, log=model_dir / "s.log", command=own_command(), slots=4)
-    server = ServerProcess(made_of.launch())
-    client = made_of.client(server.url, server.key)
+    made_of = ServerSettings(directory=model_dir, log=model_dir / "s.log", command=own_command(), slots=4)
+    server = ServerProcess(VLLM, made_of)
+    client = VLLM.client(server.url, made_of, server.key)
     await client.open()
     try:
         await server.start()
         await until_healthy(server)
-        await client.label("1.2.ab")
+        await client.set_label("1.2.ab")
         path = Path(server.url.removeprefix("unix:"))
         assert permissions(path.parent) == 0o700
         assert server.key not in told_to_everyone(server)
@@ -112,7 +112,8 @@ async def test_a_vllm_server_is_reached_through_a_directory_of_its_user_alone(mo
 
 async def until_healthy(server: ServerProcess) -> None:
     """The fake has not what vLLM is asked beside /health."""
-    client = SglangClient(server.url, connections=1, request_s=5.0, key=server.key)
+    settings = ServerSettings(directory=Path(), log=Path())
+    client = SglangClient(server.url, settings, server.key)
     await client.open()
     try:
         await wait_healthy(client, STARTUP_S, server)
@@ -122,15 +123,15 @@ async def until_healthy(server: ServerProcess) -> None:
 
 async def test_a_server_elsewhere_that_asks_for_a_key_says_where_it_comes_from(model_dir: Path) -> None:
     async with fake_server() as server:
-        made_of = SglangSettings(directory=model_dir, log=model_dir / "s.log", url=server.url, slots=4, startup_s=5.0)
+        made_of = ServerSettings(directory=model_dir, log=model_dir / "s.log", url=server.url, slots=4, startup_s=5.0)
         with pytest.raises(EngineCrashedError, match="STREAMRL_ENGINE_KEY"):
-            async with serving(SglangEngine(made_of, MonotonicClock())):
+            async with serving(ServerEngine(SGLANG, made_of, MonotonicClock())):
                 pass
 
 
 async def test_a_key_on_the_command_line_is_refused(model_dir: Path) -> None:
     for argument in ("--api-key", "--api-key=mine"):
-        server = ServerProcess(settings(model_dir, argument).launch())
+        server = ServerProcess(SGLANG, settings(model_dir, argument))
         with pytest.raises(ModelError, match="leave --api-key out"):
             await server.start()
         await server.stop()

@@ -43,12 +43,11 @@ from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from workers.errors import WeightsMismatchError
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, serving
+from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
+from workers.generation.server.engine import KINDS, ServerEngine
 from workers.generation.server.process import PACKAGES, free_port
-from workers.generation.server.sglang import SglangEngine
-from workers.generation.server.sglang_http import NEVER, GenerateBody, SamplingBody, SglangClient
-from workers.generation.server.upkeep import SglangSettings
-from workers.generation.server.vllm import CUTS_THE_TAIL, VllmEngine, VllmSettings
-from workers.generation.server.weights import HeldWeights, OrderDesk, hold
+from workers.generation.server.vllm import CUTS_THE_TAIL
+from workers.generation.server.weights import HeldWeights, WeightOrders, hold
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
@@ -59,7 +58,7 @@ SLOTS = 16
 CONTEXT = 2048
 HEAD_DIM = 32
 """vLLM computes no smaller ones on a CPU."""
-KINDS = [
+ENGINES = [
     pytest.param("sglang", marks=[pytest.mark.sglang, sglang_servers.needs_sglang]),
     pytest.param("vllm", marks=vllm_servers.needs_vllm),
 ]
@@ -78,9 +77,8 @@ class Served:
     other: PreTrainedModel = field(default_factory=lambda: tiny_model(seed=2, max_context=CONTEXT, head_dim=HEAD_DIM))
     url: str = ""
 
-    def settings(self, *, slots: int = SLOTS) -> SglangSettings:
-        made_of = VllmSettings if self.kind == "vllm" else SglangSettings
-        return made_of(
+    def settings(self, *, slots: int = SLOTS) -> ServerSettings:
+        return ServerSettings(
             directory=self.directory,
             log=self.directory / "log",
             url=self.url,
@@ -90,25 +88,24 @@ class Served:
             startup_s=STARTUP_S,
         )
 
-    def engine(self, *, slots: int = SLOTS) -> SglangEngine:
-        kind = VllmEngine if self.kind == "vllm" else SglangEngine
-        return kind(self.settings(slots=slots), MonotonicClock())
+    def engine(self, *, slots: int = SLOTS) -> ServerEngine:
+        return ServerEngine(KINDS[self.kind], self.settings(slots=slots), MonotonicClock())
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ENGINES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     is_vllm = request.param == "vllm"
     made = Served(kind=request.param, directory=tmp_path_factory.mktemp("model"), block=128 if is_vllm else 1)
     made.model.save_pretrained(made.directory)
-    port, settings = free_port(), made.settings()
+    port, settings, kind = free_port(), made.settings(), KINDS[made.kind]
     command = vllm_servers.command() if is_vllm else sglang_servers.command()
     with settings.log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *settings.arguments(), "--port", str(port)],
+            [*command, *kind.arguments(settings), "--port", str(port)],
             stdout=out,
             stderr=out,
             start_new_session=True,
-            env={**os.environ, **settings.environment, "PYTHONPATH": str(PACKAGES)},
+            env={**os.environ, **kind.environment, "PYTHONPATH": str(PACKAGES)},
         )
     made.url = f"http://127.0.0.1:{port}"
     try:
@@ -131,7 +128,7 @@ def _wait_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 @pytest.fixture
-async def engine(served: Served) -> AsyncIterator[SglangEngine]:
+async def engine(served: Served) -> AsyncIterator[ServerEngine]:
     """Serving ``served.model`` as OLD."""
     made = served.engine()
     try:
@@ -145,7 +142,7 @@ async def engine(served: Served) -> AsyncIterator[SglangEngine]:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-async def test_logprobs_are_those_of_a_full_forward_at_any_temperature(engine: SglangEngine, served: Served) -> None:
+async def test_logprobs_are_those_of_a_full_forward_at_any_temperature(engine: ServerEngine, served: Served) -> None:
     prompts = {f"0/{n}": prompt(n) for n in range(3)}
     asked = [request(g, p, temperature=t) for (g, p), t in zip(prompts.items(), (0.0, 1.0, 0.6), strict=True)]
     found = await completions(engine, *asked)
@@ -157,7 +154,7 @@ async def test_logprobs_are_those_of_a_full_forward_at_any_temperature(engine: S
 
 
 async def test_logprobs_are_of_the_whole_distribution_or_a_cut_tail_is_refused(
-    engine: SglangEngine, served: Served
+    engine: ServerEngine, served: Served
 ) -> None:
     sampling = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, ignore_eos=True)
     engine.submit(request("0/0", prompt(1), sampling=sampling))
@@ -171,7 +168,7 @@ async def test_logprobs_are_of_the_whole_distribution_or_a_cut_tail_is_refused(
         assert_logprobs(served.model, prompt(1), result, 0.8)
 
 
-async def test_a_group_computes_its_prompt_once(engine: SglangEngine, served: Served) -> None:
+async def test_a_group_computes_its_prompt_once(engine: ServerEngine, served: Served) -> None:
     prompt_tokens = 265
     before = engine.load().cached_tokens
     found = await completions(engine, request("0/0", prompt(7, prompt_tokens), samples=4, temperature=1.0))
@@ -180,7 +177,7 @@ async def test_a_group_computes_its_prompt_once(engine: SglangEngine, served: Se
     assert len({one.response_ids.tobytes() for one in found.values()}) == 4, "each sample is its own"
 
 
-async def test_each_sample_ends_at_its_limit_or_stop_token(engine: SglangEngine) -> None:
+async def test_each_sample_ends_at_its_limit_or_stop_token(engine: ServerEngine) -> None:
     limited = await completions(engine, request("0/0", prompt(3), samples=3, limits=(2, 9, 5)))
     assert [len(limited["0/0", n].response_ids) for n in range(3)] == [2, 9, 5]
     stop = int(limited["0/0", 1].response_ids[4])
@@ -201,7 +198,7 @@ async def test_the_longest_prediction_runs_first(served: Served) -> None:
         assert found == [("0/0", 0), ("0/2", 0), ("0/1", 0)], "the first was alone when it came"
 
 
-async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: SglangEngine) -> None:
+async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: ServerEngine) -> None:
     for group in ("1/1", "1/11", "11/1"):
         engine.submit(request(group, prompt(1), tokens=400))
     for number in range(14):
@@ -224,7 +221,7 @@ async def test_an_abort_keeps_what_was_sampled_and_stops_no_other(engine: Sglang
 
 async def test_sglang_alone_aborts_by_the_beginning_of_an_id(served: Served) -> None:
     """Why no id of ours may be the beginning of another."""
-    client = served.settings().client(served.url, "")
+    client = KINDS[served.kind].client(served.url, served.settings(), "")
     await client.open()
     plain, other = _Sample(client, "r1"), _Sample(client, "r12")
     try:
@@ -243,34 +240,30 @@ async def test_sglang_alone_aborts_by_the_beginning_of_an_id(served: Served) -> 
 class _Sample:
     """One that no engine asks for. reason: why it ended."""
 
-    def __init__(self, client: SglangClient, rid: str) -> None:
+    def __init__(self, client: ServerClient, rid: str) -> None:
         self._client = client
         self._rid = rid
         self.started = asyncio.Event()
         self.reason = ""
 
     async def run(self) -> None:
-        sampling = SamplingBody(
-            max_new_tokens=1000, temperature=0.0, top_p=1.0, stop_token_ids=(), ignore_eos=True, stream_interval=NEVER
-        )
-        body = GenerateBody(
+        sample = SampleRequest(
             rid=self._rid,
-            input_ids=msgspec.Raw(b"[5,6]"),
-            sampling_params=sampling,
-            extra_key="x",
-            stream=True,
-            return_logprob=True,
+            prompt=msgspec.Raw(b"[5,6]"),
+            label="x",
+            sampling=SamplingParams(max_new_tokens=1000, temperature=0.0, ignore_eos=True),
+            max_new_tokens=1000,
+            seed=0,
         )
-        async for chunk in self._client.generate(body):
+        async for chunk in self._client.generate(sample):
             self.started.set()
-            if chunk.meta_info and chunk.meta_info.finish_reason:
-                self.reason = chunk.meta_info.finish_reason.type
+            self.reason = chunk.finish_reason
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: SglangEngine, served: Served) -> None:
+async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: ServerEngine, served: Served) -> None:
     prompts = {f"0/{n}": prompt(n) for n in range(SLOTS)}
     for group, ids in prompts.items():
         engine.submit(request(group, ids, tokens=300))
@@ -287,7 +280,7 @@ async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: SglangE
         np.testing.assert_allclose(completion.logprobs, expected, atol=EXACT)
 
 
-async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine: SglangEngine, served: Served) -> None:
+async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine: ServerEngine, served: Served) -> None:
     """While a sample of the same prompt runs on from the old weights' KV, which is in the server's cache."""
     ids = prompt(5, served.block + 60)
     engine.submit(request("0/0", ids, tokens=1500))
@@ -304,7 +297,7 @@ async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine
 
 
 async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
-    engine: SglangEngine, served: Served, tmp_path: Path
+    engine: ServerEngine, served: Served, tmp_path: Path
 ) -> None:
     publisher = WeightPublisher("servedtest", tmp_path)
     try:
@@ -317,34 +310,34 @@ async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
     found = (await completions(engine, request("0/0", prompt(1))))["0/0", 0]
     assert_logprobs(served.other, prompt(1), found, 1.0)
     await engine.load_weights(OLD, weights_of(served.model))
-    desk = OrderDesk(engine.server.client, same_host=True)
-    desk.vocab_size = VOCAB
+    orders = WeightOrders(engine.server.client, same_host=True)
+    orders.vocab_size = VOCAB
     try:
-        await desk.pass_on(held)  # the segment has no name any more
+        await orders.pass_on(held)  # the segment has no name any more
     finally:
         held.close()
-    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights)
+    assert await engine.server.client.label() == str(manifest.weights)
 
 
-async def test_a_server_elsewhere_pulls_from_the_trainer(engine: SglangEngine, served: Served, tmp_path: Path) -> None:
+async def test_a_server_elsewhere_pulls_from_the_trainer(engine: ServerEngine, served: Served, tmp_path: Path) -> None:
     publisher = WeightPublisher("servedtest", tmp_path)
     try:
         manifest = publisher.publish(1, 2, weights_of(served.other), torch.float32)
         sources = tuple(source for source in manifest.sources if source.startswith("tcp://"))
         over_tcp = msgspec.structs.replace(manifest, sources=sources)
-        desk = OrderDesk(engine.server.client, same_host=False)
-        desk.vocab_size = VOCAB
+        orders = WeightOrders(engine.server.client, same_host=False)
+        orders.vocab_size = VOCAB
         # A file that the server cannot see, as on another host: only the trainer's own address is left.
-        await desk.pass_on(HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000))
+        await orders.pass_on(HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000))
     finally:
         publisher.close()
-    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights)
+    assert await engine.server.client.label() == str(manifest.weights)
     with pytest.raises(PeerUnavailableError, match="cannot load"):
-        await desk.pass_on(HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000))
-    assert (await engine.server.client.model_info()).weight_version == str(manifest.weights), "and nothing changed"
+        await orders.pass_on(HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000))
+    assert await engine.server.client.label() == str(manifest.weights), "and nothing changed"
 
 
-async def test_weights_of_another_model_leave_what_is_served(engine: SglangEngine, served: Served) -> None:
+async def test_weights_of_another_model_leave_what_is_served(engine: ServerEngine, served: Served) -> None:
     tensors = dict(weights_of(served.other))
     dropped = tensors.pop("model.norm.weight")
     with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):

@@ -21,10 +21,11 @@ from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
-from workers.generation.server import sender, sglang
-from workers.generation.server.order import LOADER
-from workers.generation.server.sglang import SglangEngine
-from workers.generation.server.upkeep import SglangSettings
+from workers.generation.server import engine as server_engine
+from workers.generation.server import sender
+from workers.generation.server.client import ServerSettings
+from workers.generation.server.engine import ServerEngine
+from workers.generation.server.sglang import LOADER, SGLANG
 
 WEIGHTS = WeightIdentity(epoch=1, version=1)
 TENSORS = {"a": torch.ones(2)}
@@ -37,8 +38,8 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(model_dir: Path, server: FakeServer | None = None) -> SglangSettings:
-    return SglangSettings(
+def settings(model_dir: Path, server: FakeServer | None = None) -> ServerSettings:
+    return ServerSettings(
         directory=model_dir,
         log=model_dir / "s.log",
         url=server.url if server else "",
@@ -51,8 +52,8 @@ def settings(model_dir: Path, server: FakeServer | None = None) -> SglangSetting
 
 
 @asynccontextmanager
-async def started(model_dir: Path, server: FakeServer) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(settings(model_dir, server), MonotonicClock())
+async def started(model_dir: Path, server: FakeServer) -> AsyncIterator[ServerEngine]:
+    engine = ServerEngine(SGLANG, settings(model_dir, server), MonotonicClock())
     async with serving(engine):
         yield engine
 
@@ -66,7 +67,7 @@ def request(group: str = "0/0", *, prompt: int = 3, tokens: int = 5, samples: in
     )
 
 
-async def results(engine: SglangEngine, count: int) -> list[Completion | EngineFailure]:
+async def results(engine: ServerEngine, count: int) -> list[Completion | EngineFailure]:
     found: list[Completion | EngineFailure] = []
     async with asyncio.timeout(60):
         while len(found) < count:
@@ -96,9 +97,7 @@ async def test_a_server_with_another_vocabulary_is_refused(model_dir: Path) -> N
 async def test_a_server_without_our_loader_is_refused_with_what_to_do(model_dir: Path) -> None:
     async with fake_server() as server:
         server.answers["/server_info"] = says({"version": "0.5.23", "max_total_num_tokens": 100})
-        with pytest.raises(
-            ModelError, match=r"--custom-weight-loader workers\.generation\.server\.sglang_loader\.load"
-        ):
+        with pytest.raises(ModelError, match=rf"--custom-weight-loader {LOADER}"):
             async with started(model_dir, server):
                 pass
 
@@ -114,14 +113,16 @@ async def test_an_untested_version_is_told_about(model_dir: Path) -> None:
 
 
 async def test_a_server_that_is_not_there_ends_the_start_in_time(model_dir: Path) -> None:
-    engine = SglangEngine(replace(settings(model_dir), url="http://127.0.0.1:9", startup_s=0.3), MonotonicClock())
+    engine = ServerEngine(
+        SGLANG, replace(settings(model_dir), url="http://127.0.0.1:9", startup_s=0.3), MonotonicClock()
+    )
     with pytest.raises(EngineCrashedError, match=r"127\.0\.0\.1:9"):
         await engine.start()
     await engine.close()
 
 
 async def test_a_command_that_cannot_be_run_says_which_setting_it_is(model_dir: Path) -> None:
-    engine = SglangEngine(replace(settings(model_dir), command=("/no/such/python",)), MonotonicClock())
+    engine = ServerEngine(SGLANG, replace(settings(model_dir), command=("/no/such/python",)), MonotonicClock())
     with pytest.raises(ModelError, match=r"'/no/such/python'.*generation.server_command"):
         await engine.start()
     await engine.close()
@@ -129,7 +130,7 @@ async def test_a_command_that_cannot_be_run_says_which_setting_it_is(model_dir: 
 
 async def test_a_server_that_ends_at_once_is_tried_again_and_its_last_words_are_told(model_dir: Path) -> None:
     command = ("sh", "-c", "echo no GPU here; exit 3", "sh")
-    engine = SglangEngine(replace(settings(model_dir), command=command), MonotonicClock())
+    engine = ServerEngine(SGLANG, replace(settings(model_dir), command=command), MonotonicClock())
     with pytest.raises(EngineCrashedError, match="no GPU here"):
         await engine.start()
     await engine.close()
@@ -215,7 +216,7 @@ async def test_what_waits_for_memory_lowers_what_fits_and_what_runs_raises_it_ag
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "STUCK_S", 0.1)
-    monkeypatch.setattr(sglang, "POLL_S", 0.05)
+    monkeypatch.setattr(server_engine, "POLL_S", 0.05)
     async with fake_server() as server, started(model_dir, server) as engine:
         release = asyncio.Event()
 
@@ -314,7 +315,7 @@ async def test_waiting_samples_sit_out_a_server_that_refuses_connections(model_d
 
         server.answers["/generate"] = hang
         patient = replace(settings(model_dir, server), silence_s=10.0)
-        engine = SglangEngine(patient, MonotonicClock())
+        engine = ServerEngine(SGLANG, patient, MonotonicClock())
         await engine.start()
         for group in range(8):
             engine.submit(request(f"0/{group}"))

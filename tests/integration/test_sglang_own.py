@@ -32,8 +32,9 @@ from transport.contracts.types import FinishReason
 from transport.process.clock import MonotonicClock
 from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from workers.generation.engine import EngineFailure, GenerationRequest, serving
-from workers.generation.server.sglang import SglangEngine
-from workers.generation.server.upkeep import SglangSettings
+from workers.generation.server.client import ServerSettings
+from workers.generation.server.engine import ServerEngine
+from workers.generation.server.sglang import SGLANG
 from workers.models.random_model import build_qwen3_tiny
 from workers.models.resolve import model_cache, prepare_model
 
@@ -43,8 +44,8 @@ STARTUP_S = 240.0
 
 
 @asynccontextmanager
-async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: int) -> AsyncIterator[SglangEngine]:
-    settings = SglangSettings(
+async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: int) -> AsyncIterator[ServerEngine]:
+    settings = ServerSettings(
         directory=directory,
         log=log,
         command=command(**limits),
@@ -53,7 +54,7 @@ async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: 
         startup_s=STARTUP_S,
         silence_s=silence_s,
     )
-    engine = SglangEngine(settings, MonotonicClock())
+    engine = ServerEngine(SGLANG, settings, MonotonicClock())
     async with serving(engine):
         yield engine
 
@@ -62,13 +63,13 @@ def asked(group: str, *, length: int = 12, tokens: int = 40, samples: int = 1) -
     return request(group, prompt(len(group) + length, length), tokens=tokens, samples=samples)
 
 
-async def until_none_runs(engine: SglangEngine) -> None:
+async def until_none_runs(engine: ServerEngine) -> None:
     async with asyncio.timeout(30):
         while engine.load().running:  # noqa: ASYNC110 the engine tells nobody of it
             await asyncio.sleep(0.01)
 
 
-def pid_of(engine: SglangEngine) -> int:
+def pid_of(engine: ServerEngine) -> int:
     assert engine.server.process is not None
     pid = engine.server.process.pid
     assert pid is not None

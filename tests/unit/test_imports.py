@@ -63,7 +63,8 @@ UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "
 CATCH_ALL = {
     "workers/models/chat_template.py",  # foreign code: whatever it raises, it has ended
     "workers/weights/publisher.py",  # the guard of one delivery: what it asks for is written by others
-    "workers/generation/server/sglang_loader.py",  # SGLang ends its whole server when a loader raises
+    "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises
+    "workers/generation/server/sglang_loader.py",  # the same
     "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""

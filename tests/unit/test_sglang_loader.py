@@ -16,8 +16,8 @@ from transformers import AutoConfig, PreTrainedModel
 from tests.fakes.tiny_models import VOCAB, tiny_model
 from transport.contracts.messages import encode
 from transport.contracts.types import WeightIdentity
-from workers.generation.server.order import LoadOrder, Outcome, outcome_name, read_outcome
-from workers.generation.server.sglang_loader import load
+from workers.generation.server.order import LoadOrder, Outcome, read_outcome
+from workers.generation.server.sglang_loader import load, outcome_name
 from workers.generation.server.weights import HeldWeights, hold
 
 NEW = WeightIdentity(epoch=1, version=2)
@@ -53,7 +53,7 @@ def held(policy: PreTrainedModel) -> Iterator[HeldWeights]:
 def told(model: ServedModel, order: LoadOrder) -> Outcome:
     """Give the order as SGLang does, and ask how it went as the engine does."""
     load(model, [(base64.b64encode(encode(order)).decode(), torch.Tensor())])
-    return read_outcome(bytes(model.get_weights_by_name(outcome_name(order.number), 1)))  # type: ignore[attr-defined]
+    return read_outcome(model.get_weights_by_name(outcome_name(order.number), 1))  # type: ignore[attr-defined]
 
 
 def order_of(held: HeldWeights, number: int = 1, **changes: object) -> LoadOrder:

@@ -127,20 +127,17 @@ def server_engine(
     settings: Settings, model_dir: Path, log_path: Path, trust_remote_code: bool, server: ServerChoice
 ) -> GenerationEngine:
     """An engine that speaks to the server of ``server``. log_path: of a server of its own."""
-    generation = settings.generation
-    if generation.engine == "vllm":
-        from workers.generation.server.vllm import VllmEngine as Engine
-        from workers.generation.server.vllm import VllmSettings as EngineSettings
-    else:
-        from workers.generation.server.sglang import SglangEngine as Engine
-        from workers.generation.server.upkeep import SglangSettings as EngineSettings
+    from workers.generation.server.client import ServerSettings
+    from workers.generation.server.engine import KINDS, ServerEngine
 
-    made_of = EngineSettings(
+    generation = settings.generation
+    kind = KINDS[generation.engine]
+    made_of = ServerSettings(
         directory=model_dir,
         log=log_path,
         url=server.url,
         key=server.key,
-        command=(*(server.command or EngineSettings.default_command), *server.args),
+        command=(*(server.command or kind.command), *server.args),
         slots=generation.slots,
         dtype=generation.dtype,
         max_context=generation.max_context,
@@ -149,7 +146,7 @@ def server_engine(
         silence_s=generation.server_silence_s,
         request_s=settings.pipeline.rollout_timeout_s,
     )
-    return Engine(made_of, MonotonicClock())
+    return ServerEngine(kind, made_of, MonotonicClock())
 
 
 def _forced_lengths(settings: Settings) -> ForcedLengths | None:

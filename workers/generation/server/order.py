@@ -1,30 +1,14 @@
-"""An order to load weights, as it travels from the engine to the loader inside the SGLang server.
+"""An order to load weights, from the engine to the loader inside a server, and how it went. Never: torch, I/O.
 
-SGLang hands a custom loader what ``/update_weights_from_tensor`` brought: named tensors, as base64 of a pickle. Ours is
-one tensor without elements, whose name is the order, so no bulk byte passes through HTTP; the opcodes are written out
-here, and nothing is ever unpickled. The loader finds the bytes by the manifest in the order, like any reader.
-
-Owns: this format, on both sides. Never: torch, sglang, I/O.
+The order names the bytes by their manifest: no bulk byte passes through HTTP. How both travel is each server's own.
 """
 
 from __future__ import annotations
 
-import base64
-import struct
-
 import msgspec
 
-from transport.contracts.messages import MessageDecoder, WeightManifest, encode
+from transport.contracts.messages import MessageDecoder, WeightManifest
 from transport.contracts.types import Struct
-
-LOADER = "workers.generation.server.sglang_loader.load"
-"""For the server's --custom-weight-loader."""
-OUTCOME = "streamrl:outcome:"
-"""Beginning of the name under which the loader answers how an order went."""
-
-# [(name, torch.Tensor())] in pickle protocol 4: a list, a string, a global called with no arguments, a pair.
-_BEFORE_NAME = b"\x80\x04]X"
-_AFTER_NAME = b"ctorch\nTensor\n)R\x86a."
 
 
 class LoadOrder(Struct, frozen=True, kw_only=True):
@@ -52,30 +36,15 @@ class Outcome(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-_orders = MessageDecoder(LoadOrder)
-_outcomes = MessageDecoder(Outcome)
-
-
-def to_payload(order: LoadOrder) -> str:
-    """What goes into ``serialized_named_tensors``."""
-    name = base64.b64encode(encode(order))
-    return base64.b64encode(_BEFORE_NAME + struct.pack("<I", len(name)) + name + _AFTER_NAME).decode()
-
-
-def from_name(name: str) -> LoadOrder:
-    """The order in the name of the tensor. Raises MessageError, or ValueError when it is no base64."""
-    return _orders.decode(base64.b64decode(name))
-
-
-def outcome_name(number: int) -> str:
-    return f"{OUTCOME}{number}"
+order_decoder = MessageDecoder(LoadOrder)
+_outcome_decoder = MessageDecoder(Outcome)
 
 
 def outcome_numbers(outcome: Outcome) -> list[int]:
-    """As the server can tell it, which is asked for the values of a parameter."""
+    """As a server can answer it, whatever it encodes its answers with."""
     return list(msgspec.msgpack.encode(outcome))
 
 
-def read_outcome(raw: bytes) -> Outcome:
+def read_outcome(numbers: list[int]) -> Outcome:
     """The inverse. Raises MessageError."""
-    return _outcomes.decode(raw)
+    return _outcome_decoder.decode(bytes(numbers))

@@ -1,4 +1,4 @@
-"""An SGLang server's process: start, wait until it is healthy, end. Nothing here knows what it serves or to whom.
+"""The process of a server of our own: start, wait until it is healthy, end.
 
 Owns: one process group, its way in and its log. Invariant: the process ends with its worker, whatever ends that (the
 kernel sends the signal); two servers never share a port of this class's choosing; and no other user of this machine
@@ -16,20 +16,16 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
 from transport.process.parent import ending_with_this_process
-from transport.process.programs import python_module
 from workers.errors import EngineHungError, ModelError, ServerAnswerError, ServerUnavailableError
-from workers.generation.server.sglang_http import SglangClient
+from workers.generation.server.client import ServerClient, ServerKind, ServerSettings
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_COMMAND = tuple(python_module("sglang.launch_server"))
 HEALTH_POLL_S = 0.25
 STOP_S = 10.0
 CONFIG = "--config"
@@ -40,22 +36,6 @@ PACKAGES = Path(__file__).parents[3]
 """Where ours are."""
 OUR_PACKAGES = ("transport", "workers")
 """What the loader needs of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchSettings:
-    """command: program and its first arguments; ours follow.  arguments: which ours are.  log: where it writes.
-    environment: variables beside the worker's own.  key_variable: in which it finds its key.  key_option: as which, in
-    the file that its ``--config`` names.  socket_option: for the path of a socket to listen on instead of a port.
-    """
-
-    command: Sequence[str]
-    arguments: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    key_variable: str = ""
-    key_option: str = ""
-    socket_option: str = ""
 
 
 def link_packages(directory: Path) -> Path:
@@ -74,18 +54,19 @@ def link_packages(directory: Path) -> Path:
 class ServerProcess:
     """One server of this worker's own, started as often as it takes."""
 
-    def __init__(self, settings: LaunchSettings) -> None:
+    def __init__(self, kind: ServerKind, settings: ServerSettings) -> None:
+        self._kind = kind
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
         self._private = _temporary_directory() / f"streamrl-server-{os.getpid()}-{secrets.token_hex(8)}"
-        self.port = 0 if settings.socket_option else free_port()
+        self.port = 0 if kind.socket_option else free_port()
         self.key = secrets.token_hex(24)
         """Kept over restarts, as the port is, so that one client serves all."""
 
     @property
     def url(self) -> str:
-        return f"unix:{self._socket}" if self._settings.socket_option else f"http://127.0.0.1:{self.port}"
+        return f"unix:{self._socket}" if self._kind.socket_option else f"http://127.0.0.1:{self.port}"
 
     @property
     def _socket(self) -> Path:
@@ -101,7 +82,7 @@ class ServerProcess:
         settings = self._settings
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         self._private.mkdir(mode=0o700)
-        argv = [*self._with_key([*settings.command, *settings.arguments]), *self._place()]
+        argv = [*self._with_key([*settings.command, *self._kind.arguments(settings)]), *self._place()]
         packages = link_packages(settings.log.parent / "server-packages")
         path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH", ""))))
         with settings.log.open("ab") as output:
@@ -113,7 +94,7 @@ class ServerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **settings.environment, **self._key_environment(), "PYTHONPATH": path},
+                    env={**os.environ, **self._kind.environment, **self._key_environment(), "PYTHONPATH": path},
                     start_new_session=True,
                     preexec_fn=ending_with_this_process(),
                 )
@@ -126,19 +107,19 @@ class ServerProcess:
 
     def _place(self) -> list[str]:
         """Where it listens."""
-        if self._settings.socket_option:
-            return [self._settings.socket_option, str(self._socket)]
+        if self._kind.socket_option:
+            return [self._kind.socket_option, str(self._socket)]
         return ["--host", "127.0.0.1", "--port", str(self.port)]
 
     def _key_environment(self) -> dict[str, str]:
-        return {self._settings.key_variable: self.key} if self._settings.key_variable else {}
+        return {self._kind.key_variable: self.key} if self._kind.key_variable else {}
 
     def _with_key(self, argv: list[str]) -> list[str]:
         """``argv`` with a ``--config`` that holds the key, and what the user's own ``--config`` has, if there is one.
 
         Raises ModelError: a key or a file of the user's that cannot be used.
         """
-        option = self._settings.key_option
+        option = self._kind.key_option
         if any(argument.partition("=")[0] == "--api-key" for argument in argv):
             raise ModelError("leave --api-key out of generation.server_args: the worker gives its own server a key")
         if not option:
@@ -185,7 +166,7 @@ class ServerProcess:
         return f"see {path}"
 
 
-async def wait_healthy(client: SglangClient, deadline_s: float, process: ServerProcess | None = None) -> None:
+async def wait_healthy(client: ServerClient, deadline_s: float, process: ServerProcess | None = None) -> None:
     """Wait until the server computes. process: watched meanwhile, where it is our own.
 
     Raises: ServerUnavailableError: not within ``deadline_s``, or the process ended before.

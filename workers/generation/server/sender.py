@@ -20,13 +20,22 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from transport.contracts.types import FinishReason, GroupId, WeightIdentity
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
 from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
-from workers.generation.engine import ABORTED_UNSTARTED, BASE_WEIGHTS, EngineLoad, GenerationRequest, ResultQueue
-from workers.generation.server.answers import BadAnswerError, completion, request_body
+from workers.generation.engine import (
+    ABORTED_UNSTARTED,
+    BASE_WEIGHTS,
+    Completion,
+    EngineLoad,
+    GenerationRequest,
+    ResultQueue,
+)
+from workers.generation.server.client import BASE_LABEL, Chunk, SampleRequest, ServedSpan
 from workers.generation.server.queue import SampleQueue, SentSample
-from workers.generation.server.sglang_http import BASE_LABEL, Chunk
 from workers.generation.server.upkeep import ServerUpkeep
 
 MAX_SENDINGS = 2
@@ -42,7 +51,7 @@ KNOWN_LABELS = 256
 
 
 @dataclass(slots=True, kw_only=True)
-class SglangCounters:
+class SenderCounters:
     """Cumulative. recomputed: samples that an update sent again although they had started.  tokens: of ended samples.
     cached_tokens: of prompts, taken from the server's cache.
     """
@@ -61,7 +70,7 @@ class SampleSender:
         self._server = server
         self._results = results
         self._clock = clock
-        self.counters = SglangCounters()
+        self.counters = SenderCounters()
         self.capacity = capacity
         self.lost = ""
         self.wake = asyncio.Event()
@@ -99,7 +108,7 @@ class SampleSender:
             tokens=self.counters.tokens,
             capacity=self._fits,
             cached_tokens=self.counters.cached_tokens,
-            kv_use=self._server.load.token_usage,
+            kv_use=self._server.kv_use,
         )
 
     # --- the gate -----------------------------------------------------------------------------------------------------
@@ -201,12 +210,12 @@ class SampleSender:
 
     async def _run(self, sent: SentSample) -> None:
         """One sample, from its request to its result."""
-        last = Chunk()
+        last = Chunk(token_ids=[])
         try:
-            async with aclosing(self._server.client.generate(request_body(sent, self._server.info))) as chunks:
+            async with aclosing(self._server.client.generate(sample_request(sent))) as chunks:
                 async for chunk in chunks:
                     last = chunk
-                    if sent.started_at_s is None and chunk.output_ids:
+                    if sent.started_at_s is None and chunk.token_ids:
                         await self._started(sent)
             self._ended(sent, last)
         except ServerAnswerError as error:
@@ -232,18 +241,15 @@ class SampleSender:
 
     def _ended(self, sent: SentSample, chunk: Chunk) -> None:
         """The server is done with it, one way or another."""
-        meta = chunk.meta_info
-        assert meta is not None  # the client saw a finish_reason
-        assert meta.finish_reason is not None
-        stopped = meta.finish_reason.type == FinishReason.ABORT
+        stopped = chunk.finish_reason == FinishReason.ABORT
         if stopped and not sent.aborted:
             if not sent.withdrawn:
-                self._failed(sent, f"the server gave it up: {meta.finish_reason.message or 'no reason'}")
+                self._failed(sent, f"the server gave it up: {chunk.message or 'no reason'}")
                 return
-            self.counters.recomputed += 1 if chunk.output_ids else 0
+            self.counters.recomputed += 1 if chunk.token_ids else 0
             self._queue.back(sent, lost=False)
             return
-        if stopped and not chunk.output_ids:
+        if stopped and not chunk.token_ids:
             self._queue.ended(sent)
             self._results.put(sent.failure(ABORTED_UNSTARTED))
             return
@@ -254,7 +260,7 @@ class SampleSender:
             return
         self._strikes = 0
         self.counters.tokens += len(result.response_ids)
-        self.counters.cached_tokens += meta.cached_tokens
+        self.counters.cached_tokens += chunk.cached_tokens
         self._queue.ended(sent)
         self._results.put(result)
 
@@ -294,3 +300,79 @@ class SampleSender:
         elif not unstarted and self._fits < self.capacity:
             self._fits = min(self.capacity, self._fits + max(1, self._fits // 4))
             self.send()
+
+
+# --- a sample as a request, its last chunk as a completion ------------------------------------------------------------
+
+SEED_BITS = 31
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+class BadAnswerError(ValueError):
+    """The last chunk of a sample contradicts itself; the message says how."""
+
+
+def sample_request(sent: SentSample) -> SampleRequest:
+    request = sent.group.request
+    return SampleRequest(
+        rid=sent.rid,
+        prompt=sent.group.prompt,
+        label=sent.label,
+        sampling=request.sampling,
+        max_new_tokens=request.limit(sent.sample),
+        seed=_seed(request.sampling.seed, sent.sample),
+        priority=request.priority,
+    )
+
+
+def _seed(seed: int, sample: int) -> int:
+    """A stream of its own for each sample of a group."""
+    return int(np.random.SeedSequence((seed, sample)).generate_state(1)[0]) >> (32 - SEED_BITS)
+
+
+def completion(sent: SentSample, chunk: Chunk, known: dict[str, WeightIdentity], now_s: float) -> Completion:
+    """known: weights by label. Raises BadAnswerError."""
+    if chunk.finish_reason not in _REASONS:
+        raise BadAnswerError("it says nothing of how the sample ended")
+    started_at_s = now_s if sent.started_at_s is None else sent.started_at_s
+    return Completion(
+        group_id=sent.group.request.group_id,
+        sample=sent.sample,
+        attempt=sent.group.request.attempt,
+        response_ids=np.array(chunk.token_ids, dtype=np.int32),
+        logprobs=_logprobs(chunk),
+        finish_reason=_REASONS[chunk.finish_reason],
+        spans=_spans(chunk.spans, len(chunk.token_ids), _loaded(known, sent.label)),
+        queued_s=started_at_s - sent.queued_at_s,
+        engine_s=now_s - started_at_s,
+    )
+
+
+def _logprobs(chunk: Chunk) -> NDArray[np.float32]:
+    if [token for _, token in chunk.logprobs] != chunk.token_ids:
+        raise BadAnswerError(f"its {len(chunk.logprobs)} logprobs are not of its {len(chunk.token_ids)} tokens")
+    logprobs = np.array([logprob for logprob, _ in chunk.logprobs], dtype=np.float32)  # None becomes NaN
+    if not np.isfinite(logprobs).all():
+        raise BadAnswerError("a logprob is not finite")
+    return logprobs
+
+
+def _loaded(known: dict[str, WeightIdentity], label: str) -> dict[str, WeightIdentity]:
+    """A sample sent under weights of ours cannot have tokens of those that a server starts with: it was another one."""
+    return {name: weights for name, weights in known.items() if label == BASE_LABEL or name != BASE_LABEL}
+
+
+def _spans(served: Sequence[ServedSpan], tokens: int, known: dict[str, WeightIdentity]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    end = 0
+    for span in served:
+        if span.version not in known:
+            raise BadAnswerError(f"its tokens are of weights {span.version!r}, which were never loaded")
+        if span.start != end or span.end < span.start:
+            raise BadAnswerError(f"its spans leave a gap at token {end}")
+        end = span.end
+        if span.end > span.start:
+            spans.append(VersionSpan(start=span.start, end=span.end, weights=known[span.version]))
+    if end != tokens or not tokens:
+        raise BadAnswerError(f"its spans cover {end} of {tokens} tokens")
+    return tuple(spans)

@@ -1,169 +1,271 @@
-"""The generation engine that is an SGLang server: started by this worker, or run elsewhere.
-
-    submit ───────► sender ─► one request a sample, while its gate is open ─► results, as each sample ends
-    load_weights ─► gate closed ─► pause in place, load, label, continue ─► gate open
-    watch ────────► the server died, hangs or forgot its weights ─► another one, with what it held ─► gate open
-
-While the gate is closed nothing new is sent; what runs goes on, also through an update. When the server is lost, its
-samples wait again and are sent to the next one.
-
-Owns: what happens to the server when: updates, the watch. Never: the broker; samples (sglang_sender); the server's life
-(sglang_upkeep). Invariant: the gate is open only while the server holds what was last loaded here.
-"""
+"""An SGLang server: how it is started, its paths, bodies and answers, of the tested versions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
-from transport.contracts.types import GroupId, WeightIdentity
-from transport.errors import PeerUnavailableError, first_error
-from transport.process.clock import Clock
-from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
-from workers.generation.embedded.samples import impossible
-from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue
-from workers.generation.server.sender import SampleSender, SglangCounters
-from workers.generation.server.sglang_http import UPDATE_S
-from workers.generation.server.upkeep import ServerUpkeep, SglangSettings
-from workers.generation.server.weights import HeldWeights, hold
+import msgspec
 
-if TYPE_CHECKING:
-    import torch
+from transport.process.programs import python_module
+from workers.errors import ModelError, ServerAnswerError
+from workers.generation.server.client import (
+    UPDATE_S,
+    Answer,
+    Chunk,
+    SampleRequest,
+    ServedSpan,
+    ServerClient,
+    ServerFacts,
+    ServerKind,
+    ServerSettings,
+)
+from workers.generation.server.order import LoadOrder, Outcome, read_outcome
+from workers.generation.server.sglang_loader import outcome_name, to_payload
 
-POLL_S = 1.0
+LOADER = "workers.generation.server.sglang_loader.load"
 
 
-class SglangEngine:
-    """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
+class _FinishedBy(Answer, frozen=True, kw_only=True):
+    type: str
+    message: str = ""
 
-    name = "sglang"
 
-    def __init__(self, settings: SglangSettings, clock: Clock) -> None:
-        self._settings = settings
-        self.server = ServerUpkeep(settings, clock)
-        self._results = ResultQueue()
-        self._sender = SampleSender(self.server, self._results, settings.slots, clock)
-        self._updating = asyncio.Lock()
-        self._changing = asyncio.Lock()  # of the server: its weights, or the server itself
+class _MetaInfo(Answer, frozen=True, kw_only=True):
+    """output_token_logprobs: (logprob, token id, text) of each output token so far."""
 
-    # --- the protocol -------------------------------------------------------------------------------------------------
+    finish_reason: _FinishedBy | None = None
+    cached_tokens: int = 0
+    weight_versions: tuple[ServedSpan, ...] = ()
+    output_token_logprobs: list[tuple[float | None, int, Any]] = msgspec.field(
+        default_factory=list[tuple[float | None, int, Any]]
+    )
 
-    async def start(self) -> EngineInfo:
-        """Bring the server up and check it. Raises ModelError; EngineCrashedError when it does not come up."""
-        await self.server.open()
-        await self.server.bring_up()
-        self._results.serving = asyncio.create_task(self._serve(), name=self.name)
-        await self._results.until(self._sender.until_open())
-        return self.info
 
-    @property
-    def info(self) -> EngineInfo:
-        """Once it was started."""
-        return EngineInfo(
-            name=self.name,
-            capacity=self._sender.capacity,
-            max_context=self.server.max_context,
-            vocab_size=self.server.model.vocab_size,
+class _ErrorDetail(Answer, frozen=True, kw_only=True):
+    message: str
+    code: int = 0
+
+
+class _Event(Answer, frozen=True, kw_only=True):
+    """One event of a stream: everything so far, not only what is new."""
+
+    output_ids: list[int] = msgspec.field(default_factory=list[int])
+    meta_info: _MetaInfo = msgspec.field(default_factory=_MetaInfo)
+    error: _ErrorDetail | None = None
+
+
+class _SamplingBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """top_k: -1 is off.  sampling_seed: honoured only by a deterministic server."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    top_k: int = -1
+    sampling_seed: int | None = None
+    stream_interval: int = 1
+
+
+class _GenerateBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """extra_key: the cache's namespace.  priority: refused by a server without priorities."""
+
+    rid: str
+    input_ids: msgspec.Raw
+    sampling_params: _SamplingBody
+    extra_key: str
+    stream: bool
+    return_logprob: bool
+    priority: int | None = None
+
+
+class _ModelInfo(Answer, frozen=True, kw_only=True):
+    """weight_version: the label that the last update gave, "default" before any."""
+
+    model_path: str
+    weight_version: str = ""
+    model_type: str | None = None
+    is_generation: bool = True
+
+
+class _ServerInfo(Answer, frozen=True, kw_only=True):
+    version: str
+    max_total_num_tokens: int
+    context_length: int | None = None
+    max_running_requests: int | None = None
+    tp_size: int = 1
+    enable_priority_scheduling: bool = False
+    enable_deterministic_inference: bool = False
+    custom_weight_loader: list[str] | None = None
+
+
+class _Load(Answer, frozen=True, kw_only=True):
+    """Of one scheduler."""
+
+    token_usage: float = 0.0
+
+
+class _Loads(Answer, frozen=True, kw_only=True):
+    loads: tuple[_Load, ...] = ()
+
+
+class SglangClient(ServerClient):
+    """The server at ``url``."""
+
+    def __init__(self, url: str, settings: ServerSettings, key: str = "") -> None:
+        super().__init__(url, settings, key)
+        self._has_priorities = False
+        self._is_deterministic = False
+
+    async def facts(self) -> ServerFacts:
+        model = await self._model_info()
+        if not model.is_generation:
+            raise ModelError(f"{self.url} serves {model.model_path!r}, which generates nothing")
+        info = self._read(_ServerInfo, await self._call("GET", "/server_info"))
+        self._has_priorities = info.enable_priority_scheduling
+        self._is_deterministic = info.enable_deterministic_inference
+        return ServerFacts(
+            version=info.version,
+            model=model.model_path,
+            model_type=model.model_type or "",
+            label=model.weight_version,
+            kv_tokens=info.max_total_num_tokens,
+            max_context=info.context_length or 0,
+            slots=info.max_running_requests or 0,
+            processes=info.tp_size,
+            loaders=info.custom_weight_loader or (),
         )
 
-    @property
-    def counters(self) -> SglangCounters:
-        return self._sender.counters
+    async def _model_info(self) -> _ModelInfo:
+        return self._read(_ModelInfo, await self._call("GET", "/model_info"))
 
-    def submit(self, request: GenerationRequest) -> None:
-        if reason := self._refusal(request):
-            self._results.put(request.failure(request.samples, reason, retryable=False))
-        else:
-            self._sender.push(request)
+    async def kv_use(self) -> float:
+        """Of its first scheduler; several (data parallel) cannot take new weights together."""
+        loads = self._read(_Loads, await self._call("GET", "/v1/loads?include=core")).loads
+        return loads[0].token_usage if loads else 0.0
 
-    def _refusal(self, request: GenerationRequest) -> str:
-        """Why no server of this kind can answer it, "" when it can."""
-        return impossible(request, max_context=self.server.max_context, vocab_size=self.server.model.vocab_size)
+    # --- samples ------------------------------------------------------------------------------------------------------
 
-    async def results(self) -> list[Result]:
-        """At least one result. Raises EngineCrashedError when no server can be had any more."""
-        return await self._results.take()
+    def _sample_call(self, sample: SampleRequest) -> tuple[str, object]:
+        sampling = sample.sampling
+        return "/generate", _GenerateBody(
+            rid=sample.rid,
+            input_ids=sample.prompt,
+            sampling_params=_SamplingBody(
+                max_new_tokens=sample.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or -1,
+                stop_token_ids=sampling.stop_token_ids,
+                ignore_eos=sampling.ignore_eos,
+                sampling_seed=sample.seed if self._is_deterministic else None,
+                stream_interval=sample.chunk_tokens,
+            ),
+            extra_key=sample.label,
+            stream=True,
+            return_logprob=True,
+            priority=round(sample.priority) if self._has_priorities else None,
+        )
 
-    async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
-        await self._sender.abort(frozenset(groups))
+    async def _chunks(self, events: AsyncIterator[bytes]) -> AsyncGenerator[Chunk, None]:
+        async for raw in events:
+            event = self._read(_Event, raw)
+            if event.error is not None:
+                raise ServerAnswerError(self.url, event.error.code, event.error.message)
+            meta = event.meta_info
+            yield Chunk(
+                token_ids=event.output_ids,
+                logprobs=[(logprob, token) for logprob, token, _ in meta.output_token_logprobs],
+                spans=meta.weight_versions,
+                finish_reason=meta.finish_reason.type if meta.finish_reason else "",
+                message=meta.finish_reason.message if meta.finish_reason else "",
+                cached_tokens=meta.cached_tokens,
+            )
 
-    async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightsMismatchError, PeerUnavailableError (the server cannot get them): it serves what it served."""
-        held = await asyncio.to_thread(hold, weights, tensors)
+    async def abort(self, rid: str) -> None:
+        """The server stops every rid that begins with ``rid``."""
+        await self._call("POST", "/abort_request", {"rid": rid})
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """In place: the server's default would abort what runs."""
+        await self._call("POST", "/pause_generation", {"mode": "in_place"})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})  # without a body it answers 400 and stays paused
+
+    async def recover(self) -> None:
+        """An update that was left open, and a pause."""
+        with contextlib.suppress(ServerAnswerError):  # none was open
+            await self._end_update()
+        await self.resume()
+
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+        """As few calls one after another as can be: samples wait for each."""
+        await self._call("POST", "/begin_weight_update", {}, UPDATE_S)
         try:
-            async with asyncio.timeout(UPDATE_S + self._settings.startup_s), self._updating:
-                await self._results.until(self._update(held))
-        except TimeoutError:
-            raise EngineHungError(f"the server did not take {weights} in time") from None
-
-    def load(self) -> EngineLoad:
-        return self._sender.load()
-
-    async def close(self) -> None:
-        """End the server if it is ours; what still runs is dropped."""
-        if self._results.serving is not None:
-            self._results.serving.cancel()
-            await asyncio.wait({self._results.serving})
-        await self.server.close()
-
-    # --- updates ------------------------------------------------------------------------------------------------------
-
-    async def _update(self, held: HeldWeights) -> None:
-        """Have the server take ``held``, if need be the next server."""
-        await self._sender.close_gate()
-        self._sender.remember(held.weights)
-        try:
-            async with self._changing:
-                await self._sender.settle()
-                await self.server.pass_on(held)
-        except (WeightsMismatchError, PeerUnavailableError):
-            held.close()
-            self._sender.open_gate()
+            await self._update(order, label, processes)
+        except BaseException:
+            await self._end_update()
             raise
-        except ServerAnswerError as error:
-            held.close()
-            self._sender.lose(str(error))
-            raise WeightsMismatchError(f"the server did not take {held.weights}: {error}") from error
-        except ServerUnavailableError as error:
-            self.server.keep(held)  # the next one gets it at once
-            self._sender.lose(str(error))
-            await self._sender.until_open()
-        else:
-            self._sender.open_gate()
+        outcome, ended = await asyncio.gather(self._outcome(order.number), self._end_update(), return_exceptions=True)
+        for failure in (ended, outcome):
+            if isinstance(failure, BaseException):
+                raise failure
+        assert isinstance(outcome, Outcome)
+        return outcome
 
-    # --- watch --------------------------------------------------------------------------------------------------------
+    async def _update(self, order: LoadOrder, label: str | None, processes: int) -> None:
+        body = {
+            "serialized_named_tensors": [to_payload(order)] * processes,
+            "load_format": LOADER,
+            "flush_cache": False,  # refused while samples run; the cache is divided by extra_key
+            "abort_all_requests": False,
+            "weight_version": label,
+        }
+        await self._call("POST", "/update_weights_from_tensor", body, UPDATE_S)
 
-    async def _serve(self) -> None:
-        """Watch the server until the engine is closed. Raises what no server can be had for."""
-        slots = self._settings.slots
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._sender.start(group, min(slots, self.server.info.max_running_requests or slots))
-                await self._watch()
-        except BaseExceptionGroup as failures:
-            raise first_error(failures) from None
+    async def _end_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {}, UPDATE_S)
 
-    async def _watch(self) -> None:
-        sender = self._sender
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await sender.wake.wait()
-            sender.wake.clear()
-            if not sender.lost and sender.is_open:
-                reason = await self.server.probe()
-                if reason and sender.is_open:  # during an update it has other things to do
-                    sender.lose(reason)
-                sender.trust()
-                sender.fit()
-            if sender.lost:
-                await self._replace()
+    async def _outcome(self, number: int) -> Outcome:
+        """What the loader left to be asked for of the order ``number``."""
+        raw = await self._call("POST", "/get_weights_by_name", {"name": outcome_name(number), "truncate_size": 1})
+        return read_outcome(self._read(list[int], raw))
 
-    async def _replace(self) -> None:
-        """Another server for this one; its samples are sent to that."""
-        await self._sender.withdraw()
-        async with self._changing:
-            await self.server.replace(self._sender.lost)
-        self._sender.renew()
+    async def label(self) -> str:
+        return (await self._model_info()).weight_version
+
+    async def set_label(self, label: str) -> None:
+        await self._call("POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+
+def arguments(settings: ServerSettings) -> list[str]:
+    """Of a server of our own."""
+    made = [
+        *("--model-path", str(settings.directory)),
+        *("--dtype", settings.dtype),
+        *("--max-running-requests", str(settings.slots)),
+        *("--custom-weight-loader", LOADER),
+        "--enable-priority-scheduling",
+        "--disable-priority-preemption",  # it would recompute what runs
+        "--skip-tokenizer-init",  # token ids in, token ids out
+    ]
+    made += ["--context-length", str(settings.max_context)] if settings.max_context else []
+    return made + (["--trust-remote-code"] if settings.trust_remote_code else [])
+
+
+SGLANG = ServerKind(
+    name="SGLang",
+    tested=("0.5.23",),
+    client=SglangClient,
+    command=tuple(python_module("sglang.launch_server")),
+    arguments=arguments,
+    loader=LOADER,
+    loader_option="--custom-weight-loader",
+    key_option="api-key",
+)

@@ -1,144 +1,64 @@
-"""New weights inside an SGLang server: the loader for its --custom-weight-loader.
+"""The loader for SGLang's --custom-weight-loader, and the form in which orders and outcomes pass through its calls.
 
-It runs in each of the server's model processes, between two steps, and does there what the embedded engine does in the
-worker: opens the segment that the manifest names (shared memory is mapped, other hosts are asked), checks that it fits
-the model, and has the model take it. Only here do sharding and device come in, so a transport that writes into GPU
-memory (UCX, NIXL) becomes a backend of ``transport/tensors`` and this file stays as it is.
+SGLang hands a custom loader what ``/update_weights_from_tensor`` brought: named tensors, as base64 of a pickle. Ours is
+one tensor without elements, whose name is the order, so no bulk byte passes through HTTP; the opcodes are written out
+here, and nothing is ever unpickled. How it went is left where ``/get_weights_by_name`` finds it.
 
-Needs in the server's environment: this package, torch, transformers, numpy, msgspec, all but the first SGLang's own.
-Owns: that nothing is written before every process has the bytes and they fit. Never raises: SGLang ends the whole
-server for that; how it went is asked for afterwards (``Outcome``).
+Never raises: SGLang ends the whole server for that. Imported by the engine, too: torch only inside the server.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from msgspec.structs import replace
+from transport.contracts.messages import encode
+from workers.generation.server.order import LoadOrder, Outcome, order_decoder, outcome_numbers
 
-from transport.process.secret import SHARED_SECRET, read_secret
-from workers.errors import WeightsMismatchError
-from workers.generation.server.order import OUTCOME, LoadOrder, Outcome, from_name, outcome_numbers
-from workers.weights.pull import WeightPuller, check_tensors
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
+
+OUTCOME = "streamrl:outcome:"
+"""Beginning of the name under which the loader answers how an order went."""
+
+# [(name, torch.Tensor())] in pickle protocol 4: a list, a string, a global called with no arguments, a pair.
+_BEFORE_NAME = b"\x80\x04]X"
+_AFTER_NAME = b"ctorch\nTensor\n)R\x86a."
+
+
+def to_payload(order: LoadOrder) -> str:
+    """What goes into ``serialized_named_tensors``."""
+    name = base64.b64encode(encode(order))
+    return base64.b64encode(_BEFORE_NAME + struct.pack("<I", len(name)) + name + _AFTER_NAME).decode()
+
+
+def from_name(name: str) -> LoadOrder:
+    """The order in the name of the tensor. Raises MessageError, or ValueError when it is no base64."""
+    return order_decoder.decode(base64.b64decode(name))
+
+
+def outcome_name(number: int) -> str:
+    return f"{OUTCOME}{number}"
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out the order that is the name of the only tensor. model: SGLang's, on its device."""
+    from workers.generation.server.loader import carry_out
+
     try:
         order = from_name(named_tensors[0][0])
         outcome = carry_out(model, order, lambda tensors: model.load_weights(iter(tensors.items())), _processes)
-    except Exception:  # no order of ours: whoever gave it finds no outcome
+    except Exception:  # no order of ours: the engine that gave it finds no outcome
         log.exception("not an order to load weights")
         return
     if outcome.error:
         log.error("order %d not carried out: %s", outcome.number, outcome.error)
     _leave(model, outcome)
-
-
-def carry_out(
-    model: Any, order: LoadOrder, take: Callable[[Mapping[str, torch.Tensor]], object], processes: Callable[[], Any]
-) -> Outcome:
-    """What is the same in any server. take: has ``model`` take tensors.  processes: gloo's group of those that share
-    it, asked for only where there are several.
-
-    What was mapped is unmapped by a thread: 270 MB take 20-50 ms, and running samples need not wait for that.
-    """
-    started_s = time.perf_counter()
-    stack = ExitStack()
-    try:
-        outcome = _carry_out(stack, model, order, take, processes)
-    finally:
-        threading.Thread(target=stack.close, name="unmap weights").start()  # which holds the last references now
-    return replace(outcome, seconds=time.perf_counter() - started_s)
-
-
-def _carry_out(
-    stack: ExitStack,
-    model: Any,
-    order: LoadOrder,
-    take: Callable[[Mapping[str, torch.Tensor]], object],
-    processes: Callable[[], Any],
-) -> Outcome:
-    """``stack`` holds the tensors' bytes."""
-    tensors, failure = _prepare(stack, model, order)
-    if not _all_ready(failure is None, processes):
-        return failure or Outcome(number=order.number, error="another process of the server could not; see its log")
-    return _write(order, tensors, take)
-
-
-def _prepare(stack: ExitStack, model: Any, order: LoadOrder) -> tuple[Mapping[str, torch.Tensor], Outcome | None]:
-    """The tensors, valid until ``stack`` closes, and why they cannot be loaded, if they cannot."""
-    try:
-        puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode())
-        _check_vocabulary(model, order)
-        if order.manifest is None:
-            return {}, None
-        tensors = stack.enter_context(puller.pull(order.manifest, verify=not order.verified))
-        check_tensors(_expected(model), tensors)
-    except WeightsMismatchError as error:
-        return {}, Outcome(number=order.number, error=str(error), mismatch=True)
-    except Exception as error:  # the server must live, and the other processes wait to hear of it
-        return {}, Outcome(number=order.number, error=f"{type(error).__name__}: {error}")
-    return tensors, None
-
-
-def _check_vocabulary(model: Any, order: LoadOrder) -> None:
-    """A token that the model does not have would end the server."""
-    config = model.config.get_text_config()
-    if config.vocab_size != order.vocab_size:
-        raise WeightsMismatchError(
-            f"the server's model has a vocabulary of {config.vocab_size} tokens, not {order.vocab_size}"
-        )
-
-
-def _write(
-    order: LoadOrder, tensors: Mapping[str, torch.Tensor], take: Callable[[Mapping[str, torch.Tensor]], object]
-) -> Outcome:
-    """From here on the old weights are gone."""
-    try:
-        if tensors:
-            take(tensors)
-    except Exception as error:  # the server's model code may raise anything, and the server would end of it
-        log.exception("order %d failed half-way", order.number)
-        return Outcome(number=order.number, error=f"{type(error).__name__}: {error}", spoiled=True)
-    return Outcome(number=order.number)
-
-
-def _expected(model: Any) -> Mapping[str, torch.Tensor]:
-    """Every tensor that a checkpoint of this model has, by its Hugging Face names, without memory behind it.
-
-    SGLang's own parameters are fused, padded and sharded, and it leaves out in silence what it does not know.
-    """
-    known: Mapping[str, torch.Tensor] | None = getattr(model, "_streamrl_expected", None)
-    if known is None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        # From its files: SGLang changes the sizes in ``model.config`` where its kernels want them padded.
-        config = AutoConfig.from_pretrained(model.config.name_or_path) if model.config.name_or_path else model.config
-        with torch.device("meta"):
-            reference = AutoModelForCausalLM.from_config(config)
-        reference.tie_weights()
-        known = dict(reference.named_parameters(remove_duplicate=False))
-        model._streamrl_expected = known
-    return known
-
-
-def _all_ready(ready: bool, processes: Callable[[], Any]) -> bool:
-    """Whether every tensor-parallel process of the server is ready: all write, or none does."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return ready
-    flag = torch.tensor([int(ready)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=processes())
-    return bool(flag.item())
 
 
 def _processes() -> Any:

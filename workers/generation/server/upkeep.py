@@ -1,4 +1,4 @@
-"""One SGLang server kept up: brought up, checked, watched, replaced, and always given the weights it has to hold.
+"""One inference server kept up: brought up, checked, watched, replaced, and always given the weights it has to hold.
 
 Owns: the process if it is ours, the client, the held version. Never: samples. Invariant: ``bring_up`` returns only when
 the server is what the run needs and holds the version that was last loaded here.
@@ -7,14 +7,15 @@ the server is what the run needs and holds the version that was last loaded here
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import structlog
 
+from transport.errors import InputFileError
 from transport.process.clock import Clock
+from transport.process.json_files import read_json
 from workers.errors import (
     EngineCrashedError,
     ModelError,
@@ -22,95 +23,81 @@ from workers.errors import (
     ServerUnavailableError,
     WeightsMismatchError,
 )
-from workers.generation.server.check import ModelFacts, check_server, model_facts
-from workers.generation.server.order import LOADER
-from workers.generation.server.process import (
-    DEFAULT_COMMAND,
-    HEALTH_POLL_S,
-    LaunchSettings,
-    ServerProcess,
-    wait_healthy,
-)
-from workers.generation.server.sglang_http import BASE_LABEL, Load, ServerInfo, SglangClient
-from workers.generation.server.weights import HeldWeights, OrderDesk, make_ready
+from workers.generation.server.client import BASE_LABEL, ServerClient, ServerFacts, ServerKind, ServerSettings
+from workers.generation.server.process import HEALTH_POLL_S, ServerProcess, wait_healthy
+from workers.generation.server.weights import HeldWeights, WeightOrders
 
 log = structlog.get_logger(__name__)
 
 MAX_STARTS = 3
-"""Starts of a server in a row; then the worker ends, and whoever started it decides."""
+"""Starts of a server in a row; then the worker ends, and what started it decides."""
 HEALTH_CHECKS_PER_SILENCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangSettings:
-    """What an engine of this kind is made of.
+class ModelFacts:
+    """What a model's own config.json says. max_context: tokens, 0 where it names no limit."""
 
-    directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
-    command: program and first arguments of our own server.  slots: samples at once.  max_context: tokens, 0: the
-    model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one
-    sample.  environment: variables that our own server needs.
+    model_type: str
+    vocab_size: int
+    max_context: int
+
+
+def model_facts(directory: Path) -> ModelFacts:
+    """Raises ModelError when config.json is missing or names no vocabulary."""
+    path = directory / "config.json"
+    try:
+        config = read_json(path, dict[str, Any])
+    except InputFileError as error:
+        raise ModelError(str(error)) from error
+    text: dict[str, Any] = config.get("text_config") or config
+    if not isinstance(text.get("vocab_size"), int):
+        raise ModelError(f"{path} has no vocab_size")
+    return ModelFacts(
+        model_type=str(config.get("model_type", "")),
+        vocab_size=text["vocab_size"],
+        max_context=int(text.get("max_position_embeddings") or 0),
+    )
+
+
+async def check_server(client: ServerClient, kind: ServerKind, model: ModelFacts) -> ServerFacts:
+    """Check the healthy server behind ``client``. What it does not say, the shapes of its tensors, the loader checks.
+
+    Raises: ModelError: it serves another kind of model, or cannot take weights from us; as every call else.
     """
-
-    directory: Path
-    log: Path
-    url: str = ""
-    key: str = ""
-    command: tuple[str, ...] = DEFAULT_COMMAND
-    slots: int = 64
-    dtype: str = "bfloat16"
-    max_context: int = 0
-    trust_remote_code: bool = False
-    startup_s: float = 300.0
-    silence_s: float = 30.0
-    request_s: float = 300.0
-    environment: ClassVar[Mapping[str, str]] = {}
-    default_command: ClassVar[tuple[str, ...]] = DEFAULT_COMMAND
-
-    def client(self, url: str, key: str) -> SglangClient:
-        """For the server at ``url``."""
-        return SglangClient(url, connections=self.slots, request_s=self.request_s, key=key)
-
-    def launch(self) -> LaunchSettings:
-        """How our own server is started."""
-        return LaunchSettings(
-            command=self.command,
-            arguments=self.arguments(),
-            log=self.log,
-            environment=self.environment,
-            key_option="api-key",
+    facts = await client.facts()
+    if facts.model_type != model.model_type:
+        raise ModelError(
+            f"{client.url} serves {facts.model!r} of type {facts.model_type!r}, "
+            f"the run's model is of type {model.model_type!r}"
         )
-
-    def arguments(self) -> list[str]:
-        """Of our own server, after ``command``."""
-        arguments = [
-            *("--model-path", str(self.directory)),
-            *("--dtype", self.dtype),
-            *("--max-running-requests", str(self.slots)),
-            *("--custom-weight-loader", LOADER),
-            "--enable-priority-scheduling",
-            "--disable-priority-preemption",  # it would recompute what runs
-            "--skip-tokenizer-init",  # token ids in, token ids out
-        ]
-        arguments += ["--context-length", str(self.max_context)] if self.max_context else []
-        return arguments + (["--trust-remote-code"] if self.trust_remote_code else [])
+    if facts.version not in kind.tested:
+        log.warning(f"untested {kind.name} version", version=facts.version, tested=kind.tested, url=client.url)
+    if kind.loader not in facts.loaders:
+        raise ModelError(
+            f"{client.url} cannot take new weights: install streamrl beside its {kind.name} and start it with "
+            f"{kind.loader_option} {kind.loader}"
+        )
+    return facts
 
 
 class ServerUpkeep:
     """The server of one engine."""
 
-    def __init__(self, settings: SglangSettings, clock: Clock) -> None:
+    def __init__(self, kind: ServerKind, settings: ServerSettings, clock: Clock) -> None:
+        self._kind = kind
         self._settings = settings
         self._clock = clock
-        self.process = None if settings.url else ServerProcess(settings.launch())
+        self.process = None if settings.url else ServerProcess(kind, settings)
         where = self.process or settings
-        self.client = settings.client(where.url, where.key)
+        self.client = kind.client(where.url, settings, where.key)
         self.model = ModelFacts(model_type="", vocab_size=0, max_context=0)
-        self.info = ServerInfo(version="", max_total_num_tokens=0)
-        self.load = Load()
+        self.facts = ServerFacts(version="", model="", model_type="", label=BASE_LABEL, kv_tokens=0)
+        self.kv_use = 0.0
         self.answers = False  # as of the last probe
         self.restarts = 0
         self._held: HeldWeights | None = None
-        self._desk = OrderDesk(self.client, same_host=self.process is not None)
+        self._orders = WeightOrders(self.client, same_host=self.process is not None)
         self._well_at_s = 0.0
         self._health_due_s = 0.0
 
@@ -122,8 +109,8 @@ class ServerUpkeep:
     @property
     def max_context(self) -> int:
         """Tokens of prompt and response: what the model, the settings and the server's memory allow."""
-        limits = (self.model.max_context, self._settings.max_context, self.info.context_length or 0)
-        return min(limit for limit in (*limits, self.info.max_total_num_tokens) if limit > 0)
+        limits = (self.model.max_context, self._settings.max_context, self.facts.max_context, self.facts.kv_tokens)
+        return min(limit for limit in limits if limit > 0)
 
     async def open(self) -> None:
         """Read the model's own files. Raises ModelError."""
@@ -151,15 +138,15 @@ class ServerUpkeep:
             await wait_healthy(self.client, self._settings.startup_s, self.process)
         else:
             await self._wait_elsewhere()
-        self.info = await check_server(self.client, self.model)
-        self._desk.vocab_size, self._desk.ranks = self.model.vocab_size, self.info.tp_size
-        self._desk.label = (await self.client.model_info()).weight_version
+        self.facts = await check_server(self.client, self._kind, self.model)
+        self._orders.vocab_size, self._orders.processes = self.model.vocab_size, self.facts.processes
+        self._orders.label = self.facts.label
         try:
-            await self._desk.look()
+            await self._orders.look()
         except WeightsMismatchError as error:
             raise ModelError(f"{self.client.url} serves another model than the run's: {error}") from error
         if self._held is not None:
-            await self._desk.pass_on(self._held)
+            await self._orders.pass_on(self._held)
         self._well()
 
     async def _wait_elsewhere(self) -> None:
@@ -169,7 +156,7 @@ class ServerUpkeep:
             async with asyncio.timeout(self._settings.startup_s):
                 while True:
                     try:
-                        await make_ready(self.client)
+                        await self.client.recover()
                         break
                     except ServerUnavailableError as error:
                         reason = str(error)
@@ -185,10 +172,10 @@ class ServerUpkeep:
         await self.bring_up()
 
     async def pass_on(self, held: HeldWeights) -> None:
-        """Have the server take ``held``, which it holds from now on. Raises as OrderDesk.pass_on, and then what it
+        """Have the server take ``held``, which it holds from now on. Raises as WeightOrders.pass_on, and then what it
         has to hold is what it was.
         """
-        await self._desk.pass_on(held)
+        await self._orders.pass_on(held)
         self.keep(held)
 
     def keep(self, held: HeldWeights) -> None:
@@ -200,13 +187,13 @@ class ServerUpkeep:
     # --- watch --------------------------------------------------------------------------------------------------------
 
     async def probe(self) -> str:
-        """How the server is: why it is lost, or "". Also refreshes ``load`` and ``answers``."""
+        """How the server is: why it is lost, or "". Also refreshes ``kv_use`` and ``answers``."""
         self.answers = False
         if self.process is not None and self.process.pid is None:
             return f"its process ended: {self.process.last_words()}"
         silence_s = self._settings.silence_s
         try:
-            self.load = await self.client.load()
+            self.kv_use = await self.client.kv_use()
             if self._clock.now_s() >= self._health_due_s:
                 await self._look_closer(silence_s)
         except (ServerUnavailableError, ServerAnswerError) as error:
@@ -218,7 +205,7 @@ class ServerUpkeep:
         """Whether its model still computes, and still with our weights: one that was started anew has its own."""
         await self.client.health(silence_s)
         self._health_due_s = self._clock.now_s() + silence_s / HEALTH_CHECKS_PER_SILENCE
-        served = (await self.client.model_info()).weight_version
+        served = await self.client.label()
         if self._held is not None and served != self.label:
             self._well_at_s = float("-inf")
             raise ServerAnswerError(self.client.url, 0, f"it serves weights {served!r} instead of {self.label!r}")

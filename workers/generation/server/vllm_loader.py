@@ -1,7 +1,7 @@
 """New weights inside a vLLM server: the class for its --worker-extension-cls.
 
 vLLM mixes it into its workers, the processes that hold the model; ``/collective_rpc`` calls its methods there, between
-two steps. What a load is, and what it checks, is the SGLang loader's (sglang_loader.py): nothing there is SGLang's own.
+two steps.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from transport.contracts.messages import MessageDecoder
-from workers.generation.server.order import LoadOrder, outcome_numbers
-from workers.generation.server.sglang_loader import carry_out
-
-_orders = MessageDecoder(LoadOrder)
+from workers.generation.server.loader import carry_out
+from workers.generation.server.order import order_decoder, outcome_numbers
 
 
 class Loader:
@@ -47,7 +44,7 @@ class Loader:
                 # On a CPU it computes with a packed copy, which a reload leaves as it was where the head is tied.
                 head.quant_method.process_weights_after_loading(head)
 
-        return outcome_numbers(carry_out(model, _orders.decode(base64.b64decode(order)), take, _processes))
+        return outcome_numbers(carry_out(model, order_decoder.decode(base64.b64decode(order)), take, _processes))
 
 
 def _processes() -> Any:

@@ -9,8 +9,6 @@ Owns: that file, and the calls that make a server load it. Invariant: what is he
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +24,8 @@ from transport.tensors.address import choose_sources, host_id
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.tensors.shm import held_address
 from workers.errors import ServerAnswerError, WeightsMismatchError
-from workers.generation.server.order import LoadOrder, Outcome, read_outcome
-from workers.generation.server.sglang_http import SglangClient
+from workers.generation.server.client import ServerClient
+from workers.generation.server.order import LoadOrder
 from workers.weights.pull import PulledTensors
 
 if TYPE_CHECKING:
@@ -105,18 +103,18 @@ def _write(fd: int, offset: int, data: memoryview) -> None:
         offset, data = offset + written, data[written:]
 
 
-class OrderDesk:
+class WeightOrders:
     """Gives orders to the loader of one server. same_host: its server is on this host, as this user.
 
-    vocab_size: of the run's model.  ranks: the server's tensor-parallel processes.  label: of the weights it serves.
+    vocab_size: of the run's model.  processes: that hold the server's model.  label: of the weights it serves.
     """
 
-    def __init__(self, client: SglangClient, *, same_host: bool) -> None:
+    def __init__(self, client: ServerClient, *, same_host: bool) -> None:
         self._client = client
         self._same_host = same_host
         self._number = 0
         self.vocab_size = 0
-        self.ranks = 1
+        self.processes = 1
         self.label = ""
 
     async def look(self) -> None:
@@ -127,7 +125,7 @@ class OrderDesk:
         """Have the server load ``held``: running samples wait between two steps meanwhile, and go on from their KV.
 
         Raises: WeightsMismatchError: they do not fit its model.  PeerUnavailableError: it cannot get them. In both
-                cases it serves what it served.  ServerUnavailableError, ServerAnswerError: nobody knows what it serves.
+                cases it serves what it served.  ServerUnavailableError, ServerAnswerError: what it serves is unknown.
         """
         manifest = replace(held.manifest, sources=held.sources(same_host=self._same_host))
         await self._give(self._order(manifest), str(held.weights))
@@ -142,12 +140,14 @@ class OrderDesk:
         await client.pause()
         spoiled = False
         try:
-            outcome = await self._carry_out(order, label)
+            outcome = await client.load(order, label or None, self.processes)
+            if outcome.number != order.number:
+                raise ServerAnswerError(client.url, 0, f"its loader reports order {outcome.number}, not {order.number}")
             spoiled = outcome.spoiled
             if outcome.error and label and not spoiled:
-                await client.label(self.label)
+                await client.set_label(self.label)
         finally:
-            if not spoiled:  # or its samples would go on under weights that nobody knows
+            if not spoiled:  # or its samples would go on under weights that nothing names
                 await client.resume()
         if spoiled:
             raise ServerAnswerError(client.url, 0, f"{label} was loaded half-way: {outcome.error}")
@@ -156,30 +156,3 @@ class OrderDesk:
         if outcome.error:
             raise PeerUnavailableError(client.url, f"it cannot load {label}: {outcome.error}")
         self.label = label or self.label
-
-    async def _carry_out(self, order: LoadOrder, label: str) -> Outcome:
-        """As few calls one after another as can be: samples wait for each."""
-        client = self._client
-        await client.begin_update()
-        try:
-            await client.update(order, self.ranks, label or None)
-        except BaseException:
-            await client.end_update()
-            raise
-        told = asyncio.gather(client.outcome(order.number), client.end_update(), return_exceptions=True)
-        raw, ended = await told
-        if isinstance(ended, BaseException):
-            raise ended
-        if isinstance(raw, BaseException):
-            raise raw
-        outcome = read_outcome(raw)
-        if outcome.number != order.number:
-            raise ServerAnswerError(client.url, 0, f"its loader tells of order {outcome.number}, not {order.number}")
-        return outcome
-
-
-async def make_ready(client: SglangClient) -> None:
-    """Undo what a worker that died in the middle of an update left behind: an open update, a pause."""
-    with contextlib.suppress(ServerAnswerError):  # none was open
-        await client.end_update()
-    await client.resume()

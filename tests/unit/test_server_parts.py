@@ -1,4 +1,4 @@
-"""What travels to and from an SGLang server, and the order in which samples go there."""
+"""What travels to and from an inference server, and the order in which samples go there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from transport.tensors.base import Deadline
 from transport.tensors.shm import ShmReader
 from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
-from workers.generation.server.answers import BadAnswerError, completion, request_body
-from workers.generation.server.check import model_facts
-from workers.generation.server.order import LoadOrder, Outcome, from_name, outcome_numbers, read_outcome, to_payload
+from workers.generation.server.client import Chunk, ServedSpan
+from workers.generation.server.order import LoadOrder, Outcome, outcome_numbers, read_outcome
 from workers.generation.server.queue import SampleQueue, SentSample
-from workers.generation.server.sglang_http import Chunk, FinishedBy, MetaInfo, ServedSpan, ServerInfo
+from workers.generation.server.sender import BadAnswerError, completion, sample_request
+from workers.generation.server.sglang_loader import from_name, to_payload
+from workers.generation.server.upkeep import model_facts
 from workers.generation.server.weights import hold
 from workers.weights.pull import WeightPuller
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
 KNOWN = {"default": WeightIdentity(epoch=0, version=0), str(OLD): OLD, str(NEW): NEW}
-SERVER = ServerInfo(version="0.5.23", max_total_num_tokens=1000)
 
 
 def request(group: str, *, samples: int = 2, priority: float = 0.0, limits: tuple[int, ...] = ()) -> GenerationRequest:
@@ -108,33 +108,21 @@ def test_an_aborted_group_leaves_the_queue_as_one_failure() -> None:
 
 def test_a_request_says_all_that_the_sample_needs() -> None:
     waiting = queue(request("0/0", limits=(3, 4), priority=6.6))
-    body = request_body(take(waiting), SERVER)
-    plain = msgspec.json.decode(msgspec.json.encode(body))
-    assert plain["input_ids"] == [5, 6]
-    assert plain["extra_key"] == "a"
-    assert plain["sampling_params"]["max_new_tokens"] == 3
-    assert plain["sampling_params"]["stop_token_ids"] == [1, 2]
-    assert "priority" not in plain, "a server without priorities may refuse them"
-    assert "sampling_seed" not in plain["sampling_params"]
-    able = ServerInfo(
-        version="", max_total_num_tokens=1, enable_priority_scheduling=True, enable_deterministic_inference=True
-    )
-    waiting = queue(request("0/0", priority=6.6))
-    first = request_body(take(waiting), able)
-    waiting.started(next(iter(waiting.sent.values())), 1.0)
-    second = request_body(take(waiting), able)
-    assert first.priority == 7
-    assert first.sampling_params.sampling_seed != second.sampling_params.sampling_seed
+    first = take(waiting)
+    asked = sample_request(first)
+    assert (bytes(asked.prompt), asked.label, asked.max_new_tokens, asked.priority) == (b"[5,6]", "a", 3, 6.6)
+    waiting.started(first, 1.0)
+    second = sample_request(take(waiting))
+    assert second.max_new_tokens == 4
+    assert second.seed != asked.seed, "each sample of a group has a stream of its own"
 
 
 def chunk(*spans: tuple[str, int, int], tokens: int = 3, logprob: float | None = -0.5) -> Chunk:
     return Chunk(
-        output_ids=list(range(tokens)),
-        meta_info=MetaInfo(
-            finish_reason=FinishedBy(type="stop"),
-            weight_versions=tuple(ServedSpan(version=v, start=s, end=e) for v, s, e in spans),
-            output_token_logprobs=[(logprob, token, None) for token in range(tokens)],
-        ),
+        token_ids=list(range(tokens)),
+        logprobs=[(logprob, token) for token in range(tokens)],
+        spans=tuple(ServedSpan(version=v, start=s, end=e) for v, s, e in spans),
+        finish_reason="stop",
     )
 
 
@@ -156,12 +144,12 @@ def test_tokens_carry_the_weights_that_sampled_them() -> None:
     [
         (chunk((str(OLD), 0, 2)), "cover 2 of 3"),
         (chunk((str(OLD), 0, 1), (str(NEW), 2, 3)), "gap at token 1"),
-        (chunk(("e9v9", 0, 3)), "nobody loaded"),
-        (chunk(("default", 0, 3)), "nobody loaded"),
+        (chunk(("e9v9", 0, 3)), "never loaded"),
+        (chunk(("default", 0, 3)), "never loaded"),
         (chunk((str(OLD), 0, 3), logprob=None), "not finite"),
         (chunk((str(OLD), 0, 0), tokens=0), "0 of 0"),
-        (Chunk(output_ids=[1]), "how the sample ended"),
-        (Chunk(output_ids=[1], meta_info=MetaInfo(finish_reason=FinishedBy(type="stop"))), "0 logprobs"),
+        (Chunk(token_ids=[1]), "how the sample ended"),
+        (Chunk(token_ids=[1], finish_reason="stop"), "0 logprobs"),
     ],
 )
 def test_an_answer_that_does_not_add_up_is_refused(last: Chunk, problem: str) -> None:
@@ -191,7 +179,7 @@ def test_an_order_is_the_name_of_an_empty_tensor() -> None:
 
 def test_an_outcome_comes_back_as_numbers() -> None:
     outcome = Outcome(number=3, error="böse", mismatch=True)
-    assert read_outcome(bytes(outcome_numbers(outcome))) == outcome
+    assert read_outcome(outcome_numbers(outcome)) == outcome
 
 
 def test_held_weights_outlive_what_they_were_made_of() -> None:

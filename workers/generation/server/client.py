@@ -1,0 +1,313 @@
+"""What the engine needs of an inference server: the calls each kind makes in its own words, and the HTTP they share.
+
+    ServerKind      how a server of one kind is started and checked; one constant in the file of its client
+    ServerClient    one server: its facts and health, samples, weights
+
+A further kind of server is one file with a ServerClient and a ServerKind (sglang.py, vllm.py), and a line in engine.py.
+
+Owns: connections, deadlines, errors. Never: decides when to call, retries. Invariant: whatever the server does, a call
+ends with an answer, ServerAnswerError (it answers, but not this) or ServerUnavailableError, of which
+ServerUnreachableError says that it never got the call.
+
+Connections are kept: one for each running sample, a few for control. aiohttp, because its parser is C and a sample
+costs a third of httpx's CPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from transport.contracts.types import SamplingParams
+from transport.process.secret import ENGINE_KEY
+from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
+from workers.generation.engine import GenerationRequest
+from workers.generation.server.order import LoadOrder, Outcome
+
+CALL_S = 10.0
+"""For what the server answers from memory."""
+UPDATE_S = 300.0
+"""For new weights: minutes mean that the device or the network hangs."""
+CONNECT_S = 5.0
+KEEP_ALIVE_S = 2.0
+"""Less than the five seconds of uvicorn, or a request meets a connection that is just being closed."""
+CONTROL_CONNECTIONS = 8
+SHOWN_CHARACTERS = 300
+UNIX = "unix:"
+UNAUTHORIZED = 401
+EVENT = b"data: "
+LAST_EVENT = b"data: [DONE]"
+END_OF_EVENT = b"\n\n"
+CHUNK_AT_END = 1 << 30
+"""Tokens between two chunks: the first comes with the first token, the next with the last one."""
+
+BASE_LABEL = "default"
+"""What servers call the weights that they were started with."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What an engine on a server is made of.
+
+    directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
+    command: program and first arguments of our own server.  slots: samples at once.  max_context: tokens, 0: the
+    model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one
+    sample.
+    """
+
+    directory: Path
+    log: Path
+    url: str = ""
+    key: str = ""
+    command: Sequence[str] = ()
+    slots: int = 64
+    dtype: str = "bfloat16"
+    max_context: int = 0
+    trust_remote_code: bool = False
+    startup_s: float = 300.0
+    silence_s: float = 30.0
+    request_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """tested: versions; the interface has changed between minor ones before, so another is warned of.
+    client: makes one of (url, settings, key).  command: starts one of this Python.  arguments: what follows it.
+    loader: of ours, which a server has to have; ``loader_option`` names it.  refusal: why a request cannot be answered
+    by any server of this kind, "" when it can.  environment: that our own server needs.  Our own server finds its key
+    in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config`` names; ``socket_option``
+    is for the path of a socket to listen on instead of a port.
+    """
+
+    name: str
+    tested: tuple[str, ...]
+    client: Callable[[str, ServerSettings, str], ServerClient]
+    command: tuple[str, ...]
+    arguments: Callable[[ServerSettings], list[str]]
+    loader: str
+    loader_option: str
+    refusal: Callable[[GenerationRequest], str] = lambda request: ""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    key_variable: str = ""
+    key_option: str = ""
+    socket_option: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself. label: of its weights.  kv_tokens: that its KV memory holds.  max_context, slots:
+    0 where it has no limit of its own.  processes: that hold the model together.  loaders: those it was started with.
+    """
+
+    version: str
+    model: str
+    model_type: str
+    label: str
+    kv_tokens: int
+    max_context: int = 0
+    slots: int = 0
+    processes: int = 1
+    loaders: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample. prompt: its token ids as JSON, encoded once for a group.  label: of the weights it is sent under,
+    which divides the server's cache.  chunk_tokens: between two chunks of its stream.
+    """
+
+    rid: str
+    prompt: msgspec.Raw
+    label: str
+    sampling: SamplingParams
+    max_new_tokens: int
+    seed: int
+    priority: float = 0.0
+    chunk_tokens: int = CHUNK_AT_END
+
+
+class ServedSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens ``[start, end)`` were sampled under the weights labelled ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One event of a sample's stream: everything so far. logprobs: (logprob, token id) of each token.
+    finish_reason: stop, length or abort; "" while it goes on.  message: why the server aborted it, if it did so itself.
+    """
+
+    token_ids: list[int]
+    logprobs: list[tuple[float | None, int]] = field(default_factory=list[tuple[float | None, int]])
+    spans: Sequence[ServedSpan] = ()
+    finish_reason: str = ""
+    message: str = ""
+    cached_tokens: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what a server answers; fields that we do not read are ignored."""
+
+
+class ServerClient(ABC):
+    """The server at ``url``. ``open`` before the first call, ``close`` at the end.
+
+    url: http://host:port, or unix:path.  key: that it asks for, "" for none.
+    """
+
+    def __init__(self, url: str, settings: ServerSettings, key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._socket = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
+        self._base = "http://localhost" if self._socket else self.url
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._connections = settings.slots
+        self._request_s = settings.request_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        limit = self._connections + CONTROL_CONNECTIONS
+        connector = (
+            aiohttp.UnixConnector(self._socket, limit=limit, keepalive_timeout=KEEP_ALIVE_S)
+            if self._socket
+            else aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEP_ALIVE_S)
+        )
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # --- what it is and how it is -------------------------------------------------------------------------------------
+
+    async def health(self, deadline_s: float) -> None:
+        """Have it compute, or be at it."""
+        await self._call("GET", "/health", None, deadline_s)
+
+    @abstractmethod
+    async def facts(self) -> ServerFacts:
+        """Raises ModelError for a server that was started in a way that cannot do."""
+
+    @abstractmethod
+    async def kv_use(self) -> float:
+        """Part of its KV memory in use, 0 to 1."""
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    async def generate(self, sample: SampleRequest) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one sample; the last one has a finish_reason. Raises also when the stream ends before it."""
+        finished = False
+        path, body = self._sample_call(sample)
+        async with self._request("POST", path, msgspec.json.encode(body), self._request_s) as response:
+            async for chunk in self._chunks(_events(response)):
+                finished = finished or bool(chunk.finish_reason)
+                yield chunk
+        if not finished:
+            raise ServerUnavailableError(self.url, "its answer ended before the sample did")
+
+    @abstractmethod
+    def _sample_call(self, sample: SampleRequest) -> tuple[str, object]:
+        """Path and body that ask for ``sample`` as a stream of events."""
+
+    @abstractmethod
+    def _chunks(self, events: AsyncIterator[bytes]) -> AsyncGenerator[Chunk, None]:
+        """What the data of the events says. Raises ServerAnswerError for an event that reports an error."""
+
+    @abstractmethod
+    async def abort(self, rid: str) -> None:
+        """Stop one sample: its stream ends with what it has."""
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop between two steps; running samples keep their KV."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    async def recover(self) -> None:
+        """Undo what a worker that died in the middle of an update left behind."""
+        await self.resume()
+
+    @abstractmethod
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+        """Have the loader carry out ``order`` in each of the server's ``processes``. label: of tokens from then on;
+        None: as before.
+        """
+
+    @abstractmethod
+    async def label(self) -> str:
+        """Of the weights that it serves."""
+
+    @abstractmethod
+    async def set_label(self, label: str) -> None:
+        """Tokens sampled from now on are of weights ``label``."""
+
+    # --- the wire -----------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = CALL_S
+    ) -> bytes:
+        data = None if body is None else msgspec.json.encode(body)
+        async with self._request(method, path, data, deadline_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, data: bytes | None, deadline_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            raise ValueError("the client was not opened")
+        timeout = aiohttp.ClientTimeout(total=deadline_s, connect=min(CONNECT_S, deadline_s))
+        try:
+            async with self._session.request(method, self._base + path, data=data, timeout=timeout) as response:
+                if response.status != 200:
+                    reason = _shown(await response.read())
+                    if response.status == UNAUTHORIZED:
+                        reason += f" (it requires a key; set {ENGINE_KEY} for a server that runs elsewhere)"
+                    raise ServerAnswerError(self.url, response.status, f"{path}: {reason}")
+                yield response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerUnreachableError(self.url, f"{path}: {error}") from error
+        except TimeoutError as error:
+            raise ServerUnavailableError(self.url, f"{path} was not done within {deadline_s:.0f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailableError(self.url, f"{path}: {error or type(error).__name__}") from error
+
+    def _read(self, kind: type[T], raw: bytes) -> T:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ServerAnswerError(self.url, 0, f"{error}: {_shown(raw)}") from error
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event. Split here: aiohttp's own lines are limited, a long sample's chunk is not."""
+    buffer = bytearray()
+    async for piece in response.content.iter_any():
+        searched = max(0, len(buffer) - 1)
+        buffer += piece
+        while (end := buffer.find(END_OF_EVENT, searched)) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + len(END_OF_EVENT)]
+            searched = 0
+            if event.startswith(EVENT) and not event.startswith(LAST_EVENT):
+                yield event[len(EVENT) :]
+
+
+def _shown(raw: bytes) -> str:
+    """The beginning of an answer, for a message."""
+    text = raw.decode("utf-8", "replace").strip()
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
