@@ -182,30 +182,25 @@ def inspect(
     raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow, broker_url=broker))
 
 
-LetterIds = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Dead letters, as inspect names them.")]
-AllLetters = Annotated[bool, typer.Option("--all", help="Every dead letter.")]
+def _dead_letters(name: str, text: str, *, drop: bool) -> None:
+    """Register what may be done with dead letters as a command."""
+
+    @app.command(name=name, help=text)
+    def handle(
+        run_dir: RunDirectory,
+        letter_ids: Annotated[
+            list[str] | None, typer.Argument(metavar="ID...", help="Dead letters, as inspect names them.")
+        ] = None,
+        all_letters: Annotated[bool, typer.Option("--all", help="Every dead letter.")] = False,
+        broker: RunsBroker = None,
+    ) -> None:
+        from orchestrator.cli import dead_letters
+
+        raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], broker, all_letters=all_letters, drop=drop))
 
 
-@app.command(help="Put dead letters back into their queues, where somebody still wants them.")
-def retry(
-    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
-) -> None:
-    from orchestrator.cli import dead_letters
-
-    raise typer.Exit(
-        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=False, broker_url=broker)
-    )
-
-
-@app.command(help="Forget dead letters.")
-def drop(
-    run_dir: RunDirectory, letter_ids: LetterIds = None, all_letters: AllLetters = False, broker: RunsBroker = None
-) -> None:
-    from orchestrator.cli import dead_letters
-
-    raise typer.Exit(
-        dead_letters.main(run_dir, letter_ids or [], all_letters=all_letters, drop=True, broker_url=broker)
-    )
+_dead_letters("retry", "Put dead letters back into their queues, where their units are still wanted.", drop=False)
+_dead_letters("drop", "Forget dead letters.", drop=True)
 
 
 @app.command(help="Write a run's trace for Perfetto, and draw it: what every worker did, and why it was idle.")

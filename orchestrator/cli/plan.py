@@ -1,6 +1,7 @@
 """``streamrl-orchestrator plan``: which GPUs should generate, which should train, and what to expect of it.
 
-Owns: arguments and progress. Never: the search (``planning/plan_search.py``), the words of the answer (``report.py``).
+Arguments, progress and the answer, for people and for programs, which say the same. The search is in
+``planning/plan_search.py``; how to read the answer: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -20,12 +23,11 @@ from orchestrator.core.costs.analytic import Algorithm, DoesNotFitError
 from orchestrator.core.costs.hardware import GPUS, Gpu
 from orchestrator.core.costs.llms import LLMS, Llm, UnknownModelError, from_config
 from orchestrator.errors import ConfigError
-from orchestrator.planning.allocation import Objective, Outcome, Pool, Split
-from orchestrator.planning.length_files import read_lengths
-from orchestrator.planning.plan_search import advise
+from orchestrator.planning.allocation import Objective, Outcome, Pool, Split, released
+from orchestrator.planning.length_files import Group, read_lengths
+from orchestrator.planning.plan_search import Advice, advise
 from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
-from orchestrator.planning.report import as_record, as_text, size
-from orchestrator.planning.split_search import Job
+from orchestrator.planning.split_search import Job, Prediction
 from orchestrator.sim.scenarios import PIPELINES
 from transport.errors import InputFileError
 from transport.process.json_files import read_json
@@ -40,8 +42,20 @@ ProfileFile = Annotated[
         show_default=False,
     ),
 ]
+Pipeline = Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")]
+Batch = Annotated[int, typer.Option(min=1, help="Prompts of a batch.")]
+GroupSize = Annotated[int, typer.Option(min=1, help="Samples of a prompt.")]
+TokenCost = Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")]
+Recall = Annotated[float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")]
+LinkGbps = Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
+
+
+SECONDS_PER_HOUR = 3600.0
+NEVER_IDLE = 0.02
+"""Share of the time below which a stage counts as always busy: optimizer, loads and the first samples take as much."""
 
 
 def plan(
@@ -64,22 +78,20 @@ def plan(
         str, typer.Option(help=f"{', '.join(LLMS)}; or a Hugging Face config.json. [that of --profile]")
     ] = "",
     profile: ProfileFile = None,
-    pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
-    batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
-    group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
-    algorithm: Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")] = "grpo",
+    pipeline: Pipeline = "in_flight",
+    batch: Batch = 1024,
+    group_size: GroupSize = 1,
+    algorithm: TokenCost = "grpo",
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")] = 500,
-    recall: Annotated[
-        float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")
-    ] = 0.75,
+    recall: Recall = 0.75,
     minimise: Annotated[str, typer.Option(help="time: seconds of an iteration; cost: price of a sample.")] = "time",
     prices: Annotated[
         str, typer.Option(help="Price of a GPU-hour: TYPE=PRICE, separated by commas. [relative: an H20 is 1.00]")
     ] = "",
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")] = 80.0,
+    link_gbps: LinkGbps = 80.0,
     seed: Annotated[int, typer.Option(help="Of the order of prompts and of the ranker's errors.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     measured = None if profile is None else read_profile(profile)
     pools = parse_pools(gpus, parse_prices(prices), hardware(measured))
@@ -218,3 +230,194 @@ class Progress:
         """Leave the line."""
         if self._terminal and self._best is not None:
             typer.echo("", err=True)
+
+
+# -- the answer
+
+
+def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, warnings: Sequence[str] = ()) -> str:
+    """What people read; docs/planning.md explains each line. warnings: of the profile that was used."""
+    best = advice.best
+    rows = [("plan", best), *((title, other) for title, other in others(advice) if other is not None)]
+    freed = ", ".join(f"{count}x{place}" for place, count in released(best.split, pools).items())
+    lines = [
+        f"{job.llm.name} on {', '.join(map(str, pools))}; {job.pipeline}, {job.batch} prompts x {job.group_size}, "
+        f"{job.algorithm}; {lengths_line(job.groups)}",
+        *(f"note: {note}" for note in (*notes(job), *warnings)),
+        "",
+        f"generate on {stage(best.split, generation=True)}",
+        f"train on    {stage(best.split, generation=False)}",
+        f"dispatch    {job.dispatch(best.split)}, the default of such a run",
+        *([f"released    {freed}"] if freed else []),
+        "",
+        f"{'':14}{'generate + train':>18}{'s/iteration':>13}{'samples/s':>11}{'cost/1000':>11}"
+        f"{'gen. idle':>11}{'thin':>7}{'train idle':>12}",
+        *(row(title, prediction, job) for title, prediction in rows),
+        "",
+        bound_line(best, job),
+        why(advice),
+        searched(advice, seconds),
+    ]
+    return "\n".join(lines)
+
+
+def searched(advice: Advice, seconds: float) -> str:
+    """How far the search went, and whether it was cut short."""
+    found = advice.found
+    counts = f"{found.num_candidates} splits, {len(found.outcomes)} simulated"
+    if found.num_cut:
+        return f"{counts}, those with the best bounds; {found.num_cut} more might be better; {seconds:.1f} s"
+    return f"{counts}, the others cannot be better by their bounds; {seconds:.1f} s"
+
+
+def others(advice: Advice) -> list[tuple[str, Prediction | None]]:
+    """What the plan is compared with."""
+    return [("runner-up", advice.runner_up), ("even split", advice.even)]
+
+
+def size(split: Split) -> str:
+    """``40 + 88``."""
+    return f"{split.generation_gpus} + {split.training_gpus}"
+
+
+def stage(split: Split, *, generation: bool) -> str:
+    if generation:
+        return (
+            f"{split.generation_gpus}x{split.generation.place}: {split.instances} instances of "
+            f"{split.tensor_parallel} (tensor parallel)"
+        )
+    return (
+        f"{split.training_gpus}x{split.training.place}: {split.ranks} data-parallel ranks of "
+        f"{split.training_tensor_parallel} (tensor) x {split.pipeline_parallel} (pipeline)"
+    )
+
+
+def row(title: str, prediction: Prediction, job: Job) -> str:
+    seconds = prediction.iteration_s
+    return (
+        f"{title:14}{size(prediction.split):>18}{seconds:>13.4g}{job.samples / seconds:>11.4g}"
+        f"{cost_per_1000(prediction, job):>11.4g}{prediction.generation_idle:>11.1%}{prediction.generation_thin:>7.1%}"
+        f"{prediction.trainer_idle:>12.1%}"
+    )
+
+
+def cost_per_1000(prediction: Prediction, job: Job) -> float:
+    """Of samples, in the currency of prices per GPU-hour."""
+    return prediction.split.price * prediction.iteration_s / SECONDS_PER_HOUR / job.samples * 1000
+
+
+def bound_line(best: Prediction, job: Job) -> str:
+    least = best.bound
+    limit_s = least.iteration_s(job.settings.max_staleness)
+    return (
+        f"no schedule of this split beats {limit_s:.4g} s (generation {least.generation_s:.4g} s, training "
+        f"{least.training_s:.4g} s, longest sample alone {least.longest_s:.4g} s): the plan takes "
+        f"{best.iteration_s / limit_s:.2f} times that; weights are {best.transfer_s:.2g} s on their way; "
+        f"trained tokens are {best.mean_age:.2f} versions old on average, {best.oldest_age} at most"
+    )
+
+
+def why(advice: Advice) -> str:
+    """What is wrong with the runner-up."""
+    best, other = advice.best, advice.runner_up
+    if other is None:
+        return "there is no other split that fits"
+    slower = other.iteration_s / best.iteration_s - 1
+    dearer = other.split.price * other.iteration_s / (best.split.price * best.iteration_s) - 1
+    return (
+        f"the runner-up, {size(other.split)}, is {compared(slower, 'slower', 'faster')} and its samples are "
+        f"{compared(dearer, 'dearer', 'cheaper')}: {limit(other)}"
+    )
+
+
+def limit(prediction: Prediction) -> str:
+    """Which stage an iteration waits for."""
+    if prediction.trainer_idle < NEVER_IDLE:
+        return f"its trainer is always busy, {prediction.bound.training_s:.4g} s an iteration at the least"
+    waits = f"its trainer waits {prediction.trainer_idle:.1%} of the time"
+    if prediction.generation_idle < NEVER_IDLE:
+        return f"{waits} for generation, which never does"
+    return f"{waits}, its generation {prediction.generation_idle:.1%}"
+
+
+def compared(share: float, more: str, less: str) -> str:
+    """``3.1% slower``."""
+    return f"{abs(share):.1%} {more if share >= 0 else less}"
+
+
+def lengths_line(groups: Sequence[Group]) -> str:
+    ordered = sorted(tokens for group in groups for tokens in group)
+    tail = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return (
+        f"{len(ordered)} lengths: mean {fmean(ordered):.0f}, P50 {ordered[len(ordered) // 2]}, P99 {tail}, "
+        f"longest {ordered[-1]} tokens"
+    )
+
+
+def notes(job: Job) -> list[str]:
+    """What about the input makes the answer worth less."""
+    found: list[str] = []
+    if len(job.groups) == 1:
+        found.append("the file has one prompt: every batch is made of it, and a plan for other lengths will differ")
+    elif len({tokens for group in job.groups for tokens in group}) == 1:
+        found.append("all lengths are equal (cut by a limit?): there is no tail, and a ranker has nothing to order")
+    return found
+
+
+def as_record(
+    advice: Advice,
+    job: Job,
+    pools: Sequence[Pool],
+    minimise: Objective,
+    seconds: float,
+    warnings: Sequence[str] = (),
+) -> dict[str, object]:
+    """The same for programs. Prices are per GPU-hour, cost is per sample."""
+    return {
+        "model": job.llm.name,
+        "gpus": [str(pool) for pool in pools],
+        "pipeline": job.pipeline,
+        "minimise": minimise,
+        "samples_per_iteration": job.samples,
+        "notes": [*notes(job), *warnings],
+        "plan": record(advice.best, job),
+        **{
+            title.replace(" ", "_").replace("-", "_").lower(): record(other, job) if other is not None else None
+            for title, other in others(advice)
+        },
+        "released": released(advice.best.split, pools),
+        "why": why(advice),
+        "splits": advice.found.num_candidates,
+        "simulated": len(advice.found.outcomes),
+        "left_out": advice.found.num_cut,
+        "seconds": round(seconds, 3),
+    }
+
+
+def record(prediction: Prediction, job: Job) -> dict[str, object]:
+    split = prediction.split
+    degrees: dict[str, object] = {
+        "dispatch": job.dispatch(split),
+        "generation_gpus": split.generation_gpus,
+        "generation_on": split.generation.place,
+        "instances": split.instances,
+        "tensor_parallel": split.tensor_parallel,
+        "training_gpus": split.training_gpus,
+        "training_on": split.training.place,
+        "ranks": split.ranks,
+        "training_tensor_parallel": split.training_tensor_parallel,
+        "pipeline_parallel": split.pipeline_parallel,
+    }
+    figures = {
+        "iteration_s": prediction.iteration_s,
+        "samples_per_s": job.samples / prediction.iteration_s,
+        "cost_per_sample": cost_per_1000(prediction, job) / 1000,
+        "generation_idle": prediction.generation_idle,
+        "generation_thin": prediction.generation_thin,
+        "trainer_idle": prediction.trainer_idle,
+        "transfer_s": prediction.transfer_s,
+        "mean_age": prediction.mean_age,
+        "oldest_age": prediction.oldest_age,
+    }
+    bounds = {f"bound_{name}": seconds for name, seconds in asdict(prediction.bound).items()}
+    return {**degrees, **{name: round(value, 6) for name, value in {**figures, **bounds}.items()}}

@@ -13,7 +13,20 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
-from orchestrator.cli.plan import GBPS, ProfileFile, chosen_model, one_of, parse_pools
+from orchestrator.cli.plan import (
+    GBPS,
+    AsJson,
+    Batch,
+    GroupSize,
+    LinkGbps,
+    Pipeline,
+    ProfileFile,
+    Recall,
+    TokenCost,
+    chosen_model,
+    one_of,
+    parse_pools,
+)
 from orchestrator.core.costs.analytic import Algorithm, DoesNotFitError, decode_cost, most_ranks, tensor_degrees
 from orchestrator.core.costs.hardware import GPUS, Gpu
 from orchestrator.core.costs.llms import LLMS
@@ -64,27 +77,25 @@ def simulate(
         typer.Option(help="Response lengths, tokens: one a line, or JSON lines. [StreamRL's 20K data set, simulated]"),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 500,
-    pipeline: Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")] = "in_flight",
+    pipeline: Pipeline = "in_flight",
     dispatch: Annotated[str, typer.Option(help=f"{', '.join(POLICIES)} (docs/dispatch.md). [as in a run of it]")] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 1024,
-    group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 1,
-    algorithm: Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")] = "ppo",
-    recall: Annotated[
-        float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")
-    ] = 0.87,
+    batch: Batch = 1024,
+    group_size: GroupSize = 1,
+    algorithm: TokenCost = "ppo",
+    recall: Recall = 0.87,
     slots: Annotated[
         int, typer.Option(min=0, help="Samples that an instance decodes at once, at most. [256, or as profiled]")
     ] = 0,
     micro_batch_tokens: Annotated[
         int, typer.Option(min=0, help="Of a rank of the trainer. [65,536, or as profiled]")
     ] = 0,
-    link_gbps: Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")] = 80.0,
+    link_gbps: LinkGbps = 80.0,
     iterations: Annotated[
         int, typer.Option(min=FEWEST_ITERATIONS, help="To simulate; the first and last do not count.")
     ] = 20,
     seed: Annotated[int, typer.Option(help="Of lengths and of the ranker's errors.")] = 11,
     out: Annotated[Path | None, typer.Option(help="Directory for the timeline as a picture (SVG and PNG).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
