@@ -29,10 +29,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from orchestrator.cli.profile import QUIET_SHARE, MachineLoad
 from orchestrator.config.load import resolve
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
-from orchestrator.launch.machine_load import LIMIT, OtherPrograms
 from orchestrator.observability.metrics import read_metrics
 from orchestrator.planning.profiles import Profile, read_profile
 from orchestrator.sim.engine import Scenario
@@ -187,7 +187,7 @@ def live(setting: Setting, directory: Path) -> Live:
     command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
     for override in setting.overrides(directory):
         command += ["--set", override]
-    others = OtherPrograms()
+    load = MachineLoad()
     with (directory / "out.log").open("wb") as out:
         done = subprocess.run(
             command,
@@ -204,7 +204,7 @@ def live(setting: Setting, directory: Path) -> Live:
     return Live(
         iterations_s=iterations_s([line["time_s"] for line in read_metrics(run_dir / "metrics.jsonl")]),
         run_dir=run_dir,
-        others=others.share(),
+        others=load.share(),
     )
 
 
@@ -354,7 +354,7 @@ def live_errors(engines: Sequence[str] = tuple(ENGINES)) -> dict[str, Any]:
         errors += of_engine
         others = max(others, meanwhile)
     print(f"{len(errors)} settings: off by {fmean(errors):.1%} on average")
-    if others > LIMIT:
+    if others > QUIET_SHARE:
         print(f"other programs took up to {others:.0%} of this machine: measure again when it is quiet")
     return {"live_error_median": round(median(errors), 4), "live_error_worst": round(max(errors), 4)}
 

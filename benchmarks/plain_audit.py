@@ -1,6 +1,6 @@
 """Was every row trained exactly once? Asked of a finished run's files, by nothing that the product uses to answer it.
 
-It reads the formats as they are documented and shares no code with ``orchestrator/observability/audit.py``, nor with
+It reads the formats as they are documented and shares no code with ``orchestrator/cli/audit.py``, nor with
 what writes the files: a mistake in one of them is no mistake in both.
 
     checkpoints/step-<n>[.<k>]/ledger.msgpack   {version, cursor, passes: batch -> pass -> slot -> bit set of samples}

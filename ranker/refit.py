@@ -22,7 +22,7 @@ from ranker import store
 from ranker.errors import RankerError, RefitError
 from ranker.lengths import PromptLengths, shuffled
 from ranker.model import StoredModel, TextModel
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 
 VALIDATION_SHARE = 0.2
 PARENT_POLL_S = 0.5

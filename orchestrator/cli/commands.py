@@ -161,7 +161,7 @@ def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str])
 
 @app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
 def settings() -> None:
-    from orchestrator.config.settings_table import settings_table
+    from orchestrator.config.schema import settings_table
 
     typer.echo(settings_table())
 

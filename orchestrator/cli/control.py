@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.run_broker import run_broker
 from orchestrator.config.run_directory import find_run
 from orchestrator.config.toml_source import parse_override, to_toml
 from orchestrator.errors import RunFailedError
 from orchestrator.loop.control import REQUESTS, append_event, change
-from orchestrator.run_broker import run_broker
 from transport.broker import keys
 from transport.broker.base import Broker, parse_entry_id
 from transport.contracts.messages import Event

@@ -16,9 +16,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.cli.run_broker import run_broker
 from orchestrator.config.run_directory import find_run
 from orchestrator.errors import ConfigError
-from orchestrator.run_broker import run_broker
 from orchestrator.terminal_text import printable
 from transport.broker import keys
 from transport.broker.base import Broker, DeadLetter, parse_entry_id

@@ -3,43 +3,48 @@
     <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (profiles.read_profile)
     <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
 
-Owns: the child that measures, the files, the words. Never: measures (torch stays out of this process), or fits.
+A child measures (torch stays out of this process), ``planning/fitting.py`` fits.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import msgspec
 
 from orchestrator.config.toml_source import to_toml
 from orchestrator.errors import ChildFailedError
-from orchestrator.launch.machine_load import LIMIT, OtherPrograms
 from orchestrator.planning.fitting import fit
 from orchestrator.planning.profiles import Errors, Profile
 from orchestrator.run_outputs import check_place, writing_out
 from transport.contracts.measurements import Measurements
 from transport.contracts.settings import Settings
 from transport.process.files import replace
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 
-LIMIT_S = 1800.0
+MEASURE_LIMIT_S = 1800.0
 """The worker has its own limits; this one is for a machine that hangs."""
+QUIET_SHARE = 0.1
+"""Of the machine that other programs may take; beyond it a measurement is theirs, too."""
+STAT = Path("/proc/stat")
 
 
 def main(settings: Settings, out: Path) -> int:
     """Measure, fit, write, say. Returns 0. Raises ChildFailedError, ConfigError."""
     check_place(out)
-    others = OtherPrograms()
+    load = MachineLoad()
     profile = fit(measure(settings))
     json_path, toml_path = out.with_suffix(".json"), out.with_suffix(".toml")
     with writing_out(out):
         replace(json_path, msgspec.json.format(msgspec.json.encode(profile)))
         replace(toml_path, section(profile))
     print(report(profile))
-    if (share := others.share()) > LIMIT:
+    if (share := load.share()) > QUIET_SHARE:
         print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")
     print(
         f"wrote {json_path}, for `simulate` and `plan` with --profile {json_path}, and {toml_path}, for a run with "
@@ -55,11 +60,11 @@ def measure(settings: Settings) -> Measurements:
             python_module("workers", "profile"),
             input=msgspec.json.encode(settings),
             stdout=subprocess.PIPE,
-            timeout=LIMIT_S,
+            timeout=MEASURE_LIMIT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        slow = f"it took longer than {LIMIT_S:.0f} s: measure with fewer generation.slots"
+        slow = f"it took longer than {MEASURE_LIMIT_S:.0f} s: measure with fewer generation.slots"
         raise ChildFailedError("profile", -signal.SIGKILL, slow) from None
     if done.returncode != 0:
         raise ChildFailedError("profile", done.returncode, "see above")
@@ -105,3 +110,35 @@ def report(profile: Profile) -> str:
 
 def _held_out(errors: Errors, what: str) -> str:
     return f"held-out error on {what} that a fit did not see: median {errors.median:.1%}, worst {errors.worst:.1%}"
+
+
+class MachineLoad:
+    """What other programs take of this machine, from its making on. Our processes count once they were waited for.
+
+    Linux only; elsewhere nothing is known, and 0 is said.
+    """
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._busy_s = machine_busy_s()
+        self._own_s = own_s()
+
+    def share(self) -> float:
+        """Of the CPU time that the machine had, 0 to 1; 0 where it cannot be told."""
+        others_s = machine_busy_s() - self._busy_s - (own_s() - self._own_s)
+        had_s = (time.monotonic() - self._started_s) * (os.cpu_count() or 1)
+        return max(0.0, others_s / had_s)
+
+
+def machine_busy_s() -> float:
+    """CPU seconds that anything has used on this machine; 0 where it cannot be told."""
+    if not STAT.is_file():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, STAT.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """CPU seconds of this process, of its children that have ended, and of theirs."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

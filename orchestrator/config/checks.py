@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from transport.contracts.settings import SERVER_ENGINES, Settings
 from transport.process.secret import HOW_TO_MAKE, MIN_CHARACTERS
@@ -20,12 +19,6 @@ class Violation:
 
     keys: tuple[str, ...]
     problem: str
-
-
-def value_of(settings: Settings, key: str) -> Any:
-    """The value of the dotted ``key``."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(settings, section), name)
 
 
 def violations(settings: Settings) -> Iterator[Violation]:

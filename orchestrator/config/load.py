@@ -16,24 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import msgspec.inspect
 
-from orchestrator.config.checks import Violation, value_of, violations
+from orchestrator.config.checks import Violation, violations
+from orchestrator.config.schema import FIELDS, FROM_ENVIRONMENT, PASSWORD, SECRET, SECTIONS, expected_type, value_of
 from orchestrator.config.toml_source import MAX_DOCUMENT_BYTES, Setting, nearest, parse_override, read_document, to_toml
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from transport.broker.url import without_password
 from transport.contracts.settings import Section, Settings
 from transport.process.files import read_own
-from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET, read_secret
-
-PASSWORD = "broker.password"
-PASSWORD_VARIABLE = BROKER_PASSWORD
-SECRET_VARIABLE = SHARED_SECRET
-FROM_ENVIRONMENT = {PASSWORD: PASSWORD_VARIABLE, "api.secret": SECRET_VARIABLE}
-"""Secrets, and the variable that may hold each: it wins, and no file repeats it."""
-SECRET = (*FROM_ENVIRONMENT, "broker.url")
-"""Shown in no error: a mistyped URL may hold a password that was not recognised as one."""
+from transport.process.secret import read_secret
 
 FIXED_ON_RESUME = (
     "model.path",
@@ -61,20 +53,6 @@ class Resolved:
 
     settings: Settings
     origins: Mapping[str, str]
-
-
-def _fields() -> dict[str, msgspec.structs.FieldInfo]:
-    sections = msgspec.structs.fields(Settings)
-    return {
-        f"{section.name}.{field.name}": field
-        for section in sections
-        for field in msgspec.structs.fields(typing.cast("type[Section]", section.type))
-    }
-
-
-FIELDS = _fields()
-"""Dotted key -> its field, in the order of the schema."""
-SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
 
 
 def is_chosen(resolved: Resolved, key: str) -> bool:
@@ -231,49 +209,6 @@ def _unknown(setting: Setting) -> ConfigError:
         keys = ", ".join(key.partition(".")[2] for key in FIELDS if key.startswith(f"{section}."))
         problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}; keys of {section}: {keys}"
     return ConfigError(problem, key=setting.key, where=setting.where)
-
-
-UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
-"""A unit is the end of a setting's name."""
-
-
-def expected_type(key: str) -> str:
-    """What the setting ``key`` must be, in words, with its range and unit: ``a number > 0 (seconds)``."""
-    unit = next((f" ({unit})" for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
-    return _in_words(FIELDS[key].type) + unit
-
-
-def _in_words(kind: Any) -> str:
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
-    if typing.get_origin(kind) is tuple:
-        return f"a list of {len(arguments)}, each {_in_words(arguments[0])}"
-    if typing.get_origin(kind) is list:
-        return f"a list, each {_in_words(arguments[0])}"
-    match msgspec.inspect.type_info(kind):
-        case msgspec.inspect.Metadata(extra_json_schema={"description": str(words)}):
-            return words
-        case msgspec.inspect.EnumType(cls=choices):
-            return "one of " + ", ".join(f'"{choice.value}"' for choice in choices)
-        case msgspec.inspect.IntType() as number:
-            return "a whole number" + _range(number)
-        case msgspec.inspect.FloatType() as number:
-            return "a number" + _range(number)
-        case msgspec.inspect.DictType():
-            return "a table of numbers, strings, true or false, or lists of whole numbers"
-        case msgspec.inspect.BoolType():
-            return "true or false"
-        case _:
-            return "a string"
-
-
-def _range(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
-    """`` > 0``, or `` in [0, 1)``; "" without limits."""
-    least, most = (kind.gt if kind.ge is None else kind.ge), (kind.lt if kind.le is None else kind.le)
-    if least is None or most is None:
-        return "" if least is None else f" {'>' if kind.ge is None else '>='} {least}"
-    return f" in {'(' if kind.ge is None else '['}{least}, {most}{')' if kind.le is None else ']'}"
 
 
 def _build(values: Mapping[str, object]) -> Settings:

@@ -13,7 +13,7 @@ from pathlib import Path
 from orchestrator.launch.processes import ChildSpec
 from transport.contracts.settings import ScoringSettings, Settings
 from transport.contracts.types import WorkerKind
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

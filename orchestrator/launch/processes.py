@@ -28,8 +28,7 @@ from transport.contracts.messages import STARTING, worker_status_decoder
 from transport.contracts.types import WorkerId
 from transport.errors import MessageError, TransientError
 from transport.process.clock import Clock, MonotonicClock
-from transport.process.parent import ending_with_this_process
-from transport.process.programs import python_module
+from transport.process.spawn import ending_with_this_process, python_module
 
 log = structlog.get_logger(__name__)
 

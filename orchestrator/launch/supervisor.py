@@ -26,7 +26,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.config.load import PASSWORD_VARIABLE, SECRET_VARIABLE, Resolved, render
+from orchestrator.config.load import Resolved, render
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
@@ -62,6 +62,7 @@ from transport.errors import (
     first_error,
 )
 from transport.process.clock import MonotonicClock
+from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
@@ -135,7 +136,7 @@ class Supervisor:
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
-            secrets = {PASSWORD_VARIABLE: password, SECRET_VARIABLE: self._settings.api.secret}
+            secrets = {BROKER_PASSWORD: password, SHARED_SECRET: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
             if self._resume and self._rundir.has_history():
                 await self._until_stopped(self._reopen(broker))

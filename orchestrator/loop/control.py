@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from orchestrator.config.checks import violations
-from orchestrator.config.load import FIELDS, expected_type
+from orchestrator.config.schema import FIELDS, expected_type
 from orchestrator.config.toml_source import nearest, to_toml
 from orchestrator.core.model.settings import CHANGEABLE
 from orchestrator.errors import ConfigError

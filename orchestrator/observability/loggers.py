@@ -23,9 +23,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from orchestrator.config.checks import value_of
-from orchestrator.config.load import FIELDS, SECRET
 from orchestrator.config.run_directory import RunDir
+from orchestrator.config.schema import FIELDS, SECRET, value_of
 from orchestrator.errors import ConfigError
 from orchestrator.observability.metrics import read_lines
 from transport.contracts.settings import Settings

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.cli.audit import AuditReport, audit_run
+from orchestrator.cli.run_broker import run_broker
 from orchestrator.config.run_directory import RunDir, find_run
 from orchestrator.journal import Journal, JournalError, read_records
-from orchestrator.observability.audit import AuditReport, audit_run
-from orchestrator.run_broker import run_broker
 from orchestrator.sim import replay
 from tests.fakes.live_run import BATCHES, EMULATED, LiveRun
 from transport.broker import keys

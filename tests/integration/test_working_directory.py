@@ -18,7 +18,7 @@ from ranker.lengths import PromptLengths
 from ranker.refit import refit_in_process
 from transport.contracts.settings import ScoringSettings, Settings
 from transport.contracts.types import WorkerKind
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 from workers.errors import RewardSetupError
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import RewardSpec, reward_spec
@@ -101,4 +101,4 @@ def test_programs_of_ours_are_started_in_one_way_only():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
-    assert starts == ["transport/process/programs.py"]
+    assert starts == ["transport/process/spawn.py"]

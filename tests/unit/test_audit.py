@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.observability.audit import (
+from orchestrator.cli.audit import (
     CheckpointRecord,
     RoundsLog,
     audit,

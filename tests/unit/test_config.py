@@ -14,10 +14,7 @@ import pytest
 from orchestrator.config import toml_source
 from orchestrator.config.checks import COMBINATIONS
 from orchestrator.config.load import (
-    FIELDS,
-    PASSWORD_VARIABLE,
     RENAMED,
-    SECTIONS,
     Resolved,
     check_resume,
     preset_names,
@@ -25,9 +22,11 @@ from orchestrator.config.load import (
     render,
     resolve,
 )
+from orchestrator.config.schema import FIELDS, SECTIONS
 from orchestrator.config.toml_source import FIELD_WORDS, key_lines, read_document, to_toml
 from orchestrator.errors import ConfigError
 from transport.contracts.settings import Settings
+from transport.process.secret import BROKER_PASSWORD
 
 
 def with_set(*overrides: str, preset: str | None = None) -> Resolved:
@@ -62,7 +61,7 @@ def test_later_layers_win_and_are_named(tmp_path: Path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     first.write_text("[trainer]\nlr = 2e-5\nthreads = 3\n[run]\nbatches = 7\n")
     second.write_text("# comment\n\n[trainer]\nthreads = 4\n")
-    resolved = resolve("smollm2", [first, second], ["run.batches=9"], {PASSWORD_VARIABLE: "hush"})
+    resolved = resolve("smollm2", [first, second], ["run.batches=9"], {BROKER_PASSWORD: "hush"})
     assert resolved.settings.run.batches == 9
     assert resolved.settings.trainer.lr == 2e-5
     assert resolved.settings.trainer.threads == 4
@@ -72,7 +71,7 @@ def test_later_layers_win_and_are_named(tmp_path: Path):
     assert resolved.origins["trainer.lr"] == f"{first}:2"
     assert resolved.origins["trainer.threads"] == f"{second}:4"
     assert resolved.origins["sampling.temperature"].startswith("preset smollm2:")
-    assert resolved.origins["broker.password"] == f"environment {PASSWORD_VARIABLE}"
+    assert resolved.origins["broker.password"] == f"environment {BROKER_PASSWORD}"
     assert resolved.origins["trainer.epochs"] == "default"
 
 
@@ -344,7 +343,7 @@ def test_a_password_of_another_type_is_not_shown(tmp_path: Path):
 
 
 def test_the_environment_wins_over_a_url():
-    resolved = resolve(None, [], ["broker.url=redis://:old@host"], {PASSWORD_VARIABLE: "new"})
+    resolved = resolve(None, [], ["broker.url=redis://:old@host"], {BROKER_PASSWORD: "new"})
     assert resolved.settings.broker.password == "new"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.config.load import SECTIONS
+from orchestrator.config.schema import SECTIONS
 from orchestrator.core.model.batches import Stage
 from transport.broker import keys
 from transport.contracts.types import Column, WorkerId

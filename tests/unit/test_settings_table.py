@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.load import FIELDS
-from orchestrator.config.settings_table import settings_table
+from orchestrator.config.schema import FIELDS, settings_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -40,8 +40,8 @@ from transport.errors import (
     TransientError,
 )
 from transport.process.files import check_own, private_directory, read_own, replace, writing
-from transport.process.parent import ending_with_this_process
 from transport.process.secret import is_made
+from transport.process.spawn import ending_with_this_process
 
 REMOVED = (
     *("acl", "bgsave", "cluster", "config", "debug", "failover", "fcall", "fcall_ro", "flushall", "flushdb"),

@@ -18,7 +18,7 @@ from statistics import median
 import msgspec
 
 from transport.contracts.settings import Settings
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 from workers.errors import ModelError
 
 TURNS = 3

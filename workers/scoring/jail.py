@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 
 BUBBLEWRAP = "bwrap"
 PROBE_S = 60.0

@@ -29,8 +29,8 @@ import msgspec
 import structlog
 
 from transport.contracts.settings import Settings
-from transport.process.programs import python_module
 from transport.process.secret import own_directories
+from transport.process.spawn import python_module
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import Jail, clean_environment
 from workers.scoring.reward_process import Failed, Ready, Sample, Scored, ScoreRequest, Scores, Setup, frame

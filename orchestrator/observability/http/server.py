@@ -20,14 +20,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from orchestrator.config.load import SECRET_VARIABLE
 from orchestrator.errors import ConfigError
 from orchestrator.observability.http.answers import number_of
 from orchestrator.observability.http.guard import PROVE, is_loopback
 from transport.contracts.settings import ApiSettings
 from transport.errors import ForeignError
 from transport.process.files import read_own, replace
-from transport.process.secret import Purpose, derive, is_made
+from transport.process.secret import SHARED_SECRET, Purpose, derive, is_made
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +46,7 @@ def check_secret(api: ApiSettings) -> None:
     """Raises ConfigError where anyone on the network could ask."""
     if api.enabled and not api.secret and not is_loopback(api.host):
         raise ConfigError(
-            f"api.host {api.host} is reached from other machines: set {SECRET_VARIABLE} (or api.secret), "
+            f"api.host {api.host} is reached from other machines: set {SHARED_SECRET} (or api.secret), "
             "or listen on 127.0.0.1",
             key="api.secret",
         )

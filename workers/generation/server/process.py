@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from transport.process.parent import ending_with_this_process
+from transport.process.spawn import ending_with_this_process
 from workers.errors import EngineHungError, ModelError, ServerAnswerError, ServerUnavailableError
 from workers.generation.server.client import ServerClient, ServerKind, ServerSettings
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.server.client import (
     UPDATE_S,

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from transport.contracts.messages import encode
-from transport.process.programs import python_module
+from transport.process.spawn import python_module
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.engine import GenerationRequest
 from workers.generation.server.client import (
