@@ -17,7 +17,7 @@ One writer. It takes its epoch from the broker, which from then on refuses all t
 lock, for which it waits until the older one is gone; then it reads, and begins a segment in its epoch. On a file system
 without locks an older writer that goes on does no harm either: its records are void from the place on where a later
 epoch began. No reader returns them, the next start reports how many there were, and the broker refused their commands,
-so they had no effect. Files without an epoch are of earlier versions. Source: ours.
+so they had no effect. Source: ours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import zlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
@@ -171,27 +170,25 @@ def newest_epoch(directory: Path) -> int:
 class Journal:
     """Open with ``Journal.open``, under ``sole_writer``."""
 
-    def __init__(self, directory: Path, next_seq: int, epoch: int, *, keep_history: bool) -> None:
+    def __init__(self, directory: Path, next_seq: int, epoch: int) -> None:
         self._directory = directory
         self._next_seq = next_seq
         self._mark = f".e{epoch}" if epoch else ""
-        self._keep_history = keep_history
         self._file: _File | None = None
 
     @classmethod
-    def open(cls, directory: Path, *, epoch: int = 0, keep_history: bool = True) -> tuple[Journal, Recovered]:
+    def open(cls, directory: Path, *, epoch: int = 0) -> tuple[Journal, Recovered]:
         """Recover what is there (cutting what is torn or void) and go on behind it.
 
         epoch: of the writer, above all before it; 0 where there is nobody else, as in a simulation.
-        keep_history: False frees segments and snapshots that two newer snapshots make unnecessary; a replay then begins
-        at the oldest snapshot. Raises JournalError; FencedError: somebody wrote in this epoch, or a later one.
+        Raises JournalError; FencedError: somebody wrote in this epoch, or a later one.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
         if 0 < epoch <= (newest := newest_epoch(directory)):
             raise FencedError("orchestrator", epoch, newest)
         recovered = recover(directory)
-        journal = cls(directory, recovered.seq + 1, epoch, keep_history=keep_history)
+        journal = cls(directory, recovered.seq + 1, epoch)
         if epoch:
             with writing(directory):
                 journal._segment()  # what another writer adds from here on is void
@@ -219,8 +216,6 @@ class Journal:
         with writing(self._directory):
             replace(path, _SNAPSHOT.pack(_MAGIC, seq, zlib.crc32(state)) + state)
         self.close()
-        if not self._keep_history:
-            _prune(self._directory)
 
     def close(self) -> None:
         """Flush the segment to the disk and close it; ``append`` begins another."""
@@ -415,17 +410,6 @@ def _read_snapshot(path: Path) -> tuple[int, bytes]:
     if magic != _MAGIC or zlib.crc32(state) != checksum:
         raise JournalError(path, 0, "not a snapshot, or its checksum does not hold")
     return seq, state
-
-
-def _prune(directory: Path) -> None:
-    """Keep the two newest snapshots, and the segments that recovery from the older of them reads."""
-    snapshots, segments = _snapshots(directory), _segments(directory)
-    for part in snapshots[:-2]:
-        part.path.unlink()
-    oldest = min((part.seq for part in snapshots[-2:]), default=0)
-    for segment, following in pairwise(segments):
-        if following.first <= oldest:
-            segment.path.unlink()
 
 
 def _write_whole(file: _File, data: bytes) -> None:

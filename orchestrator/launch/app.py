@@ -2,7 +2,7 @@
 
                        events log ──► read_events ─┐
                             leases ──► membership ─┤            ┌─► journal (first)
-     prompt source ──► prompt desk ────────────────┼─► inbox ─► decide ─► PipelineState.handle ─► commands
+     prompt source ──► prompt server ──────────────┼─► inbox ─► decide ─► PipelineState.handle ─► commands
                    ranker, its judge ──────────────┤
                              clock ──► tick ───────┤            └─► metrics, watchdog, status ─► HTTP │
                      retained bytes ─► watch_usage ┘                                                  ▼
@@ -20,8 +20,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,19 @@ import structlog
 from starlette.types import ASGIApp
 
 from orchestrator.config.run_directory import RunDir
-from orchestrator.core.model.dataflow import grpo_tasks
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import RunFailedError
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.lengths.ranking import Ranking, open_ranker
-from orchestrator.loop.decide import Decider, recover_state
-from orchestrator.loop.execute import Executor
-from orchestrator.loop.intake import READ_COUNT, Inbox, burying, new_inbox, read_events, tick, watch_usage
+from orchestrator.loop.decide import Decider, Trimmer, recover_state
+from orchestrator.loop.execute import Executor, Issued
+from orchestrator.loop.intake import Arrival, Inbox, burying, new_inbox, read_events, tick, watch_usage
 from orchestrator.loop.membership import Membership
 from orchestrator.loop.planner import Planner
-from orchestrator.loop.prompt_server import Desk
-from orchestrator.loop.reconcile import keep_reconciled
-from orchestrator.loop.trimming import Trimmer
+from orchestrator.loop.prompt_server import PromptServer
+from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
 from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.http.control import Control
+from orchestrator.observability.http.control import ControlRoutes
 from orchestrator.observability.http.page_history import LookBack
 from orchestrator.observability.http.routes import Api, build_app
 from orchestrator.observability.http.server import open_listener, run_key, serve_http
@@ -51,20 +48,16 @@ from orchestrator.observability.http.status import StatusBoard, publish_status
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.report.samples import SAMPLES, SampleKeeper
 from orchestrator.observability.samples import RecentSamples
-from orchestrator.prompts.held_out import write_held_out
-from orchestrator.prompts.source import PromptSource, ShuffledSource, held_out, load_detokenizer, open_source
+from orchestrator.prompts.source import ShuffledSource, held_out, load_detokenizer, open_source, write_held_out
 from orchestrator.serving.http import BODY_LIMITS, ServiceApi
 from orchestrator.serving.prompts import ServicePrompts
-from orchestrator.serving.request_store import REQUESTS, NoPrompts, Spool
+from orchestrator.serving.request_store import REQUESTS, RequestStore
 from orchestrator.serving.service import Service
 from ranker.protocol import ConstantPredictor
-from transport.broker import keys
-from transport.broker.base import Broker, Commit, Fence
-from transport.contracts.ledger import checkpoint_dirs
-from transport.contracts.messages import FinishRun, RunResumed, SlotOutcome, TrainRound, TrialRows, encode
-from transport.contracts.model_identity import ModelIdentity, identify_model
-from transport.contracts.settings import Settings, public
-from transport.errors import FencedError, RunExistsError
+from transport.broker.base import Broker, Fence
+from transport.contracts.messages import Command, Event, FinishRun, SlotOutcome, TrainRound, TrialRows
+from transport.contracts.model_identity import identify_model
+from transport.contracts.settings import Settings
 from transport.process.clock import Clock, MonotonicClock
 from transport.rows.columns import BrokerRows
 
@@ -94,52 +87,53 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
 
 
 async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: Path, fence: Fence) -> bool:
-    """``serve`` with the right to write."""
+    """``serve`` with the right to write: recover, wire, run every loop until the end, flush."""
     journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
-    spool = Spool(rundir.path / REQUESTS) if settings.trainer.engine == "none" else None
-    source, problems = await open_prompts(settings, model_dir, state)
-    trial = source.trial_rows(settings.scoring.answer_marker) if isinstance(source, ShuffledSource) else None
-    clock = MonotonicClock(origin_s=recovered.now_s)
-    ranking = await open_ranking(settings, rundir, clock)
-    predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
-    told = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
-    desk = Desk(source, predictor, held_out=problems, learnt=told)
-    metrics = MetricsLog(rundir.metrics, trains=spool is None, passes=settings.trainer.epochs)
-    rounds = [command for _, command in restated if isinstance(command, TrainRound)]
-    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
-    watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
-    ended = Ending()
-    planner = Planner(lambda: state.settings)
-    executor = Executor(broker, fence, spool or desk, planner, on_finish=ended.finish, last_seq=state.seq)
-    inbox = new_inbox()
-    if ranking is not None:
-        ranking.introduce(inbox)
-    service = await open_service(settings, state, broker, inbox, spool, model_dir) if spool is not None else None
-    keeper = SampleKeeper(rundir.path / SAMPLES)
-    samples = RecentSamples(BrokerRows(broker), lambda: load_detokenizer(model_dir), keeper.keep)
-    on_events = service.on_events if service is not None else samples.on_events
-    decider = Decider(state, journal, executor, metrics, watchdog, clock, recovered.cursor, Trimmer(broker), on_events)
-
-    async def restore() -> None:
-        await furnish(broker, settings, state.trainer_epoch, model, trial)
-        decider.restate()
-
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun)]
+    clock, inbox, ended = MonotonicClock(origin_s=recovered.now_s), new_inbox(), Ending()
+    requests = RequestStore(rundir.path / REQUESTS) if settings.trainer.engine == "none" else None
+
+    ranking = await open_ranking(settings, rundir, clock, inbox)
+    prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated)
+    planner = Planner(lambda: state.settings)
+    executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
+    metrics = open_metrics(settings, rundir, state, restated)
+    watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
+    samples = RecentSamples(
+        BrokerRows(broker), lambda: load_detokenizer(model_dir), SampleKeeper(rundir.path / SAMPLES).keep
+    )
+    service = await open_service(settings, state, broker, inbox, requests, model_dir) if requests is not None else None
+
+    def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
+        watchdog.observe(event)
+        metrics.observe(event, commands, now_s)
+
+    on_events = samples.on_events if service is None else service.on_events
+    decider = Decider(
+        state, journal, executor, Trimmer(broker), clock, recovered.cursor, observe=observe, on_events=on_events
+    )
+    membership = Membership(broker, settings.liveness.lease_s, clock)
+    board, look_back = StatusBoard(clock), LookBack(membership, metrics, samples, clock)
+    api, control = Api(board, rundir.metrics, look_back.latest), ControlRoutes(broker, settings, state.view)
     model = await asyncio.to_thread(identify_model, model_dir)
-    await furnish(broker, settings, state.trainer_epoch, model, trial)
+
+    async def publish_metadata() -> None:
+        await publish_run_metadata(broker, settings, state.trainer_epoch, model, trial)
+
+    async def restore() -> None:
+        await publish_metadata()
+        decider.restate()
+
+    await publish_metadata()
     executor.submit(restated)
     log.info("serving", run=broker.run, epoch=fence.epoch, events=state.seq, replayed=len(recovered.tail))
     if recovered.num_void:
         log.warning(
             "the journal had two writers; records of the one that was replaced are void", records=recovered.num_void
         )
-
-    board = StatusBoard(clock)
-    membership = Membership(broker, settings.liveness.lease_s, clock)
-    look_back = LookBack(membership, metrics, samples, clock)
-    ended.heed_signals()
+    ended.end_on_signals()
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
@@ -152,7 +146,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("tick", tick(inbox))
         run("usage", watch_usage(broker, fence, inbox))
         run("membership", membership.watch(inbox, state.worker_ids))
-        run("desk", desk.run(inbox))
+        run("prompts", prompts.run(inbox))
         run("planner", planner.run(inbox))
         run("executor", executor.run())
         run("decide", burying(decider.run(inbox), broker))
@@ -168,9 +162,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
             if settings.ranker.kind == "text":
                 run("refit ranker", ranking.learn())
         if listener is not None:
-            api, control = Api(board, rundir.metrics, look_back.latest), Control(broker, settings, state.view)
-            web = await open_web(settings, rundir, model_dir, api, control, service)
-            run("http", serve_http(web, listener))
+            run("http", serve_http(await open_web(settings, rundir, model_dir, api, control, service), listener))
         if service is not None:
             await service.recover()
         await ended.wait()
@@ -185,27 +177,58 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     return ended.finished
 
 
+async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock, inbox: Inbox) -> Ranking | None:
+    """Predicts lengths and learns them; None where there is no ranker. Raises RankerError."""
+    if settings.ranker.kind == "none" or settings.trainer.engine == "none":
+        return None  # prompts of a service are not predicted: each has a reader who waits for it
+    ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
+    ranking = Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
+    ranking.introduce(inbox)
+    return ranking
+
+
 async def open_prompts(
-    settings: Settings, model_dir: Path, state: PipelineState
-) -> tuple[PromptSource, PromptSource | None]:
-    """Prompts, from where the state left off, and the problems of evaluations where there are any. Raises DataError."""
-    trains = settings.trainer.engine != "none"
-    source = await asyncio.to_thread(open_source, settings, model_dir) if trains else NoPrompts()
+    settings: Settings,
+    model_dir: Path,
+    state: PipelineState,
+    requests: RequestStore | None,
+    ranking: Ranking | None,
+    restated: Sequence[Issued],
+) -> tuple[PromptServer, TrialRows | None]:
+    """Prompts, from where the state left off, with the problems of evaluations where there are any; and the rows that a
+    reward is tried on. Raises DataError."""
+    source = requests or await asyncio.to_thread(open_source, settings, model_dir)
     source.seek(state.source_position)
     evaluates = settings.eval.every > 0 or state.evaluation() is not None
-    return source, await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+    problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
+    predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
+    learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
+    trial = source.trial_rows(settings.scoring.answer_marker) if isinstance(source, ShuffledSource) else None
+    return PromptServer(source, predictor, held_out=problems, learnt=learnt), trial
 
 
-async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock) -> Ranking | None:
-    """Who predicts lengths and learns them; None where nobody does. Raises RankerError."""
-    if settings.ranker.kind == "none" or settings.trainer.engine == "none":
-        return None  # nobody predicts prompts of a service: each has a reader who waits for it
-    ranker = await asyncio.to_thread(open_ranker, settings, rundir.ranker)
-    return Ranking(ranker, rundir.ranker, clock, refit_s=settings.ranker.refit_s)
+def open_metrics(settings: Settings, rundir: RunDir, state: PipelineState, restated: Sequence[Issued]) -> MetricsLog:
+    """The run's metrics, with what they need of the time before a restart."""
+    metrics = MetricsLog(rundir.metrics, trains=settings.trainer.engine != "none", passes=settings.trainer.epochs)
+    rounds = [command for _, command in restated if isinstance(command, TrainRound)]
+    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
+    return metrics
+
+
+async def open_service(
+    settings: Settings, state: PipelineState, broker: Broker, inbox: Inbox, requests: RequestStore, model_dir: Path
+) -> Service:
+    """The service of a run that trains nothing."""
+    detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
+
+    async def report(event: Event) -> None:
+        await inbox.put(Arrival(event))
+
+    return Service(settings, state, broker, BrokerRows(broker), report, requests, detokenize)
 
 
 async def open_web(
-    settings: Settings, rundir: RunDir, model_dir: Path, api: Api, control: Control, service: Service | None
+    settings: Settings, rundir: RunDir, model_dir: Path, api: Api, control: ControlRoutes, service: Service | None
 ) -> ASGIApp:
     """Everything that is answered over HTTP, behind the run's key."""
     routes = [*api.routes(), *control.routes()]
@@ -214,14 +237,6 @@ async def open_web(
         routes += ServiceApi(service, prompts, settings).routes()
     key = run_key(settings.api, rundir.api_secret)
     return build_app(routes, host=settings.api.host, key=key, body_limits=BODY_LIMITS)
-
-
-async def open_service(
-    settings: Settings, state: PipelineState, broker: Broker, inbox: Inbox, spool: Spool, model_dir: Path
-) -> Service:
-    """The service of a run that trains nothing."""
-    detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
-    return Service(settings, state, broker, BrokerRows(broker), inbox, spool, detokenize)
 
 
 async def flush(decider: Decider) -> None:
@@ -242,7 +257,7 @@ class Ending(asyncio.Event):
     finished = False
     failure = ""
 
-    def heed_signals(self) -> None:
+    def end_on_signals(self) -> None:
         """A first SIGTERM or SIGINT ends this process, not the run."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.set)
@@ -252,45 +267,3 @@ class Ending(asyncio.Event):
         self.finished = True
         self.failure = command.reason if command.failed else ""
         self.set()
-
-
-async def check_new(broker: Broker, rundir: RunDir) -> None:
-    """A run without a journal begins, so nothing of its name may be there yet. Raises RunExistsError."""
-    if await broker.get_meta(keys.STATE) is not None:
-        raise RunExistsError(
-            f"the broker already holds a run named {broker.run!r}, and it is not the one in {rundir.path}: "
-            "choose another --name"
-        )
-    if checkpoint_dirs(rundir.checkpoints):
-        raise RunExistsError(
-            f"{rundir.checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
-            "the journal back, or start a run of another --name from a model directory (model.path)"
-        )
-
-
-async def furnish(
-    broker: Broker, settings: Settings, trainer_epoch: int, model: ModelIdentity, trial: TrialRows | None = None
-) -> None:
-    """What workers need in the broker beside entries and rows; again after it lost its tail, which may reach so far.
-
-    trainer_epoch: the highest that was told, so that no later trainer gets it once more.  model: what workers have.
-    trial: what rewards are tried on; there before the settings, for which workers wait.
-    """
-    trains = settings.trainer.engine != "none"
-    await broker.declare_tasks(grpo_tasks(with_reference=settings.algorithm.kl_coef > 0) if trains else ())
-    with suppress(FencedError):  # the broker knows a newer one
-        await broker.commit(Commit(fence=Fence(role="trainer", epoch=trainer_epoch)))
-    await broker.put_meta(keys.MODEL, encode(model))
-    if trial is not None:
-        await broker.put_meta(keys.TRIAL, encode(trial))
-    await broker.put_meta(keys.SETTINGS, encode(public(settings)))
-    await broker.put_meta(keys.STATE, keys.STATE_RUNNING)
-
-
-async def was_resumed(broker: Broker, cursor: str) -> bool:
-    """Whether an event that was not read yet says that the run goes on: then its former end is no end any more."""
-    while entries := await broker.read(keys.EVENTS, cursor, count=READ_COUNT):
-        if any(entry.entry.fields.get("event") == RunResumed.__name__ for entry in entries):
-            return True
-        cursor = entries[-1].entry_id
-    return False

@@ -7,7 +7,7 @@ before the event that caused it is in the journal; a recorded journal replayed g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
@@ -18,10 +18,10 @@ from orchestrator.errors import EventFailedError
 from orchestrator.journal import Journal, Recovered
 from orchestrator.loop.execute import Executor, Issued
 from orchestrator.loop.intake import Arrival, Inbox
-from orchestrator.loop.trimming import Trimmer
-from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.metrics import MetricsLog
+from transport.broker import keys
+from transport.broker.base import Broker
 from transport.contracts.messages import (
+    Command,
     DropRows,
     Event,
     JournalRecord,
@@ -31,6 +31,7 @@ from transport.contracts.messages import (
     TrimRounds,
 )
 from transport.contracts.settings import Settings
+from transport.contracts.types import WorkerId
 from transport.process import faults
 from transport.process.clock import Clock
 
@@ -40,6 +41,12 @@ MAX_BATCH = 512
 """Events applied before the loop breathes: about 10 ms of deciding."""
 SNAPSHOT_EVERY = 20_000
 """Records between snapshots: replaying so many takes about 0.3 s, and each snapshot waits for the disk."""
+KEPT_ENTRIES = 256
+"""Of a log whose newest entries count: more than anybody looks back, few enough to read in ``redis-cli``."""
+_OF_WORKER = (keys.plans(WorkerId("")), keys.control(WorkerId("")))
+"""What the names of a worker's own streams begin with."""
+
+Observe = Callable[[Event, Sequence[Command], float], None]
 
 
 def recover_state(settings: Settings, journal: Journal, recovered: Recovered) -> tuple[PipelineState, list[Issued]]:
@@ -70,7 +77,7 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
 
 
 def restated(state: PipelineState) -> list[Issued]:
-    """What a broker that lost its tail has to be told again: all that is outstanding, and where the rounds log begins.
+    """What is sent again to a broker that lost its tail: all that is outstanding, and where the rounds log begins.
 
     Without the latter, entries that came back would stand before a gap.
     """
@@ -87,22 +94,22 @@ class Decider:
         state: PipelineState,
         journal: Journal,
         executor: Executor,
-        metrics: MetricsLog,
-        watchdog: Watchdog,
+        trimmer: Trimmer,
         clock: Clock,
         cursor: str,
-        trimmer: Trimmer,
+        *,
+        observe: Observe,
         on_events: Callable[[Sequence[Event]], None] = lambda _: None,
     ) -> None:
-        """trimmer: frees what snapshots make superfluous.  on_events: hears of events that are written down."""
+        """observe: called with each event, its commands and the time, before they are written down.  on_events: called
+        with the events that were written down."""
         self._state = state
         self._journal = journal
         self._executor = executor
-        self._metrics = metrics
-        self._watchdog = watchdog
         self._clock = clock
         self._cursor = cursor
         self._trimmer = trimmer
+        self._observe = observe
         self._on_events = on_events
         self._since_snapshot = 0
 
@@ -112,7 +119,7 @@ class Decider:
         return self._cursor
 
     def restate(self) -> None:
-        """Submit again whatever was commanded and is not confirmed; the prompt desk, in this process, lost nothing."""
+        """Submit again what was commanded and is not confirmed; the prompt server, in this process, lost nothing."""
         ours = RequestPrompts | RequestHeldOutPrompts
         self._executor.restate(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
 
@@ -150,8 +157,7 @@ class Decider:
             commands = self._state.handle(record.event, record.now_s)
         except Exception as error:  # what it has half changed goes with this process: the journal knows nothing of it
             raise EventFailedError(record.event, entry_id, error) from error
-        self._watchdog.observe(record.event)
-        self._metrics.observe(record.event, commands, record.now_s)
+        self._observe(record.event, commands, record.now_s)
         return [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]
 
     async def snapshot(self) -> None:
@@ -161,3 +167,41 @@ class Decider:
         self._journal.snapshot(state, seq)
         self._since_snapshot = 0
         await self._trimmer.trim(cursor, self._state.worker_ids())
+
+
+class Trimmer:
+    """Frees what nothing reads again, so that the broker does not grow with the length of a run.
+
+        events             up to the snapshot before the last: the journal has them, on the disk
+        weights, control   all but the newest: only the newest version is ever loaded, and a load replaces those before
+        plans, control     of workers that were gone at the last two snapshots: their groups went to others long ago
+
+    It frees at most what was superfluous at the snapshot before, so that a slow reader still finds it. Rounds are
+    trimmed by the core's own command, below the oldest checkpoint. Invariant: what a restart of any process reads is
+    kept.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._safe = ""
+        self._gone: set[str] = set()
+
+    async def trim(self, cursor: str, workers: Collection[WorkerId]) -> None:
+        """After a snapshot. cursor: last entry of the events log that is in the journal.  workers: that count now."""
+        if self._safe:
+            await self._broker.trim(keys.EVENTS, self._safe)
+        self._safe = cursor
+        own = {f"{prefix}{worker}" for prefix in _OF_WORKER for worker in workers}
+        streams = await self._broker.streams()
+        gone = {stream for stream in streams if stream.startswith(_OF_WORKER) and stream not in own}
+        for stream in sorted(gone & self._gone):
+            await self._broker.delete_stream(stream)
+        self._gone = gone
+        control = [keys.control(worker) for worker in workers]
+        for log in (keys.WEIGHTS, *control):
+            if streams.get(log, 0) > 2 * KEPT_ENTRIES:
+                await self._keep_newest(log)
+
+    async def _keep_newest(self, log: str) -> None:
+        newest = await self._broker.tail(log, count=KEPT_ENTRIES + 1)
+        await self._broker.trim(log, newest[0].entry_id)

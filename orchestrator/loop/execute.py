@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 import structlog
 
 from orchestrator.core.model.outbox import CommandId, entry_id
 from orchestrator.errors import ForeignEntryError
-from orchestrator.prompts.source import Prompt
+from orchestrator.loop.prompt_server import PromptServer
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, Mark, StreamWrite, parse_entry_id
 from transport.contracts.messages import (
@@ -41,7 +41,7 @@ from transport.contracts.messages import (
     TrimRounds,
     encode,
 )
-from transport.contracts.types import Column, GroupId, PromptId, WorkerId, is_evaluation
+from transport.contracts.types import Column, GroupId, WorkerId, is_evaluation
 from transport.errors import TailLostError
 from transport.process import faults
 from transport.rows.columns import encode_array
@@ -55,38 +55,14 @@ PLANS = keys.plans(WorkerId(""))
 
 GROUPS_PER_COMMIT = 512
 """Prompt columns written in one step: the broker serves nobody else meanwhile, some 10 ms for so many."""
-
-
 ENTRIES_PER_STEP = 512
 """Stream entries appended in one step, for the same reason."""
-
-
 _UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
 """Commands that are carried out without a fenced commit of their own."""
 RESTATED_S = 60.0
 """How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
 RECENT_DROPS = 4096
 """Groups whose rows were freed last: a lost tail brings them back. More than any file loses between two flushes."""
-
-
-class PromptDesk(Protocol):
-    """Where prompts are read; a loop of its own, because tokenising takes longer than deciding."""
-
-    def request(self, count: int) -> None: ...
-
-    def prompt(self, prompt_id: PromptId) -> Prompt: ...
-
-    def request_held_out(self, count: int) -> None: ...
-
-    def held_out_prompt(self, prompt_id: PromptId) -> Prompt: ...
-
-    def observe(self, outcome: SlotOutcome) -> None: ...
-
-
-class PlanDesk(Protocol):
-    """Where plans of dispatch are computed; a loop of its own, because it takes longer than deciding."""
-
-    def request(self, command: ComputePlan) -> None: ...
 
 
 class Executor:
@@ -96,8 +72,8 @@ class Executor:
         self,
         broker: Broker,
         fence: Fence,
-        desk: PromptDesk,
-        planner: PlanDesk,
+        prompts: PromptServer,
+        request_plan: Callable[[ComputePlan], None],
         on_finish: Callable[[FinishRun], None],
         *,
         last_seq: int,
@@ -105,8 +81,8 @@ class Executor:
         """last_seq: position of the last event applied before this process: no command has a later id yet."""
         self._broker = broker
         self._fence = fence
-        self._desk = desk
-        self._planner = planner
+        self._prompts = prompts
+        self._request_plan = request_plan
         self._on_finish = on_finish
         self._last_seq = last_seq
         self._mark = ""
@@ -196,13 +172,13 @@ class Executor:
         """The commands that are not stream entries."""
         match command:
             case RequestPrompts():
-                self._desk.request(command.count)
+                self._prompts.request(command.count)
             case ComputePlan():
-                self._planner.request(command)
+                self._request_plan(command)
             case RequestHeldOutPrompts():
-                self._desk.request_held_out(command.count)
+                self._prompts.request_held_out(command.count)
             case SlotOutcome():
-                self._desk.observe(command)
+                self._prompts.observe(command)
             case DropRows():
                 await self._broker.drop_groups(command.group_ids)
                 self._dropped.extend(command.group_ids)
@@ -217,7 +193,7 @@ class Executor:
                 pass
 
     def _group_write(self, group: GroupAdmitted) -> GroupWrite:
-        find = self._desk.held_out_prompt if is_evaluation(group.group_id) else self._desk.prompt
+        find = self._prompts.held_out_prompt if is_evaluation(group.group_id) else self._prompts.prompt
         prompt = find(group.prompt_id)
         columns = {
             Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, prompt.prompt_ids),

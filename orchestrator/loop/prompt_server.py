@@ -1,4 +1,4 @@
-"""The prompt desk: reads the prompt source off the loop, keeps the prompts that are in flight, predicts their lengths.
+"""The prompt server: reads the prompt source off the loop, keeps prompts in flight at hand, predicts their lengths.
 
 Owns: the source's position in memory (its durable form is in the journal and in the trainer's checkpoint).
 Never: decides which prompt goes where. Invariant: prompts arrive in the source's order, and one that the core may still
@@ -30,7 +30,7 @@ class _Request(NamedTuple):
     held_out: bool = False
 
 
-class Desk:
+class PromptServer:
     """``request`` and ``prompt`` never wait; ``run`` reads."""
 
     def __init__(

@@ -25,6 +25,7 @@ from orchestrator.prompts.dataset import Problem, load_problems
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import PromptId
+from transport.process.files import replace
 
 DEFAULT_CONTEXT = 2048
 """Tokens of prompt and response when ``generation.max_context`` is 0 and the model would allow more (see settings)."""
@@ -89,6 +90,29 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
     encoder = PromptEncoder(load_tokenizer(model_dir), settings.data)
     problems = fitting(load_problems(settings).held_out, encoder, context_limit(settings, model_dir), settings)
     return ShuffledSource(problems, encoder, seed=settings.eval.seed, shuffle=False, passes=1)
+
+
+def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
+    """Write the held-out prompts to ``path`` as JSON lines, unless it is there, so that any model can be asked them
+    later.
+
+    Raises DataError.
+    """
+    if path.exists() or not settings.eval.problems or settings.trainer.engine == "none":
+        return
+    batch = held_out(settings, model_dir).next(settings.eval.problems)
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": prompt.prompt_id,
+                "text": prompt.text,
+                "prompt_ids": prompt.prompt_ids.tolist(),
+                "entry": prompt.entry_json,
+            }
+        )
+        for prompt in batch.prompts
+    ]
+    replace(path, "".join(line + "\n" for line in lines))
 
 
 TRIAL_ROWS = 4

@@ -30,7 +30,7 @@ from orchestrator.errors import DataError, RefusedError
 from orchestrator.observability.http.answers import answer, number_of
 from orchestrator.observability.http.guard import BodyLimit
 from orchestrator.serving.prompts import ServicePrompts
-from orchestrator.serving.request_store import SpooledPrompt, Ticket
+from orchestrator.serving.request_store import StoredPrompt, Ticket
 from orchestrator.serving.service import Service
 from transport.contracts.messages import UpdateRequest, WeightManifest
 from transport.contracts.settings import SamplingSettings, Settings
@@ -145,7 +145,7 @@ class ServiceApi:
             raise RefusedError(400, str(error)) from error
         return await self._service.submit(name, prompts, asked.samples, sampling, acknowledged=asked.acknowledge)
 
-    async def _encode(self, asked: Generate, max_new_tokens: int) -> list[SpooledPrompt]:
+    async def _encode(self, asked: Generate, max_new_tokens: int) -> list[StoredPrompt]:
         """Off the loop. When it takes too long, or the client is gone, the thread ends after the prompt at hand."""
         wanted = threading.Event()
         wanted.set()

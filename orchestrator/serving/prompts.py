@@ -16,7 +16,7 @@ import numpy as np
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.source import context_limit, load_tokenizer
-from orchestrator.serving.request_store import SpooledPrompt
+from orchestrator.serving.request_store import StoredPrompt
 from transport.contracts.settings import Settings
 
 
@@ -50,19 +50,19 @@ class ServicePrompts:
 
     def encode(
         self, prompts: Sequence[str | list[int] | Chat], max_new_tokens: int, *, wanted: threading.Event | None = None
-    ) -> list[SpooledPrompt]:
+    ) -> list[StoredPrompt]:
         """Raises DataError naming the first prompt that cannot be generated from, and why.
 
         wanted: cleared when nobody waits any more; the work then ends after the current prompt.
         """
-        encoded: list[SpooledPrompt] = []
+        encoded: list[StoredPrompt] = []
         for index, prompt in enumerate(prompts):
             if wanted is not None and not wanted.is_set():
                 raise DataError(f"nobody waits for prompt {index} any more")
             encoded.append(self._encode(index, prompt, self._limit - max_new_tokens))
         return encoded
 
-    def _encode(self, index: int, prompt: str | list[int] | Chat, room: int) -> SpooledPrompt:
+    def _encode(self, index: int, prompt: str | list[int] | Chat, room: int) -> StoredPrompt:
         text = "" if isinstance(prompt, list) else self._text(index, prompt, room)
         ids = prompt if isinstance(prompt, list) else self._tokenize(text, special=isinstance(prompt, str))
         if not ids:
@@ -71,7 +71,7 @@ class ServicePrompts:
             raise DataError(f"prompt {index} has {len(ids)} tokens; beside max_new_tokens there is room for {room}")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise DataError(f"prompt {index} has token ids outside [0, {self._vocab_size})")
-        return SpooledPrompt(text=text, ids=np.asarray(ids, dtype="<i4").tobytes())
+        return StoredPrompt(text=text, ids=np.asarray(ids, dtype="<i4").tobytes())
 
     def _text(self, index: int, prompt: str | Chat, room: int) -> str:
         """The text as the model reads it. One that must be too long is refused before it is rendered and tokenised,

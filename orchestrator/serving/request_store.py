@@ -27,7 +27,7 @@ MAX_OPEN = 4
 """Requests whose prompts are kept in memory: those whose groups start now."""
 
 
-class SpooledPrompt(msgspec.Struct, frozen=True, kw_only=True):
+class StoredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """text: as the model reads it, "" where only ids were given.  ids: int32, little endian."""
 
     text: str
@@ -38,12 +38,12 @@ class SpooledPrompt(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.ids) // 4
 
 
-class SpooledRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as it was accepted. acknowledged: its reader says what it has, else what was sent counts as taken."""
 
     number: int
     name: str
-    prompts: list[SpooledPrompt]
+    prompts: list[StoredPrompt]
     group_size: int
     sampling: SamplingParams | None = None
     acknowledged: bool = False
@@ -77,13 +77,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: bool
 
 
-class Spool:
-    """The requests of one run. Also the executor's prompt desk: prompts are looked up by ``<request>/<index>``."""
+class RequestStore:
+    """The requests of one run, and the source of their prompts."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._open: OrderedDict[int, SpooledRequest] = OrderedDict()
+        self._open: OrderedDict[int, StoredRequest] = OrderedDict()
         self._tickets: dict[str, Ticket] = {}
         for path in sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: int(path.stem)):
             self.remember(self._load(int(path.stem)))
@@ -99,11 +99,11 @@ class Spool:
     def tickets(self) -> Collection[Ticket]:
         return self._tickets.values()
 
-    def write(self, request: SpooledRequest) -> None:
+    def write(self, request: StoredRequest) -> None:
         """Write a request down, for ``remember`` to follow. Blocks for as long as the disk takes; on any thread."""
         replace(self._path(request.number), msgspec.msgpack.encode(request))
 
-    def remember(self, request: SpooledRequest) -> Ticket:
+    def remember(self, request: StoredRequest) -> Ticket:
         """It is on the disk: it can be found from now on."""
         ticket = Ticket(
             number=request.number,
@@ -116,20 +116,20 @@ class Spool:
         self._keep_open(request)
         return ticket
 
-    def get(self, number: int) -> SpooledRequest:
+    def get(self, number: int) -> StoredRequest:
         """Raises KeyError for one that is not there."""
         if number not in self._open:
             self._keep_open(self._load(number))
         self._open.move_to_end(number)
         return self._open[number]
 
-    def _load(self, number: int) -> SpooledRequest:
+    def _load(self, number: int) -> StoredRequest:
         try:
-            return msgspec.msgpack.decode(self._path(number).read_bytes(), type=SpooledRequest)
+            return msgspec.msgpack.decode(self._path(number).read_bytes(), type=StoredRequest)
         except FileNotFoundError:
             raise KeyError(f"there is no request {number}") from None
 
-    def _keep_open(self, request: SpooledRequest) -> None:
+    def _keep_open(self, request: StoredRequest) -> None:
         self._open[request.number] = request
         while len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
@@ -142,30 +142,7 @@ class Spool:
             self._open.pop(number, None)
             self._path(number).unlink(missing_ok=True)
 
-    # -- the executor's desk
-
-    def request(self, count: int) -> None:
-        """Nobody is asked for prompts: they come with requests."""
-
-    def request_held_out(self, count: int) -> None:
-        """A service evaluates nothing."""
-
-    def prompt(self, prompt_id: PromptId) -> Prompt:
-        number, _, index = prompt_id.partition("/")
-        prompt = self.get(int(number)).prompts[int(index)]
-        ids = np.frombuffer(prompt.ids, dtype="<i4").astype(np.int32)
-        return Prompt(prompt_id=prompt_id, text=prompt.text, prompt_ids=ids, entry_json="{}")
-
-    def held_out_prompt(self, prompt_id: PromptId) -> Prompt:
-        """A service evaluates nothing."""
-        raise KeyError(prompt_id)
-
-    def observe(self, outcome: SlotOutcome) -> None:
-        """Every prompt comes once."""
-
-
-class NoPrompts:
-    """The training prompts of a run that trains nothing (a PromptSource)."""
+    # -- a PromptSource: prompts come with requests, by ``<request>/<index>``
 
     @property
     def position(self) -> str:
@@ -178,7 +155,10 @@ class NoPrompts:
         """There is one place only."""
 
     def lookup(self, prompt_id: PromptId) -> Prompt:
-        raise KeyError(prompt_id)
+        number, _, index = prompt_id.partition("/")
+        prompt = self.get(int(number)).prompts[int(index)]
+        ids = np.frombuffer(prompt.ids, dtype="<i4").astype(np.int32)
+        return Prompt(prompt_id=prompt_id, text=prompt.text, prompt_ids=ids, entry_json="{}")
 
     def observe(self, outcome: SlotOutcome) -> None:
-        """There is nothing to learn."""
+        """Every prompt comes once."""

@@ -1,6 +1,6 @@
 """The generation service of a run that trains nothing: requests in, samples out, weights in.
 
-    submit ──► spool (disk) ──► inbox: PromptsSubmitted ──► core ──► plans ──► generation workers
+    submit ──► store (disk) ──► inbox: PromptsSubmitted ──► core ──► plans ──► generation workers
     stream ◄── rows (broker) ◄── the core's numbered results         taken ──► inbox: SamplesTaken ──► rows freed
     update ──► queue ``updates`` ──► publisher ──► WeightsPublished ──► core ──► workers load
 
@@ -13,7 +13,7 @@ Source: StreamRL sec. 3, ``generate`` and ``update``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count as numbers
 from typing import Any
 
@@ -22,8 +22,7 @@ import structlog
 
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import RefusedError
-from orchestrator.loop.intake import Arrival, Inbox
-from orchestrator.serving.request_store import Spool, SpooledPrompt, SpooledRequest, Ticket
+from orchestrator.serving.request_store import RequestStore, StoredPrompt, StoredRequest, Ticket
 from transport.broker import keys
 from transport.broker.base import Broker, Entry
 from transport.contracts.messages import (
@@ -51,6 +50,8 @@ LOOK_S = 1.0
 COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ROLLOUT_INFO)
 
 Detokenize = Callable[[Sequence[int]], str]
+Report = Callable[[Event], Awaitable[None]]
+"""Sends an event to the core."""
 
 
 class Service:
@@ -62,18 +63,18 @@ class Service:
         state: PipelineState,
         broker: Broker,
         rows: RowStore,
-        inbox: Inbox,
-        spool: Spool,
+        report: Report,
+        store: RequestStore,
         detokenize: Detokenize,
     ) -> None:
         self._settings = settings
         self._state = state
         self._broker = broker
         self._rows = rows
-        self._inbox = inbox
-        self._spool = spool
+        self._report = report
+        self._store = store
         self._detokenize = detokenize
-        self._last_number = max([state.last_request, *(ticket.number for ticket in spool.tickets)])
+        self._last_number = max([state.last_request, *(ticket.number for ticket in store.tickets)])
         self._changed = asyncio.Event()
         self._readers: dict[int, int] = {}
         self._reader_numbers = numbers()
@@ -83,10 +84,10 @@ class Service:
     async def recover(self) -> None:
         """Submit again what is on the disk and not known to the core; forget what the core has done with."""
         known = self._state.requests()
-        later = [ticket.number for ticket in self._spool.tickets if ticket.number > self._state.last_request]
-        self._spool.keep_only([*known, *later])
+        later = [ticket.number for ticket in self._store.tickets if ticket.number > self._state.last_request]
+        self._store.keep_only([*known, *later])
         for number in sorted(later):
-            await self._tell(self._spool.get(number).event(self._predicted(None)))
+            await self._report(self._store.get(number).event(self._predicted(None)))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Something was applied: wake whoever waits for it."""
@@ -95,32 +96,29 @@ class Service:
                 waiting = self._updates[event.update]
                 if not waiting.done():
                     waiting.set_result(event)
-        self._spool.keep_only([*self._state.requests(), *range(self._state.last_request + 1, self._last_number + 1)])
+        self._store.keep_only([*self._state.requests(), *range(self._state.last_request + 1, self._last_number + 1)])
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    async def _tell(self, event: Event) -> None:
-        await self._inbox.put(Arrival(event))
 
     # -- requests
 
     def find(self, name: str) -> Ticket:
         """Raises RefusedError: there is none of that name (any more)."""
-        ticket = self._spool.ticket(name)
+        ticket = self._store.ticket(name)
         if ticket is None:
             raise RefusedError(404, f"there is no request {name!r}: it is unknown, or all of it was taken")
         return ticket
 
     async def submit(
-        self, name: str, prompts: list[SpooledPrompt], group_size: int, sampling: SamplingParams, *, acknowledged: bool
+        self, name: str, prompts: list[StoredPrompt], group_size: int, sampling: SamplingParams, *, acknowledged: bool
     ) -> Ticket:
         """Accept a request, on the disk. One of a name that is there already is that one. Raises RefusedError."""
         async with self._submitting:
-            known = self._spool.ticket(name)
+            known = self._store.ticket(name)
             if known is not None:
                 return known
             self._check_room(len(prompts))
-            request = SpooledRequest(
+            request = StoredRequest(
                 number=self._last_number + 1,
                 name=name,
                 prompts=prompts,
@@ -129,21 +127,21 @@ class Service:
                 acknowledged=acknowledged,
             )
             self._last_number += 1
-            await asyncio.to_thread(self._spool.write, request)
-            ticket = self._spool.remember(request)
-            await self._tell(request.event(self._predicted(sampling)))
+            await asyncio.to_thread(self._store.write, request)
+            ticket = self._store.remember(request)
+            await self._report(request.event(self._predicted(sampling)))
             log.info("request", name=name, number=request.number, prompts=len(prompts), group_size=group_size)
             return ticket
 
     def check_room(self, name: str, num_prompts: int) -> None:
         """Raises RefusedError where ``submit`` would: before anything is done with the prompts."""
-        if self._spool.ticket(name) is None:
+        if self._store.ticket(name) is None:
             self._check_room(num_prompts)
 
     def _check_room(self, num_prompts: int) -> None:
         limits = self._settings.service
-        open_prompts = sum(ticket.num_prompts for ticket in self._spool.tickets)
-        if len(self._spool.tickets) >= limits.max_requests:
+        open_prompts = sum(ticket.num_prompts for ticket in self._store.tickets)
+        if len(self._store.tickets) >= limits.max_requests:
             raise RefusedError(
                 429, f"{limits.max_requests} requests are open (service.max_requests): read or cancel one"
             )
@@ -159,14 +157,14 @@ class Service:
 
     async def cancel(self, ticket: Ticket) -> None:
         """Nobody wants the rest of it."""
-        await self._tell(RequestCancelled(request=ticket.number, reason="cancelled by request"))
+        await self._report(RequestCancelled(request=ticket.number, reason="cancelled by request"))
 
     async def take(self, ticket: Ticket, upto: int) -> None:
         """The reader has the first ``upto`` samples. Raises RefusedError: there are not so many."""
         request = self._state.request(ticket.number)
         if request is not None and upto > len(request.results):
             raise RefusedError(400, f"only {len(request.results)} samples of {ticket.name!r} have ended")
-        await self._tell(SamplesTaken(request=ticket.number, upto=upto))
+        await self._report(SamplesTaken(request=ticket.number, upto=upto))
 
     # -- samples
 
@@ -193,7 +191,7 @@ class Service:
                     yield b"".join([line async for line in self._samples(ticket, position, rows)])
                     position += len(rows)
                     if not ticket.acknowledged:
-                        await self._tell(SamplesTaken(request=ticket.number, upto=position))
+                        await self._report(SamplesTaken(request=ticket.number, upto=position))
                 elif position == ticket.num_samples:
                     yield _line({"done": position})
                     return

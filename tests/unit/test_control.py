@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.loop.control import REQUESTS, append_event, change
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.answers import name_error
-from orchestrator.observability.http.control import Control
+from orchestrator.observability.http.control import ControlRoutes
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
@@ -266,7 +266,7 @@ async def ask(
 ) -> tuple[int, dict[str, Any]]:
     """POST ``path`` to the control route alone, of a run in ``state``."""
     state = state or PipelineState(core_settings(Settings()))
-    control = Control(broker, Settings(), state.view)
+    control = ControlRoutes(broker, Settings(), state.view)
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

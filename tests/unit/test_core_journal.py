@@ -34,8 +34,8 @@ class Shelf:
         self.directory = directory
         self.opened: list[Journal] = []
 
-    def open(self, *, epoch: int = 0, keep_history: bool = True) -> tuple[Journal, Recovered]:
-        journal, recovered = Journal.open(self.directory, epoch=epoch, keep_history=keep_history)
+    def open(self, *, epoch: int = 0) -> tuple[Journal, Recovered]:
+        journal, recovered = Journal.open(self.directory, epoch=epoch)
         self.opened.append(journal)
         return journal, recovered
 
@@ -159,21 +159,16 @@ def test_a_damaged_snapshot_falls_back_to_the_one_before(shelf, tmp_path):
         shelf.open()
 
 
-def test_history_is_kept_unless_told_otherwise(shelf, tmp_path):
-    for keep, name in ((True, "all"), (False, "some")):
-        journal, _ = Shelf(tmp_path / name).open(keep_history=keep)
-        journal.snapshot(b"0", 0)
-        for seq in range(1, 5):
-            journal.append([record(seq)])
-            journal.snapshot(str(seq).encode(), seq)
+def test_history_is_kept(shelf, tmp_path):
+    journal, _ = Shelf(tmp_path / "all").open()
+    journal.snapshot(b"0", 0)
+    for seq in range(1, 5):
+        journal.append([record(seq)])
+        journal.snapshot(str(seq).encode(), seq)
     assert [one.seq for one in read_records(tmp_path / "all")] == [1, 2, 3, 4]
-    assert [path.name for path in sorted((tmp_path / "some").glob("snapshot-*.bin"))] == [
-        "snapshot-000000000003.bin",
-        "snapshot-000000000004.bin",
-    ]
-    max((tmp_path / "some").glob("snapshot-*.bin")).write_bytes(b"x")
-    _, recovered = Shelf(tmp_path / "some").open()
-    assert (recovered.snapshot, recovered.tail) == (b"3", (record(4),)), "what the older snapshot needs is kept"
+    max((tmp_path / "all").glob("snapshot-*.bin")).write_bytes(b"x")
+    _, recovered = Shelf(tmp_path / "all").open()
+    assert (recovered.snapshot, recovered.tail) == (b"3", (record(4),)), "the older snapshot serves"
     assert recovered.cursor == "4-7"
 
 

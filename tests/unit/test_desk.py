@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.errors import DataError
 from orchestrator.loop.intake import Arrival, Inbox, new_inbox
-from orchestrator.loop.prompt_server import Desk
+from orchestrator.loop.prompt_server import PromptServer
 from orchestrator.prompts.dataset import Problem
 from orchestrator.prompts.source import PromptEncoder, ShuffledSource
 from ranker.protocol import ConstantPredictor, LengthEstimate
@@ -32,8 +32,9 @@ def source(*questions: str) -> ShuffledSource:
 
 
 @asynccontextmanager
-async def running(held_out: ShuffledSource | None) -> AsyncIterator[tuple[Desk, Inbox]]:
-    desk, inbox = Desk(source("train a", "train b"), ConstantPredictor(tokens=9.0), held_out=held_out), new_inbox()
+async def running(held_out: ShuffledSource | None) -> AsyncIterator[tuple[PromptServer, Inbox]]:
+    prompts = source("train a", "train b")
+    desk, inbox = PromptServer(prompts, ConstantPredictor(tokens=9.0), held_out=held_out), new_inbox()
     task = asyncio.create_task(desk.run(inbox))
     yield desk, inbox
     task.cancel()
@@ -80,7 +81,7 @@ class Recorder(ConstantPredictor):
 
 async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out_problem_for_a_visit():
     recorder, inbox = Recorder(), new_inbox()
-    desk = Desk(source("train a"), recorder, held_out=source("held a"))
+    desk = PromptServer(source("train a"), recorder, held_out=source("held a"))
     task = asyncio.create_task(desk.run(inbox))
     desk.request(1)
     desk.request_held_out(1)
@@ -93,7 +94,7 @@ async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out
 
 def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
     recorder = Recorder()
-    desk = Desk(source("train a", "train b"), recorder, learnt=[GroupId("0/0")])
+    desk = PromptServer(source("train a", "train b"), recorder, learnt=[GroupId("0/0")])
     for slot in (0, 1):
         prompt_id = PromptId(f"rows.jsonl/{slot}")
         desk.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
@@ -107,6 +108,6 @@ async def test_a_run_without_held_out_problems_says_so():
 
 
 def test_a_held_out_problem_that_is_none_any_more_is_named():
-    desk = Desk(source("train"), ConstantPredictor(tokens=9.0), held_out=source("held"))
+    desk = PromptServer(source("train"), ConstantPredictor(tokens=9.0), held_out=source("held"))
     with pytest.raises(DataError, match=r"rows\.jsonl/7 is not among the held-out problems"):
         desk.held_out_prompt(PromptId("rows.jsonl/7"))

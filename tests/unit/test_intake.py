@@ -16,17 +16,13 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import EventFailedError
 from orchestrator.journal import Journal, read_records
-from orchestrator.loop.decide import Decider
+from orchestrator.loop.decide import Decider, Trimmer
 from orchestrator.loop.execute import Executor
 from orchestrator.loop.intake import MAX_BURIED, MAX_EVIDENCE_BYTES, Arrival, burying, new_inbox, read_events
-from orchestrator.loop.trimming import Trimmer
-from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.metrics import MetricsLog
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, DeadLetter, Entry, Fence
 from transport.contracts.messages import Event, StopRequested, WorkerStarted, encode
-from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import RunName
 from transport.process.clock import MonotonicClock
 
@@ -156,11 +152,10 @@ def decider(broker: MemoryBroker, directory: Path, journal: Journal, written: as
         state,
         journal,
         executor,
-        MetricsLog(directory / "metrics.jsonl"),
-        Watchdog(LivenessSettings(), clock),
+        Trimmer(broker),
         clock,
         ZERO_ID,
-        Trimmer(broker),
+        observe=lambda event, commands, now_s: None,
         on_events=lambda _: written.set(),
     )
 

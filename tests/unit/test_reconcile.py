@@ -11,10 +11,9 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.outbox import CommandId
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.launch.app import check_new, furnish, was_resumed
 from orchestrator.loop.decide import restated
 from orchestrator.loop.intake import new_inbox
-from orchestrator.loop.reconcile import keep_reconciled
+from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry, Fence
@@ -53,13 +52,13 @@ async def test_rows_that_were_lost_while_nobody_orchestrated_are_found_at_the_st
 
 
 async def test_a_broker_that_lost_everything_gets_what_workers_need_of_it(broker: MemoryBroker):
-    await furnish(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
+    await publish_run_metadata(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
     assert await broker.get_meta(keys.SETTINGS) is not None
     assert await broker.get_meta(keys.STATE) == keys.STATE_RUNNING
     assert {"tasks:reward", "tasks:advantages"} <= set(await broker.streams())
     assert await broker.acquire_epoch("trainer") == 5
     # one that knows better keeps what it knows
-    await furnish(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
+    await publish_run_metadata(broker, Settings(), trainer_epoch=4, model=ModelIdentity())
     with pytest.raises(FencedError):
         await broker.append("rounds", Entry(), fence=Fence(role="trainer", epoch=4))
 

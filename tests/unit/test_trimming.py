@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.loop.trimming import KEPT_ENTRIES, Trimmer
+from orchestrator.loop.decide import KEPT_ENTRIES, Trimmer
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry

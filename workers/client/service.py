@@ -4,15 +4,14 @@
         for sample in service.generate(["12+3="], samples=4):
             ...
 
-Over HTTP and the standard library alone; docs/service.md has the same with curl. Source: StreamRL sec. 3.
+docs/service.md has the same with curl. Source: StreamRL sec. 3.
 
-Owns: where it is in a stream. Invariant: a sample is acknowledged only once its user came back for the next one, so
-what a program had in its hands when it died comes again to the one that goes on with the request's id.
+Invariant: a sample is acknowledged only once its user came back for the next one, so that what a program had in its
+hands when it died comes again to the one that goes on with the request's id.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 import uuid
@@ -20,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from workers.errors import ClientError, ClientTimeoutError
 
@@ -32,19 +32,19 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class ServiceClient:
-    """One program's way to one service; used from one thread. Made without I/O."""
+    """One program's way to one service; used from one thread."""
 
     def __init__(self, url: str, secret: str = "", *, silence_s: float = 300.0, outage_s: float = 60.0) -> None:
         """url: http://host:port, see <run-dir>/api.address.  secret: see <run-dir>/api.secret.
 
-        silence_s: a stream that says nothing for so long has failed.  outage_s: how long a service that is away is sat
-        out, in the middle of a stream.
+        silence_s: a stream that sends nothing for so long has failed.  outage_s: how long a service that is away is
+        waited for, in the middle of a stream.
         """
-        self._address = urlsplit(url).netloc or url
-        self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
         self._silence_s = silence_s
         self._outage_s = outage_s
-        self._open: http.client.HTTPConnection | None = None
+        headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        address = url if "://" in url else f"http://{url}"
+        self._http = httpx.Client(base_url=address, headers=headers, timeout=outage_s, trust_env=False)
 
     def __enter__(self) -> ServiceClient:
         return self
@@ -53,10 +53,8 @@ class ServiceClient:
         self.close()
 
     def close(self) -> None:
-        """Leave a stream that is open; what was not acknowledged stays for whoever goes on with it."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """Disconnect, also from a stream; what was not acknowledged stays for the program that goes on with it."""
+        self._http.close()
 
     # -- generate
 
@@ -71,12 +69,11 @@ class ServiceClient:
         """
         name = request_id or uuid.uuid4().hex
         body = {"prompts": list(prompts), "samples": samples, "id": name, "acknowledge": True, **sampling}
-        path, content = "/generate", json.dumps(body).encode()
         following: int | None = None
         deadline_s = time.monotonic() + self._outage_s
         while True:
             try:
-                for line in self._lines("POST" if content else "GET", path, content):
+                for line in self._lines(name, body, following):
                     deadline_s = time.monotonic() + self._outage_s
                     if "done" in line:
                         self._take_last(name, line["done"])
@@ -87,23 +84,40 @@ class ServiceClient:
                         self._take(name, following)
                     following = int(line["n"]) + 1
                     yield line
-            except (OSError, http.client.HTTPException) as error:
+            except httpx.TransportError as error:
                 if time.monotonic() > deadline_s:
-                    raise ClientTimeoutError(f"{self._address} was away for {self._outage_s:.0f} s: {error}") from error
+                    away = f"{self._http.base_url} was away for {self._outage_s:.0f} s"
+                    raise ClientTimeoutError(f"{away}: {error}") from error
                 time.sleep(RETRY_S)
-            if following is not None:
-                path, content = f"/generate/{name}?from={following}", b""
+
+    def _lines(self, name: str, body: object, following: int | None) -> Iterator[dict[str, Any]]:
+        """Lines of a request's stream: all of it, as ``body`` asks for it, or from sample ``following`` on.
+
+        Raises TransportError for a stream that ends without its last line; a line that was cut off comes again.
+        """
+        if following is None:
+            stream = self._http.stream("POST", "/generate", json=body, timeout=self._silence_s)
+        else:
+            stream = self._http.stream("GET", f"/generate/{name}?from={following}", timeout=self._silence_s)
+        with stream as answer:
+            if answer.status_code != httpx.codes.OK:
+                answer.read()
+                _content(answer)
+            with suppress(json.JSONDecodeError):
+                for line in answer.iter_lines():
+                    yield json.loads(line)
+        raise httpx.ReadError("the stream ended before its last line")
 
     def _take(self, name: str, upto: int) -> None:
         self._ask("POST", f"/generate/{name}/taken", {"upto": upto})
 
     def _take_last(self, name: str, upto: int) -> None:
-        """The user has all: should this word be lost, the service forgets the request after its ``service.keep_s``."""
-        with suppress(OSError, http.client.HTTPException):
+        """The user has all: should this request be lost, the service drops its samples after ``service.keep_s``."""
+        with suppress(httpx.TransportError):
             self._take(name, upto)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants the rest of a request."""
+        """Drop the rest of a request."""
         self._ask("DELETE", f"/generate/{request_id}")
 
     # -- update
@@ -116,39 +130,15 @@ class ServiceClient:
         """
         return self._ask("POST", "/update", {"path": path, "wait_s": wait_s}, wait_s=wait_s)
 
-    # -- HTTP
-
     def _ask(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self._address, timeout=wait_s + self._outage_s)
-        try:
-            content = json.dumps(body).encode() if body is not None else b""
-            connection.request(method, path, body=content, headers=self._headers)
-            return _checked(connection.getresponse())
-        finally:
-            connection.close()
-
-    def _lines(self, method: str, path: str, content: bytes) -> Iterator[dict[str, Any]]:
-        """Lines of a stream, to its end. A line that is cut off is none: it comes again."""
-        self.close()
-        self._open = http.client.HTTPConnection(self._address, timeout=self._silence_s)
-        try:
-            self._open.request(method, path, body=content, headers=self._headers)
-            answer = self._open.getresponse()
-            if answer.status != http.client.OK:
-                _checked(answer)
-            while (line := answer.readline()).endswith(b"\n"):
-                yield json.loads(line)
-            raise http.client.IncompleteRead(line)
-        finally:
-            self.close()
+        return _content(self._http.request(method, path, json=body, timeout=wait_s + self._outage_s))
 
 
-def _checked(answer: http.client.HTTPResponse) -> dict[str, Any]:
-    """The answer. Raises ClientError with the service's reason; HTTPException for one that may do better later."""
-    raw = answer.read()
-    if answer.status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE):
-        raise http.client.HTTPException(f"status {answer.status}")
-    content = json.loads(raw)
-    if answer.status >= http.client.BAD_REQUEST:
-        raise ClientError(f"the service refuses with {answer.status}: {content['error']}")
+def _content(answer: httpx.Response) -> dict[str, Any]:
+    """The answer. Raises ClientError with the service's reason; TransportError for one that may do better later."""
+    if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
+        raise httpx.TransportError(f"status {answer.status_code}")
+    content = answer.json()
+    if answer.is_error:
+        raise ClientError(f"the service refuses with {answer.status_code}: {content['error']}")
     return content

@@ -41,7 +41,7 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] | float | str
 
 
-class Control:
+class ControlRoutes:
     """The route that appends requests to the events log."""
 
     def __init__(self, broker: Broker, settings: Settings, view: Callable[[], PipelineView]) -> None:
