@@ -57,7 +57,7 @@ LOCK_POLL_S = 0.05
 class JournalError(FatalError):
     """History is damaged: ``path`` at byte ``offset`` is not what was written there.
 
-    torn: nothing whole follows in that file, as after a kill, or while somebody writes.
+    torn: nothing whole follows in that file, as after a kill, or while it is being written.
     """
 
     def __init__(self, path: Path, offset: int, reason: str, *, torn: bool = False) -> None:
@@ -128,7 +128,7 @@ class _File(Protocol):
 async def sole_writer(directory: Path, *, wait_s: float = LOCK_S) -> AsyncGenerator[None]:
     """Hold the lock of the journal in ``directory``, which is made if need be.
 
-    Raises JournalHeldError: somebody else held it for ``wait_s``.  DirectoryError: it cannot be written.
+    Raises JournalHeldError: another process held it for ``wait_s``.  DirectoryError: it cannot be written.
     """
     deadline_s = asyncio.get_running_loop().time() + wait_s
     while True:
@@ -162,7 +162,7 @@ def is_new(directory: Path) -> bool:
 
 
 def newest_epoch(directory: Path) -> int:
-    """The highest in which anybody wrote there, 0 when nobody did."""
+    """The highest in which a process wrote there, 0 where none did."""
     found = (*_parts(directory, "segment-*.log"), *_parts(directory, "snapshot-*.bin"))
     return max((part.epoch for part in found), default=0)
 
@@ -180,8 +180,8 @@ class Journal:
     def open(cls, directory: Path, *, epoch: int = 0) -> tuple[Journal, Recovered]:
         """Recover what is there (cutting what is torn or void) and go on behind it.
 
-        epoch: of the writer, above all before it; 0 where there is nobody else, as in a simulation.
-        Raises JournalError; FencedError: somebody wrote in this epoch, or a later one.
+        epoch: of the writer, above all before it; 0 where there is no other, as in a simulation.
+        Raises JournalError; FencedError: a process wrote in this epoch, or a later one.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)

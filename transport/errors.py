@@ -22,7 +22,7 @@
     ├── MessageError                one message is corrupt, foreign or oversized: dead-letter it, keep going
     └── ChecksumError               bytes arrived and are not what the manifest says: pull again
 
-Bugs (ValueError, a broken invariant) are caught by nobody.
+Bugs (ValueError, a broken invariant) are not caught.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BrokerUnavailableError(TransientError):
 
 
 class BrokerFullError(BrokerUnavailableError):
-    """The broker at ``address`` answers, and takes no writes until somebody makes room: the reason says where."""
+    """The broker at ``address`` answers, and takes no writes until there is room: the reason says where."""
 
     state = "full"
 
@@ -98,7 +98,7 @@ class SecretError(FatalError):
 
 
 class ListenError(FatalError):
-    """This machine cannot listen where it was told to; the message says why."""
+    """This machine cannot listen where it should; the message says why."""
 
 
 class DirectoryError(FatalError):

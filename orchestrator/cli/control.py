@@ -68,7 +68,7 @@ async def _ask(run_dir: Path, broker_url: str | None, make_event: MakeEvent, *, 
     """Send the event and return the first status that has it.
 
     broker_url: see find_run.  ends: the event ends the run, so its end is an answer too.
-    Raises RunFailedError where nobody hears.
+    Raises RunFailedError where no orchestrator answers.
     """
     rundir, settings = find_run(run_dir, broker_url)
     async with run_broker(rundir, settings, live=True) as broker:

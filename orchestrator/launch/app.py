@@ -73,7 +73,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     """Orchestrate the run until it is finished or a signal comes. Returns whether it is finished.
 
     First the epoch, so that the broker refuses whatever an orchestrator before this one still commands; then the
-    journal's lock, for which that one must have left; then the journal, which nobody changes any more.
+    journal's lock, for which that one must have left; then the journal, which no other process changes any more.
 
     Raises: StalledError, RunFailedError, FencedError (another orchestrator took the run over), RunExistsError,
     JournalError (history is damaged), JournalHeldError (the orchestrator before this one does not leave).

@@ -42,7 +42,7 @@ MAX_BATCH = 512
 SNAPSHOT_EVERY = 20_000
 """Records between snapshots: replaying so many takes about 0.3 s, and each snapshot waits for the disk."""
 KEPT_ENTRIES = 256
-"""Of a log whose newest entries count: more than anybody looks back, few enough to read in ``redis-cli``."""
+"""Of a log whose newest entries count: more than a reader looks back, few enough to read in ``redis-cli``."""
 _OF_WORKER = (keys.plans(WorkerId("")), keys.control(WorkerId("")))
 """What the names of a worker's own streams begin with."""
 

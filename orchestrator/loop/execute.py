@@ -54,13 +54,13 @@ PLANS = keys.plans(WorkerId(""))
 """What the names of work queues begin with; the other streams written here are logs."""
 
 GROUPS_PER_COMMIT = 512
-"""Prompt columns written in one step: the broker serves nobody else meanwhile, some 10 ms for so many."""
+"""Prompt columns written in one step: the broker serves no other client meanwhile, some 10 ms for so many."""
 ENTRIES_PER_STEP = 512
 """Stream entries appended in one step, for the same reason."""
 _UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
 """Commands that are carried out without a fenced commit of their own."""
 RESTATED_S = 60.0
-"""How long commands wait to be told again after the broker lost its tail: somebody looks for that every second."""
+"""How long commands wait to be sent again after the broker lost its tail, which is looked for every second."""
 RECENT_DROPS = 4096
 """Groups whose rows were freed last: a lost tail brings them back. More than any file loses between two flushes."""
 
@@ -103,7 +103,7 @@ class Executor:
             self._work.set()
 
     def restate(self, issued: Iterable[Issued]) -> None:
-        """Queue what a broker that lost its tail has to be told again; what waits goes after it, by its ids.
+        """Queue what is sent again to a broker that lost its tail; what waits goes after it, by its ids.
 
         The rows that were freed last are freed again, too.
         """
@@ -127,7 +127,7 @@ class Executor:
             try:
                 await self._carry_out(batch)
             except TailLostError as error:
-                log.warning("the broker lost its tail; commands wait until all of it is told again", error=str(error))
+                log.warning("the broker lost its tail; commands wait until all of it was sent again", error=str(error))
                 self._waiting = [*batch, *self._waiting]
                 async with asyncio.timeout(RESTATED_S):
                     await self._restated.wait()

@@ -108,14 +108,14 @@ async def _buried_events(broker: Broker) -> frozenset[str]:
 
 
 async def tick(inbox: Inbox) -> None:
-    """Tell the core that time passes, forever."""
+    """Report to the core that time passes, forever."""
     while True:
         await asyncio.sleep(TICK_S)
         await inbox.put(Arrival(Tick()))
 
 
 async def watch_usage(broker: Broker, fence: Fence, inbox: Inbox) -> None:
-    """Tell the core how many bytes of rows the broker retains, when that changes, forever.
+    """Report to the core how many bytes of rows the broker retains, when that changes, forever.
 
     It asks in a fenced step, so that an orchestrator that was replaced learns of it soon, even with nothing to write.
     Raises FencedError.

@@ -43,7 +43,7 @@ class PromptServer:
     ) -> None:
         """held_out: the problems of evaluations, None for a run that makes none.
 
-        learnt: groups whose outcomes are told again after a restart; the predictor had them before.
+        learnt: groups whose outcomes are reported again after a restart; the predictor had them before.
         """
         self._source = source
         self._held_out = held_out

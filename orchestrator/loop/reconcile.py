@@ -2,8 +2,8 @@
 
 A broker that comes back from its append-only file holds a prefix of what it held before. What the orchestrator had
 written beyond that prefix is written again (``outstanding`` commands, whose entry ids make it harmless where nothing
-was lost). What the workers had written beyond it they find out themselves: rows that the core was told of and that are
-gone become RowsMissing; everything else shows in the workers' next reports. Source: ours.
+was lost). What the workers had written beyond it they find out themselves: rows that were reported to the core and
+that are gone become RowsMissing; everything else shows in the workers' next reports. Source: ours.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ CHECK_ROWS = 512
 async def keep_reconciled(
     broker: Broker,
     inbox: Inbox,
-    rows_told: Callable[[], Sequence[RowId]],
+    rows_reported: Callable[[], Sequence[RowId]],
     rows_scored: Callable[[], Sequence[RowId]],
     restore: Callable[[], Awaitable[None]],
 ) -> None:
     """Watch for a broker of another boot, forever; ``restore`` then writes what the orchestrator had written.
 
-    Rows are looked for once at the start too: the broker may have lost them while nobody orchestrated.
+    Rows are looked for once at the start too: the broker may have lost them while no orchestrator ran.
 
-    rows_told, rows_scored: rows whose response, and whose advantage, the core was told of, and that are not trained.
+    rows_reported, rows_scored: rows whose response, and whose advantage, was reported to the core, and that are not
+    trained.
     """
     boot_id = (await broker.info()).boot_id
-    await _report_missing(broker, inbox, rows_told(), rows_scored())
+    await _report_missing(broker, inbox, rows_reported(), rows_scored())
     while True:
         await asyncio.sleep(POLL_S)
         current = (await broker.info()).boot_id
@@ -55,12 +56,12 @@ async def keep_reconciled(
         boot_id = current
         log.warning("the broker was restarted; reconciling")
         await restore()
-        await _report_missing(broker, inbox, rows_told(), rows_scored())
+        await _report_missing(broker, inbox, rows_reported(), rows_scored())
 
 
-async def _report_missing(broker: Broker, inbox: Inbox, told: Sequence[RowId], scored: Sequence[RowId]) -> None:
+async def _report_missing(broker: Broker, inbox: Inbox, reported: Sequence[RowId], scored: Sequence[RowId]) -> None:
     missing = {
-        *await rows_without(broker, told, Column.ROLLOUT_INFO),
+        *await rows_without(broker, reported, Column.ROLLOUT_INFO),
         *await rows_without(broker, scored, Column.ADVANTAGE),
     }
     if missing:

@@ -43,8 +43,8 @@ from transport.process.clock import Clock
 log = structlog.get_logger(__name__)
 
 CHECK_S = 1.0
-SCORED_GROUPS, FEW_GROUPS = 32, 8
-"""Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first FEW_GROUPS failed."""
+SCORED_GROUPS, MIN_FAILED_GROUPS = 32, 8
+"""Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
 NO_PROGRESS = (
     Tick,
     BrokerUsage,
@@ -60,7 +60,7 @@ NO_PROGRESS = (
 
 
 class Waiting(Protocol):
-    """Who knows what the run waits for (core.state.PipelineState)."""
+    """What knows what the run waits for (core.state.PipelineState)."""
 
     @property
     def paused(self) -> bool: ...
@@ -110,7 +110,7 @@ class Watchdog:
     def check(self, state: Waiting) -> None:
         """Warn of each new wait from ``warn_s`` on. Raises StalledError at ``stall_s``.
 
-        A pause is no stall, nor is a service that nobody asks for anything. Raises RunFailedError for failing rewards.
+        A pause is no stall, nor is a service without a request. Raises RunFailedError for failing rewards.
         """
         self._check_rewards()
         still_s = self._still_s()
@@ -132,7 +132,7 @@ class Watchdog:
     def _check_rewards(self) -> None:
         """When most groups have no reward, the rest is a biased sample of what the policy does."""
         failed = [reason for reason in self._judged.values() if reason]
-        if len(failed) < FEW_GROUPS or self._max_failed_share == 1.0:
+        if len(failed) < MIN_FAILED_GROUPS or self._max_failed_share == 1.0:
             return
         if len(failed) == len(self._judged) or len(failed) >= self._max_failed_share * SCORED_GROUPS:
             raise RunFailedError(

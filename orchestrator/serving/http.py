@@ -6,7 +6,7 @@ ask (``guard.py``).
     POST   /generate              prompts; the answer is the stream of their samples, NDJSON, each as it ends
     GET    /generate/{name}       the rest of that stream, ``?from=N``
     POST   /generate/{name}/taken {"upto": N}: the reader has its first N samples
-    DELETE /generate/{name}       nobody wants the rest
+    DELETE /generate/{name}       drop the rest
     POST   /update                weights from a checkpoint, or by their manifest
 """
 

@@ -53,12 +53,12 @@ class ServicePrompts:
     ) -> list[StoredPrompt]:
         """Raises DataError naming the first prompt that cannot be generated from, and why.
 
-        wanted: cleared when nobody waits any more; the work then ends after the current prompt.
+        wanted: cleared when the answer is not wanted any more; the work then ends after the current prompt.
         """
         encoded: list[StoredPrompt] = []
         for index, prompt in enumerate(prompts):
             if wanted is not None and not wanted.is_set():
-                raise DataError(f"nobody waits for prompt {index} any more")
+                raise DataError(f"prompt {index} is not wanted any more")
             encoded.append(self._encode(index, prompt, self._limit - max_new_tokens))
         return encoded
 

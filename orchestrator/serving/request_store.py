@@ -53,7 +53,7 @@ class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompts) * self.group_size
 
     def event(self, predicted_tokens: float) -> PromptsSubmitted:
-        """What the core is told of it."""
+        """The event that reports it to the core."""
         prompts = tuple(
             PromptRef(
                 prompt_id=PromptId(f"{self.number}/{index}"),

@@ -6,7 +6,7 @@
 
 Owns: limits, the one reader of each request, the form of a sample. Never: what is generated where (the core), HTTP
 (``serving/http.py``). Invariant: every wait of a caller has a deadline; a reader that stands still holds one chunk of
-samples and nothing of anybody else.
+samples and nothing of another reader.
 Source: StreamRL sec. 3, ``generate`` and ``update``.
 """
 
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 CHUNK_ROWS = 16
 """Samples that a reader is handed at once: what a stream holds in memory, also while its reader stands still."""
 ROW_WAIT_S = 60.0
-"""How long a sample that was told and is not there (the broker lost its tail) is waited for."""
+"""How long a sample that was reported and is not there (the broker lost its tail) is waited for."""
 LOOK_S = 1.0
 """A stream with nothing to say looks again; whatever happens wakes it sooner."""
 COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ROLLOUT_INFO)
@@ -55,7 +55,7 @@ Report = Callable[[Event], Awaitable[None]]
 
 
 class Service:
-    """What the routes call. ``on_events`` is told by the decider, after the state has applied them."""
+    """What the routes call. The decider calls ``on_events`` after the state has applied them."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Service:
             await self._report(self._store.get(number).event(self._predicted(None)))
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Something was applied: wake whoever waits for it."""
+        """Wake what waits for these events."""
         for event in events:
             if isinstance(event, WeightsPublished | UpdateFailed) and event.update in self._updates:
                 waiting = self._updates[event.update]
@@ -156,7 +156,7 @@ class Service:
         return float((sampling or self._settings.sampling).max_new_tokens)
 
     async def cancel(self, ticket: Ticket) -> None:
-        """Nobody wants the rest of it."""
+        """Drop the rest of it."""
         await self._report(RequestCancelled(request=ticket.number, reason="cancelled by request"))
 
     async def take(self, ticket: Ticket, upto: int) -> None:
@@ -171,7 +171,8 @@ class Service:
     async def stream(self, ticket: Ticket, start: int) -> AsyncIterator[bytes]:
         """NDJSON: one line a sample from number ``start`` on, as each ends, and a last line ``{"done": ...}``.
 
-        A second reader of a request takes over; the first is told so. Raises RefusedError: ``start`` was taken already.
+        A second reader of a request takes over; the first is sent an error. Raises RefusedError: ``start`` was taken
+        already.
         """
         reader = self._readers[ticket.number] = next(self._reader_numbers)
         position = start

@@ -134,7 +134,7 @@ def _ledger_input(random: Random) -> bytes:
 
 
 DECODERS: dict[str, Decoder] = {
-    "event": _of_message(messages.event_decoder, messages.ToldEvent),
+    "event": _of_message(messages.event_decoder, messages.ReportedEvent),
     "trainer command": _of_message(messages.trainer_command_decoder, messages.TrainerCommand),
     "worker command": _of_message(messages.worker_command_decoder, messages.WorkerCommand),
     "group plan": _of_message(messages.group_plan_decoder, messages.GroupPlan),

@@ -17,7 +17,7 @@ from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import Maker, packed
-from transport.contracts.messages import PromptRef, PromptsSubmitted, ToldEvent, event_decoder
+from transport.contracts.messages import PromptRef, PromptsSubmitted, ReportedEvent, event_decoder
 from transport.contracts.types import PromptId, UpdateMode
 from transport.errors import MessageError
 
@@ -99,7 +99,7 @@ def _ids(world: PipelineWorld) -> tuple[str, ...]:
 def make(random: Random) -> bytes:
     number = random.randrange(len(states()))
     maker = Maker(random, wild=random.choice((0.0, 0.0, 0.01)), strings=states()[number][1])
-    return packed((number, [packed(maker.value(ToldEvent)) for _ in range(random.randrange(1, MOST_EVENTS))]))
+    return packed((number, [packed(maker.value(ReportedEvent)) for _ in range(random.randrange(1, MOST_EVENTS))]))
 
 
 def check(content: bytes) -> None:

@@ -434,7 +434,7 @@ def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path):
 
 def test_tokenising_ends_when_nobody_waits(model_dir: Path):
     prompts = ServicePrompts(settings_of(), model_dir)
-    with pytest.raises(DataError, match="nobody waits for prompt 0"):
+    with pytest.raises(DataError, match="prompt 0 is not wanted any more"):
         prompts.encode(["1+2="], 8, wanted=threading.Event())
 
 

@@ -55,7 +55,10 @@ def test_the_installed_scorer_is_the_one_that_was_read(task: str) -> None:
 
 def test_another_source_and_an_unread_task_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(READ, "chain_sum", ("0" * 32, READ["chain_sum"][1]))
-    for task, problem in (("chain_sum", "not the one that was checked"), ("brand_new", "nobody has checked")):
+    for task, problem in (
+        ("chain_sum", "not the one that was checked"),
+        ("brand_new", "it is not known if"),
+    ):
         assert problem in refusal(task)
         assert "scoring.reward" in refusal(task)
         with pytest.raises(RewardSetupError, match=problem):

@@ -4,9 +4,9 @@ One ``Broker`` object is one run on one server. It offers two kinds of stream an
 
 **Work queues** (dispatch plans, scoring tasks). A consumer group gives an entry to one consumer, which holds a lease on
 it: ``claim`` starts the lease, ``renew`` continues it, ``commit(acks=...)`` ends it *together with the effect*. An
-entry that nobody renewed for ``idle_s`` is handed to whoever calls ``reclaim``; after ``max_deliveries`` it goes to the
-dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted once. An
-acknowledged or dead-lettered entry is freed, so the length of a queue is its backlog: waiting + pending.
+entry that was not renewed for ``idle_s`` is handed to the next caller of ``reclaim``; after ``max_deliveries`` it
+goes to the dead-letter stream with its reason. Delivery is at-least-once; effects are once, because rows are inserted
+once. An acknowledged or dead-lettered entry is freed, so the length of a queue is its backlog: waiting + pending.
 
 **Logs** (events, rounds, weights, control). No group, no reclaim: every reader keeps a cursor. A log with one writer
 takes explicit entry ids; an id that is not above the last one is *already there*, so a command executed twice is
@@ -26,7 +26,7 @@ that carries a newer epoch than the broker knows (it lost its tail) restores it.
 
 Errors: BrokerUnavailableError (retry), BrokerRejectedError, FencedError; MessageError for a payload over
 MAX_MESSAGE_BYTES, ValueError for a call that can never be right. Nothing blocks longer than its ``wait_s`` plus, when
-the broker went away, the outage the client was told to sit out.
+the broker went away, the outage that the client waits for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ZERO_ID = "0-0"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stream entry holds: readable fields for whoever looks with redis-cli, and at most one binary field.
+    """What one stream entry holds: readable fields for people who look with redis-cli, and at most one binary field.
 
     The field name "payload" is taken by the binary one. A Struct, because one is made of every event that is read, and
     a frozen dataclass takes ten times as long to make.
@@ -131,7 +131,7 @@ class GroupWrite:
 
 
 Pieces: TypeAlias = Sequence[bytes | memoryview]
-"""One value in pieces that follow one another, so that nobody has to join them; each is a buffer of single bytes."""
+"""One value in pieces that follow one another, so that they need not be joined; each is a buffer of single bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +286,7 @@ class Broker(Protocol):
     async def length(self, stream: str) -> int: ...
 
     async def trim(self, stream: str, upto: str) -> int:
-        """Free entries with id <= ``upto``; in a work queue only what nobody waits for or holds. Returns how many."""
+        """Free entries with id <= ``upto``; in a work queue only what neither waits nor is held. Returns how many."""
         ...
 
     async def delete_stream(self, stream: str) -> None: ...
@@ -309,7 +309,7 @@ class Broker(Protocol):
     ) -> tuple[list[Delivery], list[DeadLetter]]:
         """Take over entries whose lease ran out; those delivered ``max_deliveries`` times go to the dead letters.
 
-        A caller that must tell of a dead letter in the same step asks for one delivery more here and calls ``reject``
+        A caller that must report a dead letter in the same step asks for one delivery more here and calls ``reject``
         itself when ``delivery.deliveries`` is over its limit.
         """
         ...
@@ -327,7 +327,7 @@ class Broker(Protocol):
         ...
 
     async def retry_dead(self, letter_id: str) -> str | None:
-        """Put a dead letter back into its queue as a new entry, delivered to nobody yet: one step.
+        """Put a dead letter back into its queue as a new entry, not delivered yet: one step.
 
         Returns the entry's id; None when there is no such letter (any more), and then nothing happens. Not for queues
         whose writer chooses the ids: the new entry's id would be above all of its own.

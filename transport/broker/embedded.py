@@ -48,9 +48,9 @@ REMOVED = (
     *("function", "migrate", "module", "pfdebug", "psync", "replconf", "replicaof", "restore", "restore-asking"),
     *("save", "script", "shutdown", "slaveof", "swapdb", "sync"),
 )
-"""Commands that the server is started without: they change the server itself, its files, or where its data go. Nobody
-needs them here. An access list would not be enough: while an append-only file is loaded, its commands run unchecked, so
-MODULE LOAD in somebody else's run was code that ran as the user who inspected that run."""
+"""Commands that the server is started without: they change the server itself, its files, or where its data go. A run
+needs none of them. An access list would not be enough: while an append-only file is loaded, its commands run
+unchecked, so MODULE LOAD in somebody else's run was code that ran as the user who inspected that run."""
 READY_S = 60.0
 """Loading 1 GB of append-only file takes some 10 s."""
 STOP_S = 10.0

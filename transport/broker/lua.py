@@ -20,7 +20,7 @@ from transport.broker import keys
 from transport.contracts.types import USER_PREFIX
 
 MAX_DEAD_LETTERS = 10_000
-"""Kept of the dead-letter stream. Each is a bug or a poisoned input: more would be read by nobody."""
+"""Kept of the dead-letter stream. Each is a bug or a poisoned input: more would not be read."""
 
 NUM_SLOTS = 32
 """Writes of one process that may be under way at once; each slot costs the server one small key."""

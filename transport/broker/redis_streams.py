@@ -366,7 +366,7 @@ def _columns(request: ScriptCall, columns: Mapping[Column, bytes]) -> list[objec
 
 
 def _is_bulky(block: Block) -> bool:
-    """Whether joining its values and cutting them apart would cost more than naming each; the first row tells.
+    """Whether joining its values and cutting them apart would cost more than naming each; the first row shows it.
 
     Shared ones are never written out: each would be sent for every row.
     """

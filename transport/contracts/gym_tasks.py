@@ -1,8 +1,8 @@
-"""Who grades the answers to reasoning_gym's tasks: its own scorer where it was read, a grader of ours, or nobody.
+"""What grades the answers to reasoning_gym's tasks: its own scorer where it was read, a grader of ours, or nothing.
 
 Some of its scorers ``eval`` the answer or hand it to sympy's parser, which does; a run on such a task runs what a model
 writes. So each scorer was read, with what it calls: whether it executes text, imports, opens or starts anything. The
-digest says which source was read; a scorer of another release is refused until somebody reads it.
+digest says which source was read; a scorer of another release is refused until it was read.
 
 Owns: that list. Never: grades (workers/scoring/graders.py). Invariant: a task that is on neither list has no verifier.
 """
@@ -138,13 +138,13 @@ READ = {task: (digest, files) for task, digest, *files in map(str.split, _READ.s
 
 
 def refusal(task: str) -> str:
-    """Why the answers to ``task`` are graded by nobody here, "" if they are. Imports nothing of reasoning_gym."""
+    """Why the answers to ``task`` are not graded here, "" if they are. Imports nothing of reasoning_gym."""
     if task in OURS:
         return ""
     if task in REFUSED:
         return f"reasoning_gym's task {task} is refused: {REFUSED[task]}"
     if task not in READ:
-        return f"reasoning_gym's task {task} is refused: nobody has checked if its scorer executes answers; {_INSTEAD}"
+        return f"reasoning_gym's task {task} is refused: it is not known if its scorer executes answers; {_INSTEAD}"
     digest, files = READ[task]
     if source_digest(files) != digest:
         return (

@@ -24,7 +24,7 @@ MAX_SKIPPED = 0.1
 """Share of values that may be no lengths. Source: ours; chat logs have up to a few percent of empty answers."""
 
 Say = Callable[[str], None]
-"""Told in one sentence what was skipped, where something was."""
+"""Gets one sentence about what was skipped, where something was."""
 
 
 class Skipping:

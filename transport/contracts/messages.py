@@ -23,11 +23,11 @@ from transport.contracts.types import (
     SamplingParams,
     Seconds,
     Struct,
-    ToldGroupId,
-    ToldRowId,
-    ToldWorkerId,
     VersionSpan,
     WeightIdentity,
+    WireGroupId,
+    WireRowId,
+    WireWorkerId,
     WorkerId,
     WorkerKind,
 )
@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """A control message larger than this is foreign: bulk bytes travel beside the streams, never on them."""
 
 
-# --- events: what happened, told to the orchestrator ------------------------------------------------------------------
+# --- events: what happened, sent to the orchestrator ------------------------------------------------------------------
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
@@ -56,8 +56,8 @@ class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
     capacity: samples that fit there now, where that changes; 0: as it joined with.
     """
 
-    worker_id: ToldWorkerId
-    held: tuple[ToldGroupId, ...] = ()
+    worker_id: WireWorkerId
+    held: tuple[WireGroupId, ...] = ()
     plans_cursor: EntryId = "0-0"
     weights: WeightIdentity | None = None
     capacity: Count = 0
@@ -69,7 +69,7 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
     left: it was asked to go, so nothing that it held can be why.
     """
 
-    worker_id: ToldWorkerId
+    worker_id: WireWorkerId
     reason: str
     left: bool = False
 
@@ -77,7 +77,7 @@ class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
 class PromptRef(Struct, frozen=True, kw_only=True):
     """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens.
 
-    predicted_sigma: standard deviation of a response's log length around it; 0 where nobody says.
+    predicted_sigma: standard deviation of a response's log length around it; 0 where it is not known.
     """
 
     prompt_id: PromptId
@@ -143,13 +143,13 @@ class RolloutInfo(Struct, frozen=True, kw_only=True):
 
 
 class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
-    """A row was inserted (only its first valid insert is told). oldest: weights of its oldest span.
+    """A row was inserted (only its first valid insert is reported). oldest: weights of its oldest span.
 
     engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
     """
 
-    row_id: ToldRowId
-    worker_id: ToldWorkerId
+    row_id: WireRowId
+    worker_id: WireWorkerId
     response_tokens: Count
     finish_reason: FinishReason
     oldest: WeightIdentity
@@ -162,8 +162,8 @@ class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
 class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
     """Samples of a group that will not come from this worker. retryable: another attempt may succeed."""
 
-    group_id: ToldGroupId
-    worker_id: ToldWorkerId
+    group_id: WireGroupId
+    worker_id: WireWorkerId
     samples: tuple[Index, ...]
     reason: str
     retryable: bool = True
@@ -175,7 +175,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
     signal: rewards differ, so the group carries a gradient.  components: mean of each named reward component.
     """
 
-    group_id: ToldGroupId
+    group_id: WireGroupId
     rewards: tuple[Finite, ...]
     response_tokens: tuple[Count, ...]
     signal: bool
@@ -185,7 +185,7 @@ class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A unit of a scoring task was dead-lettered: its group will never be whole."""
 
-    group_id: ToldGroupId
+    group_id: WireGroupId
     reason: str
 
 
@@ -199,7 +199,7 @@ class RoundDone(Struct, frozen=True, kw_only=True, tag=True):
     num_rows: Count
     num_tokens: Count
     busy_s: Seconds
-    refused: tuple[ToldRowId, ...] = ()
+    refused: tuple[WireRowId, ...] = ()
     stepped_s: Seconds = 0.0
 
 
@@ -233,7 +233,7 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     damaged: newer checkpoints that it could not use, and what is wrong with each, for people.
     """
 
-    worker_id: ToldWorkerId
+    worker_id: WireWorkerId
     weights: WeightIdentity
     cursor: EntryId = "0-0"
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
@@ -241,15 +241,15 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):
-    """Rows that were told to exist do not (the broker lost its tail): they must be generated again."""
+    """Rows that were reported do not exist (the broker lost its tail): they must be generated again."""
 
-    row_ids: tuple[ToldRowId, ...]
+    row_ids: tuple[WireRowId, ...]
 
 
 class WeightsLoaded(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker serves ``weights``; its checksum held. seconds: transfer and load."""
 
-    worker_id: ToldWorkerId
+    worker_id: WireWorkerId
     weights: WeightIdentity
     seconds: Seconds = 0.0
 
@@ -257,13 +257,13 @@ class WeightsLoaded(Struct, frozen=True, kw_only=True, tag=True):
 class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
     """A generation worker could not load ``weights`` and serves what it had."""
 
-    worker_id: ToldWorkerId
+    worker_id: WireWorkerId
     weights: WeightIdentity
     reason: str
 
 
 class PromptsSubmitted(Struct, frozen=True, kw_only=True, tag=True):
-    """Somebody asks a service run for samples. request: its number, from 1, one higher than any before.
+    """A service run is asked for samples. request: its number, from 1, one higher than any before.
 
     prompts: one group of ``group_size`` samples each.  sampling: how, where it is not as the run's settings say.
     """
@@ -282,14 +282,16 @@ class SamplesTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody wants the rest of a request."""
+    """The rest of a request is not wanted any more."""
 
     request: int
     reason: str
 
 
 class WeightsPublished(Struct, frozen=True, kw_only=True, tag=True):
-    """A service run has newer weights; their manifest is on the weights log. update: who asked for them, "" unknown."""
+    """A service run has newer weights; their manifest is on the weights log. update: the request for them, ""
+    unknown.
+    """
 
     weights: WeightIdentity
     update: str = ""
@@ -309,25 +311,25 @@ class BrokerUsage(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopRequested(Struct, frozen=True, kw_only=True, tag=True):
-    """Someone asked the run to end: batches in training finish, nothing new is admitted."""
+    """The run was asked to end: batches in training finish, nothing new is admitted."""
 
     reason: str
 
 
 class PauseRequested(Struct, frozen=True, kw_only=True, tag=True):
-    """Someone asked that nothing new be dispatched; running samples finish, what is ready is trained."""
+    """The run was asked to dispatch nothing new; running samples finish, what is ready is trained."""
 
 
 class ResumeRequested(Struct, frozen=True, kw_only=True, tag=True):
-    """Someone asked that a pause end."""
+    """The run was asked to end a pause."""
 
 
 class CheckpointRequested(Struct, frozen=True, kw_only=True, tag=True):
-    """Someone asked for a checkpoint after the batch in training."""
+    """The run was asked for a checkpoint after the batch in training."""
 
 
 class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
-    """Someone changed a setting of the running run. key: dotted, one of those that the core can change."""
+    """A user changed a setting of the running run. key: dotted, one of those that the core can change."""
 
     key: str
     value: int | float | str
@@ -371,7 +373,7 @@ class Tick(Struct, frozen=True, kw_only=True, tag=True):
     """Time passed. Deadlines are looked at here and nowhere else."""
 
 
-ToldEvent: TypeAlias = (
+ReportedEvent: TypeAlias = (
     WorkerReported
     | WorkerLost
     | RolloutFinished
@@ -395,10 +397,12 @@ ToldEvent: TypeAlias = (
     | WorkerStarted
     | RunResumed
 )
-"""The events log: what other processes tell. One that decodes is one that the core can take, whatever it claims."""
+"""The events log: what other processes report. An event that decodes is one that the core can apply, whatever it
+says.
+"""
 
 Event: TypeAlias = (
-    ToldEvent
+    ReportedEvent
     | WorkerJoined
     | PromptsArrived
     | PlanComputed
@@ -410,7 +414,7 @@ Event: TypeAlias = (
     | RankerJudged
     | Tick
 )
-"""Those, and what the orchestrator tells itself: nobody else can."""
+"""Those, and what the orchestrator itself reports: no other process can."""
 
 
 # --- commands: what the core decided ----------------------------------------------------------------------------------
@@ -428,7 +432,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
     that the longest starts first.  sampling: how, where a request asked for something else than the run's settings.
     """
 
-    group_id: ToldGroupId
+    group_id: WireGroupId
     batch: int
     prompt_id: PromptId
     samples: tuple[Index, ...]
@@ -486,7 +490,7 @@ class SpawnWorkers(Struct, frozen=True, kw_only=True, tag=True):
 class GroupRows(Struct, frozen=True, kw_only=True):
     """The rows of one group that a rank trains together, so that their prompt is computed once."""
 
-    group_id: ToldGroupId
+    group_id: WireGroupId
     samples: tuple[Index, ...]
     num_tokens: int
 
@@ -685,7 +689,7 @@ WorkerCommand: TypeAlias = LoadWeights | AbortRollouts | DrainWorker
 class UpdateRequest(Struct, frozen=True, kw_only=True):
     """Weights that a service run shall serve. update: names it in the answer.
 
-    path: a checkpoint on the publisher's host, or ``manifest``: of weights that somebody serves already.
+    path: a checkpoint on the publisher's host, or ``manifest``: of weights that are served already.
     """
 
     update: str
@@ -722,7 +726,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
 
 
 STARTING = "starting"
-"""What a worker does before it can take work; nobody counts on it yet."""
+"""What a worker does before it can take work, and before it counts as a worker."""
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
@@ -734,7 +738,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     kv_use: part of its KV memory in use, 0 to 1, where its engine says so (generate).
     """
 
-    worker_id: ToldWorkerId
+    worker_id: WireWorkerId
     kind: WorkerKind
     host: str
     pid: int
@@ -802,7 +806,7 @@ class MessageDecoder(Generic[T]):
 
 
 # msgspec takes unions at run time; the type checker sees the alias.
-event_decoder: MessageDecoder[ToldEvent] = MessageDecoder(cast("type[ToldEvent]", ToldEvent))
+event_decoder: MessageDecoder[ReportedEvent] = MessageDecoder(cast("type[ReportedEvent]", ReportedEvent))
 trainer_command_decoder: MessageDecoder[TrainerCommand] = MessageDecoder(cast("type[TrainerCommand]", TrainerCommand))
 worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("type[WorkerCommand]", WorkerCommand))
 group_plan_decoder = MessageDecoder(GroupPlan)

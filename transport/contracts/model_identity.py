@@ -2,7 +2,7 @@
 
 Owns: what of the files counts. Never: loads a model. Invariant: equal identities mean that a token id is the same word
 and that weights of one fit the other; what writers of files add for themselves (versions, names) does not count.
-Source: ours; rollouts of another tokenizer would be trained as other words, and nobody would notice.
+Source: ours; rollouts of another tokenizer would be trained as other words without a sign.
 """
 
 from __future__ import annotations

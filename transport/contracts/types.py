@@ -27,21 +27,21 @@ _USER_NAME = re.compile(rf"{USER_PREFIX}[a-z0-9_]{{1,60}}")
 _EVALUATION = "eval"
 """How groups of an evaluation begin; those of batches begin with a digit."""
 
-# What a field of a message must hold to be decoded at all, so that nobody who takes a message looks again. Numbers end
-# where sums of many of them would leave 64 bits, beyond which no state can be written down.
+# What a field of a message must hold to be decoded at all, so that readers of a message need not check it again.
+# Numbers end where sums of many of them would leave 64 bits, beyond which no state can be written down.
 _MAX_DIGITS = 9
 _NUMBER = rf"(?:0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})"
 _GROUP = rf"(?:{_EVALUATION})?{_NUMBER}/{_NUMBER}"
-ToldGroupId: TypeAlias = Annotated[GroupId, msgspec.Meta(pattern=rf"^{_GROUP}\Z")]
-ToldRowId: TypeAlias = Annotated[RowId, msgspec.Meta(pattern=rf"^{_GROUP}/{_NUMBER}\Z")]
-ToldWorkerId: TypeAlias = Annotated[WorkerId, msgspec.Meta(pattern=r"^[^\x00-\x20\x7f]{1,200}\Z")]
+WireGroupId: TypeAlias = Annotated[GroupId, msgspec.Meta(pattern=rf"^{_GROUP}\Z")]
+WireRowId: TypeAlias = Annotated[RowId, msgspec.Meta(pattern=rf"^{_GROUP}/{_NUMBER}\Z")]
+WireWorkerId: TypeAlias = Annotated[WorkerId, msgspec.Meta(pattern=r"^[^\x00-\x20\x7f]{1,200}\Z")]
 EntryId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}-[0-9]{1,18}\Z")]
 """Of an entry of a stream: ``12-3``."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
 """Of a batch or a sample: what fits an id."""
 MAX_NUMBER = 1e15
-"""Of a reward and whatever else is told as a number: beyond it float32 advantages lose all meaning."""
+"""Of a reward and of every other number that is reported: beyond it float32 advantages lose all meaning."""
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """No NaN and no infinity, which no comparison holds for."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]

@@ -25,7 +25,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to: for tests and the simulator."""
+    """A clock that moves only by ``advance``: for tests and the simulator."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

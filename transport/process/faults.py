@@ -15,16 +15,16 @@ POINTS = frozenset(
         "generate.claimed",  # a plan is claimed, nothing of it generated
         "generate.row_ready",  # a sample ended, its row is not written
         "generate.row_committed",  # a row is written
-        "generate.weights_loaded",  # new weights serve, nobody was told
+        "generate.weights_loaded",  # new weights serve, which is not reported
         "score.claimed",  # a unit is claimed, not scored
         "score.committed",  # a score is written
-        "train.round_accumulated",  # gradients hold a round, nobody was told
+        "train.round_accumulated",  # gradients hold a round, which is not reported
         "train.stepped",  # the optimizer stepped, nothing is published
         "train.published",  # weights are published, StepDone is not sent
         "train.checkpoint_written",  # a checkpoint is complete, not in place
         "train.checkpoint_placed",  # a checkpoint is in place, the former one of its version too
         "train.model_removed",  # the former final model made room, the new one is not in place
-        "train.checkpoint_saved",  # a checkpoint is in place, nobody was told
+        "train.checkpoint_saved",  # a checkpoint is in place, which is not reported
         "orchestrator.applied",  # events were applied, not written down
         "orchestrator.journaled",  # events are written down, their commands not carried out
         "orchestrator.executed",  # commands were carried out

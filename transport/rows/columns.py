@@ -1,7 +1,7 @@
 """Columns of rows as bytes, checked at the edge; and the row store's one interface.
 
 Columns are raw little-endian arrays, because a list of 4,096 numbers costs 90 us in MessagePack and 1 us as bytes. What
-a row means is the business of whoever wrote it; that its parts fit together is checked here, before it is stored.
+a row means is the business of its writer; that its parts fit together is checked here, before it is stored.
 
 Owns: codecs, validation, ``RowStore`` over the broker's own hashes (``unit_rows.py`` has the one over storage units).
 Invariant: what ``commit`` stored has arrays of the column's dtype, of one length within a row, and no NaN or infinity.

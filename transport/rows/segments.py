@@ -3,9 +3,9 @@
     made     by the unit, which keeps a shared lock (flock) on each: it outlives its writer, and the unit's death shows
     used     under a shared lock of the user's own, taken before the user makes sure that the file still has its name
     reused   by the unit, when the file can be locked against everyone: it gets another name before anything else, so
-             that an old locator finds nothing, and never what somebody else wrote since
+             that an old locator finds nothing, and never what another process wrote since
 
-Bytes are copied out, not mapped: whoever read a value keeps it, whatever happens to its segment. Mapping would cost
+Bytes are copied out, not mapped: a reader keeps what it read, whatever happens to its segment. Mapping would cost
 more: 13 ms of page faults for 34 MB, where the copy takes 8-15. Reuse is what makes writing cheap: pages that are there
 take 34 MB in 10 ms, new ones in 30.
 
@@ -172,7 +172,7 @@ class Segments:
             spare = _new_name()
             os.rename(path_of(name, self.directory), path_of(spare, self.directory))
             fcntl.flock(fd, fcntl.LOCK_SH)
-        except OSError:  # somebody reads or writes it; or it was removed by hand
+        except OSError:  # it is being read or written, or was removed by hand
             self._remove(name, fd)
             return
         self._sizes[spare] = self._sizes.pop(name)

@@ -336,7 +336,7 @@ class UnitRows:
         return await self._broker.read_groups(group_ids, columns)
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
-        """As RowStore. A unit that does not answer is told with the next drop."""
+        """As RowStore. A unit that does not answer gets these groups with the next drop."""
         freed = await self._broker.drop_groups(group_ids)
         for unit in {*self._units, *self._clients}:
             groups = self._undropped.pop(unit, set()) | set(group_ids)

@@ -69,7 +69,7 @@ class Put(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Allocate(Struct, frozen=True, kw_only=True, tag=True):
-    """Make a segment for values of these groups that somebody on ``host`` will write."""
+    """Make a segment for values of these groups that a process on ``host`` will write."""
 
     host: str
     group_ids: Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]

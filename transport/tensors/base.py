@@ -39,7 +39,7 @@ class Segment(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """[nbytes] uint8; writing to it, where it can be written to, is never seen by anybody else."""
+        """[nbytes] uint8; writing to it, where it can be written to, changes it for no other reader."""
         ...
 
     def close(self) -> None: ...
@@ -75,7 +75,7 @@ class SegmentStore(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Stop serving ``name`` and free it once nobody reads it. Dropping what is not there is no error."""
+        """Stop serving ``name`` and free it after its last reader. Dropping what is not there is no error."""
         ...
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""A listener that gives each connection a thread and a handshake, and hands it to whoever knows its requests.
+"""A listener that gives each connection a thread and a handshake, and hands it to the code that knows its requests.
 
     unproven   until the handshake is done, HANDSHAKE_S at most. Past their bound the oldest goes, of the address that
                has most of them: a client proves itself within milliseconds, so silent strangers push out each other
     proven     bounded for themselves: no number of strangers keeps a client out
 
 Owns: the listening socket, the connection threads, their end. Never: what is asked or answered. Invariant: nothing is
-served to whoever does not prove that it knows the secret; after ``close`` no thread and no socket of ours is left.
+served to a client that does not prove that it knows the secret; after ``close`` no thread and no socket of ours is
+left.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class ChannelServer:
         Raises ListenError: none is, or the host is not ours.  SecretError: this user cannot have a secret.
         """
         if not self._endpoint.secret:
-            own_secret()  # fails here rather than at each connection, where nobody would see why
+            own_secret()  # fails here rather than at each connection, where the reason would not be seen
         self._server = self._bind()
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="tensor-server", daemon=True

@@ -34,7 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
 _HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _SPARE_BYTES = 16 * 1024 * 1024
-"""Left free for others: a /dev/shm filled to the last byte kills whoever touches it next."""
+"""Left free for others: a /dev/shm filled to the last byte kills the next process that touches it."""
 _NAMES_TRIED = 100
 
 
@@ -217,7 +217,7 @@ def _unlink(writer: ShmWriter) -> None:
 
 
 class ShmSegment:
-    """A private mapping: pages are shared with everyone until somebody writes to one, who then has a copy."""
+    """A private mapping: pages are shared until one is written to, of which the writer then has a copy."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping

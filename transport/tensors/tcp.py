@@ -114,7 +114,7 @@ class ServedStore:
         self._store.drop(name)
 
     def close(self) -> None:
-        self._store.close()  # first: whoever loses patience with us and kills us finds no file left
+        self._store.close()  # first: should this process be killed while it ends, no file is left
         self._server.close()
 
 

@@ -147,7 +147,7 @@ class Channel:
             received += count
 
     def skip(self, nbytes: int) -> None:
-        """Receive bytes that nobody wants, so that what follows them can be read."""
+        """Receive bytes and drop them, so that what follows them can be read."""
         scratch = memoryview(bytearray(min(nbytes, _SKIPPED_AT_ONCE)))
         while nbytes:
             self.receive_into(scratch[:nbytes])
@@ -171,7 +171,7 @@ def _mac(secret: bytes, role: str, port: int, server_nonce: bytes, client_nonce:
     """Proof of ``secret`` for one connection.
 
     The role keeps one side's proof from being sent back as the other's; the server's port, as each side sees it, keeps
-    whoever took the port of a server that died from passing its clients' proofs on to another one.
+    a process that took the port of a server that died from passing its clients' proofs on to another one.
     Raises SecretError: none is set, and this user cannot have one.
     """
     key = derive(secret or own_secret(), Purpose.TENSORS).encode()
@@ -181,7 +181,7 @@ def _mac(secret: bytes, role: str, port: int, server_nonce: bytes, client_nonce:
 def greet_client(channel: Channel, secret: bytes, admit: Callable[[], bool] = lambda: True) -> None:
     """The server's half of the handshake. admit: asked once the client has proved itself: whether there is room for it.
 
-    Raises PeerRejectedError, or PeerUnavailableError where there is no room, after telling the client why.
+    Raises PeerRejectedError, or PeerUnavailableError where there is no room, after the client was sent the reason.
     """
     nonce = secrets.token_bytes(16)
     channel.send(Hello(protocol=PROTOCOL_VERSION, nonce=nonce, secret=bool(secret)))

@@ -85,7 +85,7 @@ class Client:
 
         name: how this program appears in queues.  units, secret: storage units for the columns; none: they live in the
         broker.  endpoint: where other hosts pull the weights that this program publishes; None: this host alone.
-        outage_s: how long each call sits out a broker that went away.
+        outage_s: how long each call waits for a broker that went away.
         Raises: BrokerUnavailableError; BrokerRejectedError, whose message says what to change.
         """
         loop = LoopThread(f"streamrl-{name}", outage_s + GRACE_S)
@@ -120,7 +120,7 @@ class Client:
         return self._loop.call(work, what="init_engines", wait_s=timeout_s)
 
     def weight_sync_notify(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightManifest:
-        """Publish a version of the weights and notify everyone who waits for one.
+        """Publish a version of the weights and notify all that wait for one.
 
         The bytes are in shared memory, and pulled over TCP from this process, which must stay; the newest three
         versions are kept. The first call takes the trainer's role: an earlier publisher is fenced off.
@@ -150,7 +150,7 @@ class Client:
         self._loop.call(tasks.declare(self._broker, task, known_columns(columns), options), what="declare_task")
 
     def remove_task(self, task: str) -> None:
-        """Forget a task, what waits for it, and its end. A task that nobody consumes grows for as long as rows come."""
+        """Forget a task, what waits for it, and its end. A task without a consumer grows for as long as rows come."""
         self._loop.call(tasks.remove(self._broker, task), what="remove_task")
 
     def end_stream(self, task: str) -> None:
@@ -202,7 +202,7 @@ class Client:
         """The next ``count`` rows of ``task``. The batch that this client got of it before is done with this call.
 
         Returns: ``count`` rows as soon as they are there; fewer when ``timeout_s`` passes or the stream ends; none,
-                 and ``ended``, when everything was consumed by someone.
+                 and ``ended``, when everything was consumed.
         Raises:  ClientError: no such task.  LeaseLostError: the batch before went to another consumer (this process
                  stood still for longer than the task's lease); calling again goes on.
         """
@@ -217,7 +217,7 @@ class Client:
     def read_experience_data(
         self, index: Sequence[RowId], columns: Sequence[str]
     ) -> tuple[list[RowId], dict[str, NDArray[Any] | list[Value]]]:
-        """Columns of rows whose ids are known, of any task or none; nobody consumes them with it.
+        """Columns of rows whose ids are known, of any task or none; this consumes nothing.
 
         Returns: ids of the rows that have all ``columns``, in order, and by column their values: one array [N, ...]
                  of a column of yours whose values have one type and shape, else one value each. Arrays are read-only.

@@ -34,7 +34,7 @@ async def wait_ready(broker: Broker, wanted: Mapping[WorkerKind, int], timeout_s
     while missing := await _missing(broker, wanted):
         if asyncio.get_running_loop().time() > deadline_s:
             raise ClientTimeoutError(f"run {broker.run!r} is not ready after {timeout_s:.0f} s: {missing}")
-        await asyncio.sleep(POLL_S)  # a lease wakes nobody
+        await asyncio.sleep(POLL_S)  # a lease wakes no waiter
     return await workers(broker)
 
 
@@ -49,11 +49,11 @@ async def _missing(broker: Broker, wanted: Mapping[WorkerKind, int]) -> str:
 
 
 async def describe_wait(broker: Broker, task: str) -> str:
-    """What a task waits for, for whoever got nothing of it."""
+    """What a task waits for, to say to a consumer that got nothing of it."""
     queue = keys.tasks(task)
     pending = await broker.pending(queue, count=1)
     if pending:
         oldest = pending[0]
         return f"{await broker.length(queue)} rows are left, the oldest held by {oldest.consumer}"
     ended = await tasks.has_ended(broker, task)
-    return "its stream has ended" if ended else "nobody has put more rows, nor ended its stream"
+    return "its stream has ended" if ended else "no more rows were put, and its stream was not ended"

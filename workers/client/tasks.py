@@ -47,7 +47,7 @@ async def declare(broker: Broker, task: str, columns: Iterable[str], options: Ta
 
 
 async def find(broker: Broker, task: str) -> TaskOptions:
-    """Raises ClientError for a task that nobody declared, and for those of the run."""
+    """Raises ClientError for a task that was not declared, and for those of the run."""
     raw = await broker.get_meta(_options_key(task))
     if not raw:
         raise ClientError(
