@@ -10,6 +10,8 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -22,6 +24,7 @@ from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerFullError, FatalError, StreamError
 from transport.process import faults
 from transport.process.logs import configure_logs
+from transport.process.options import with_options
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.address import parse_ports
 from workers.commands.gpus import take_gpu
@@ -40,7 +43,6 @@ EXIT_FULL = 5
 EXIT_SIGNALLED = 143
 """As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
 
-OUTAGE_S = BrokerSettings().outage_s
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed: a container's health check looks at its age."""
 
@@ -48,39 +50,15 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Worker processes of StreamRL. They join a run over its broker, at any time, and leave when it is over.",
 )
 
-BrokerUrl = Annotated[str, typer.Option("--broker", help="redis:// or rediss:// URL of the run's broker")]
-Run = Annotated[str, typer.Option("--run", help="name of the run")]
-RunDirectory = Annotated[Path, typer.Option("--run-dir", help="directory for what this worker writes")]
-OwnDirectory = Annotated[
-    Path | None,
-    typer.Option("--run-dir", help="directory for what this worker writes  [runs/<run>]", show_default=False),
-]
-ModelDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--model-dir",
-        help="local Hugging Face directory of the base model  [prepared from the run's model.path]",
-        show_default=False,
-    ),
-]
-TlsCa = Annotated[str, typer.Option("--tls-ca", help="CA file for a rediss:// broker")]
-OutageS = Annotated[float, typer.Option("--outage-s", help="how long to wait for a broker that went away")]
-Rank = Annotated[int, typer.Option("--index", help="rank of this trainer process, from 0")]
 Index = Annotated[
-    str, typer.Option("--index", help='number of this worker among its kind, from 0, or "auto" for one nobody has')
+    str, typer.Option("--index", help='number of this worker among its kind, from 0, or "auto" for one that is free')
 ]
 Gpus = Annotated[
     str, typer.Option("--gpus", help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
-]
-Listen = Annotated[str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")]
-Advertise = Annotated[
-    str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
-]
-Ports = Annotated[
-    str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
 ]
 UserReward = Annotated[
     str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
@@ -91,6 +69,83 @@ RewardPath = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """The options of every worker that joins a run."""
+
+    broker: Annotated[str, typer.Option("--broker", help="redis:// or rediss:// URL of the run's broker")]
+    run: Annotated[str, typer.Option("--run", help="name of the run")]
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="directory for what this worker writes  [runs/<run>]", show_default=False),
+    ] = None
+    model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-dir",
+            help="local Hugging Face directory of the base model  [prepared from the run's model.path]",
+            show_default=False,
+        ),
+    ] = None
+    tls_ca: Annotated[str, typer.Option("--tls-ca", help="CA file for a rediss:// broker")] = ""
+    outage_s: Annotated[float, typer.Option("--outage-s", help="how long to wait for a broker that went away")] = (
+        BrokerSettings().outage_s
+    )
+
+    @property
+    def home(self) -> Path:
+        """Where this worker writes: by default where the orchestrator does."""
+        return self.run_dir or Path("runs") / self.run
+
+    def serve(self, kind: WorkerKind, index: int | None, make: Callable[[Path], WorkerFactory], trust: bool) -> None:
+        """Work for the run until it is over. make: a worker of a model directory.  trust: may the model bring code?"""
+        from transport.broker.connect import connect
+        from transport.process.clock import MonotonicClock
+        from workers.commands.build import with_model
+        from workers.leases.lifecycle import serve_worker
+
+        password = read_secret(os.environ, BROKER_PASSWORD)
+        settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
+        heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
+        build = with_model(self.model_dir, trust, make)
+
+        async def serve() -> bool:
+            broker = await connect(settings, RunName(self.run))
+            try:
+                return await serve_worker(
+                    broker, kind, index, build, MonotonicClock(), heartbeat_file=Path(heartbeat) if heartbeat else None
+                )
+            finally:
+                await broker.close()
+
+        configure_logs(process=kind.value if index is None else f"{kind.value}-{index}")
+        faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
+        if not uvloop.run(serve()):
+            _leave(EXIT_SIGNALLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publishing(Joining):
+    """And of those that serve weights."""
+
+    listen: Annotated[str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")] = ""
+    advertise: Annotated[
+        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
+    ] = ""
+    ports: Annotated[
+        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
+    ] = ""
+
+    @property
+    def address(self) -> dict[str, str]:
+        """Settings of the section tensors that this machine overrides, where they are not empty."""
+        try:
+            parse_ports(self.ports)
+        except ValueError as error:
+            raise typer.BadParameter(f"--ports: {error}") from error
+        return {"host": self.listen, "advertise": self.advertise, "ports": self.ports}
 
 
 @app.command()
@@ -108,15 +163,11 @@ def prepare(
 
 
 @app.command()
+@with_options(Joining)
 def generate(
-    broker: BrokerUrl,
-    run: Run,
-    run_dir: OwnDirectory = None,
-    model_dir: ModelDirectory = None,
+    joining: Joining,
     index: Index = "0",
     gpus: Gpus = "",
-    tls_ca: TlsCa = "",
-    outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
     engine_url: Annotated[
         str, typer.Option("--engine-url", help="SGLang or vLLM server to use, http://host:port  [its own]")
@@ -127,76 +178,58 @@ def generate(
     server_args: Annotated[str, typer.Option("--server-args", help="more arguments for that server")] = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.commands.build import ServerChoice, generation_worker, with_model
+    from workers.commands.build import ServerChoice, generation_worker
 
     take_gpu(gpus)
-    home, secret = run_dir or own_directory(run), _shared_secret()
+    secret = _shared_secret()
     server = ServerChoice(
         url=engine_url,
         key=read_secret(os.environ, ENGINE_KEY),
         command=(*shlex.split(server_command),),
         args=(*shlex.split(server_args),),
     )
-    build = with_model(
-        model_dir, trust_remote_code, lambda model: generation_worker(home, model, trust_remote_code, secret, server)
-    )
-    _serve(WorkerKind.GENERATE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
+
+    def make(model: Path) -> WorkerFactory:
+        return generation_worker(joining.home, model, trust_remote_code, secret, server)
+
+    joining.serve(WorkerKind.GENERATE, _number(index), make, trust_remote_code)
 
 
 @app.command()
-def score(
-    broker: BrokerUrl,
-    run: Run,
-    run_dir: OwnDirectory = None,  # as every worker of a run is told; this one writes nothing
-    model_dir: ModelDirectory = None,
-    index: Index = "0",
-    tls_ca: TlsCa = "",
-    outage_s: OutageS = OUTAGE_S,
-    reward: UserReward = "",
-    reward_path: RewardPath = "",
-) -> None:
+@with_options(Joining)
+def score(joining: Joining, index: Index = "0", reward: UserReward = "", reward_path: RewardPath = "") -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
-    from workers.commands.build import scoring_worker, with_model
+    from workers.commands.build import scoring_worker
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
-    build = with_model(model_dir, False, lambda model: scoring_worker(model, reward, reward_path))
-    _serve(WorkerKind.SCORE, _number(index), _reached(broker, tls_ca, outage_s), run, build)
+    joining.serve(WorkerKind.SCORE, _number(index), lambda model: scoring_worker(model, reward, reward_path), False)
 
 
 @app.command()
+@with_options(Publishing)
 def train(
-    broker: BrokerUrl,
-    run: Run,
-    run_dir: OwnDirectory = None,
-    model_dir: ModelDirectory = None,
-    index: Rank = 0,
+    joining: Publishing,
+    index: Annotated[int, typer.Option("--index", help="rank of this trainer process, from 0")] = 0,
     gpus: Gpus = "",
-    listen: Listen = "",
-    advertise: Advertise = "",
-    ports: Ports = "",
-    tls_ca: TlsCa = "",
-    outage_s: OutageS = OUTAGE_S,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
-    from workers.commands.build import trainer_worker, with_model
+    from workers.commands.build import trainer_worker
 
     take_gpu(gpus)
-    home, secret = run_dir or own_directory(run), _shared_secret()
-    own = _own_address(listen, advertise, ports)
-    build = with_model(
-        model_dir, trust_remote_code, lambda model: trainer_worker(home, model, index, trust_remote_code, own, secret)
-    )
-    _serve(WorkerKind.TRAIN, index, _reached(broker, tls_ca, outage_s), run, build)
+    address, secret = joining.address, _shared_secret()
+
+    def make(model: Path) -> WorkerFactory:
+        return trainer_worker(joining.home, model, index, trust_remote_code, address, secret)
+
+    joining.serve(WorkerKind.TRAIN, index, make, trust_remote_code)
 
 
 @app.command()
+@with_options(Publishing)
 def publish(
-    broker: BrokerUrl,
-    run: Run,
-    run_dir: OwnDirectory = None,
-    model_dir: ModelDirectory = None,
+    joining: Publishing,
     index: Index = "0",
     weights_dir: Annotated[
         Path | None,
@@ -204,24 +237,21 @@ def publish(
             "--weights-dir", help="where POST /update may take checkpoints from, on this machine  [no paths are taken]"
         ),
     ] = None,
-    listen: Listen = "",
-    advertise: Advertise = "",
-    ports: Ports = "",
-    tls_ca: TlsCa = "",
-    outage_s: OutageS = OUTAGE_S,
 ) -> None:
     """Publish weights to the generation workers of a service run: its model first, then what POST /update names."""
-    from workers.commands.build import publishing_worker, with_model
+    from workers.commands.build import publishing_worker
 
-    home, secret = run_dir or own_directory(run), _shared_secret()
-    own = _own_address(listen, advertise, ports)
-    build = with_model(model_dir, False, lambda model: publishing_worker(home, model, weights_dir, own, secret))
-    _serve(WorkerKind.PUBLISH, _number(index), _reached(broker, tls_ca, outage_s), run, build)
+    address, secret = joining.address, _shared_secret()
+
+    def make(model: Path) -> WorkerFactory:
+        return publishing_worker(joining.home, model, weights_dir, address, secret)
+
+    joining.serve(WorkerKind.PUBLISH, _number(index), make, False)
 
 
 @app.command()
 def evaluate(
-    run_dir: RunDirectory,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory of the run")],
     model: Annotated[str, typer.Option("--model", help='"base", "final" or a Hugging Face directory')] = "final",
     reward: UserReward = "",
     reward_path: RewardPath = "",
@@ -254,58 +284,16 @@ def profile() -> None:
     print(msgspec.json.encode(measured).decode())
 
 
-def own_directory(run: str) -> Path:
-    """Where a worker writes that was not told: the same place as the orchestrator's default."""
-    return Path("runs") / run
-
-
-def _reached(url: str, tls_ca: str, outage_s: float) -> BrokerSettings:
-    """How this process reaches the broker."""
-    password = read_secret(os.environ, BROKER_PASSWORD)
-    return BrokerSettings(url=url, password=password, tls_ca=tls_ca, outage_s=outage_s)
-
-
 def _shared_secret() -> bytes:
     """What the ends of a tensor connection prove to each other, b"" on one machine."""
     return read_secret(os.environ, SHARED_SECRET).encode()
 
 
 def _number(index: str) -> int | None:
-    """The index that a worker was told; None for one to be found."""
+    """The index that was given; None for one to be found."""
     if index != "auto" and not index.isdecimal():
         raise typer.BadParameter(f'--index is a number or "auto", not {index!r}')
     return None if index == "auto" else int(index)
-
-
-def _own_address(listen: str, advertise: str, ports: str) -> dict[str, str]:
-    """Settings of the section tensors that this machine overrides, where they are not empty."""
-    try:
-        parse_ports(ports)
-    except ValueError as error:
-        raise typer.BadParameter(f"--ports: {error}") from error
-    return {"host": listen, "advertise": advertise, "ports": ports}
-
-
-def _serve(kind: WorkerKind, index: int | None, settings: BrokerSettings, run: str, build: WorkerFactory) -> None:
-    from transport.broker.connect import connect
-    from transport.process.clock import MonotonicClock
-    from workers.leases.lifecycle import serve_worker
-
-    heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
-
-    async def serve() -> bool:
-        broker = await connect(settings, RunName(run))
-        try:
-            return await serve_worker(
-                broker, kind, index, build, MonotonicClock(), heartbeat_file=Path(heartbeat) if heartbeat else None
-            )
-        finally:
-            await broker.close()
-
-    configure_logs(process=kind.value if index is None else f"{kind.value}-{index}")
-    faults.arm(os.environ.get("STREAMRL_FAULTS", ""))
-    if not uvloop.run(serve()):
-        _leave(EXIT_SIGNALLED)
 
 
 def main() -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from orchestrator.cli.plan import plan
 from orchestrator.cli.rank import rank
 from orchestrator.cli.simulate import simulate
-from orchestrator.config import load
+from orchestrator.config.load import Resolved, check_resume, is_chosen, preset_names, render, resolve
 from orchestrator.config.run_directory import RunDir, newest_name, next_free_name
 from orchestrator.errors import ConfigError
 from transport.process.files import check_own
+from transport.process.options import with_options
 
 EXIT_CODES = (
     "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
@@ -74,26 +76,68 @@ RunsBroker = Annotated[
         show_default=False,
     ),
 ]
-Preset = Annotated[
-    str | None,
-    typer.Option(help=f"Start from a preset: {', '.join(load.preset_names())}. [{DEFAULT_PRESET} without --config]"),
-]
-ConfigFiles = Annotated[
-    list[Path] | None,
-    typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
-]
 RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """The options that say how a run is configured. Its methods raise ConfigError."""
+
+    preset: Annotated[
+        str | None,
+        typer.Option(help=f"Start from a preset: {', '.join(preset_names())}. [{DEFAULT_PRESET} without --config]"),
+    ] = None
+    config_file: Annotated[
+        list[Path] | None,
+        typer.Option("--config", help="TOML file laid over the preset; may be repeated, a later one wins."),
+    ] = None
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, over all files; may be repeated."),
+    ] = None
+
+    def overrides(self, **named: str | None) -> list[str]:
+        """Those of ``--set``, and those of options of their own: ``run_name``."""
+        own = [f"{key.replace('_', '.', 1)}={value}" for key, value in named.items() if value is not None]
+        return [*(self.override or []), *own]
+
+    def resolve(self, overrides: list[str]) -> Resolved:
+        files = self.config_file or []
+        return resolve(self.preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
+
+    def resolve_new(self, overrides: list[str]) -> Resolved:
+        """For a run that begins: a name that nobody chose is numbered when it is taken."""
+        resolved = self.resolve(overrides)
+        name = resolved.settings.run.name
+        free = next_free_name(Path(resolved.settings.run.dir), name)
+        if free == name or is_chosen(resolved, "run.name"):
+            return resolved
+        return self.resolve([*overrides, f"run.name={free}"])
+
+    def resolve_resumed(self, overrides: list[str]) -> Resolved:
+        """The settings a run was started with, and over them what is asked for now.
+
+        The run is found by the name and directory that the arguments alone give, the newest of a preset's where no name
+        is given; its own config.toml comes first.
+        """
+        asked = self.resolve([argument for argument in overrides if argument.startswith("run.")])
+        directory, name = Path(asked.settings.run.dir), asked.settings.run.name
+        if not is_chosen(asked, "run.name"):
+            name = newest_name(directory, name)
+        stored = directory / name / "config.toml"
+        if not stored.is_file():
+            raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
+        check_own(stored.parent.resolve())
+        before = resolve(None, [], [], {}, stored=stored)
+        resolved = resolve(self.preset, self.config_file or [], overrides, os.environ, stored=stored)
+        check_resume(before.settings, resolved)
+        return resolved
+
+
 @app.command(help=f"Train: start every process of a run on this machine and see it through.\n\n{EXIT_CODES}")
+@with_options(Configuration)
 def run(
-    preset: Preset = None,
-    config_file: ConfigFiles = None,
-    override: Overrides = None,
+    configuration: Configuration,
     name: Annotated[
         str | None, typer.Option(help="Name of the run: --set run.name=NAME. [the preset's, numbered when it is taken]")
     ] = None,
@@ -106,18 +150,10 @@ def run(
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
 ) -> None:
-    overrides = [*(override or []), *_shorthand("run.name", name), *_shorthand("run.dir", directory)]
-    files = config_file or []
-    if resume:
-        resolved = resolve_resumed(preset, files, overrides)
-    else:
-        resolved = _resolve(preset, files, overrides)
-        named = resolved.settings.run.name
-        free = next_free_name(Path(resolved.settings.run.dir), named)
-        if free != named and not load.is_chosen(resolved, "run.name"):
-            resolved = _resolve(preset, files, [*overrides, f"run.name={free}"])
+    overrides = configuration.overrides(run_name=name, run_dir=directory)
+    resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
     if dry_run:
-        typer.echo(load.render(resolved), nl=False)
+        typer.echo(render(resolved), nl=False)
         return
     from orchestrator.launch import supervisor
     from orchestrator.launch.input_files import check_inputs, check_workers_inputs
@@ -127,36 +163,6 @@ def run(
     check_inputs(resolved.settings)
     check_workers_inputs(resolved.settings)
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
-
-
-def _resolve(preset: str | None, files: list[Path], overrides: list[str]) -> load.Resolved:
-    """What the arguments of a command say. Raises ConfigError."""
-    return load.resolve(preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
-
-
-def _shorthand(key: str, value: str | None) -> list[str]:
-    return [] if value is None else [f"{key}={value}"]
-
-
-def resolve_resumed(preset: str | None, files: list[Path], overrides: list[str]) -> load.Resolved:
-    """The settings a run was started with, and over them what is asked for now. Raises ConfigError.
-
-    The run is found by the name and directory that the arguments alone give, the newest of a preset's where no name is
-    given; its own load.toml comes first.
-    """
-    of_run = [argument for argument in overrides if argument.startswith("run.")]
-    asked = _resolve(preset, files, of_run)
-    directory, name = Path(asked.settings.run.dir), asked.settings.run.name
-    if not load.is_chosen(asked, "run.name"):
-        name = newest_name(directory, name)
-    stored = directory / name / "config.toml"
-    if not stored.is_file():
-        raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
-    check_own(stored.parent.resolve())
-    before = load.resolve(None, [], [], {}, stored=stored)
-    resolved = load.resolve(preset, files, overrides, os.environ, stored=stored)
-    load.check_resume(before.settings, resolved)
-    return resolved
 
 
 @app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
@@ -275,15 +281,14 @@ def set_(
     "trainer.micro_batch_tokens tokens are measured. It takes one to five minutes and wants the machine for itself; "
     "coefficients are seconds a step, a sample, a token. [docs/simulation.md]"
 )
+@with_options(Configuration)
 def profile(
-    preset: Preset = None,
-    config_file: ConfigFiles = None,
-    override: Overrides = None,
+    configuration: Configuration,
     out: Annotated[
         Path, typer.Option(help="Files to write, without their endings: .json for --profile, .toml for --config.")
     ] = Path("profile"),
 ) -> None:
-    resolved = _resolve(preset, config_file or [], override or [])
+    resolved = configuration.resolve(configuration.overrides())
     from orchestrator.cli import profile
 
     raise typer.Exit(profile.main(resolved.settings, out))
@@ -301,12 +306,11 @@ def replay(run_dir: RunDirectory) -> None:
     "any time. The broker's password comes from STREAMRL_BROKER_PASSWORD. With --run-dir it is the process that "
     f"`run` starts, and reads <run-dir>/config.toml.\n\n{EXIT_CODES} 4: starting it again is no use."
 )
+@with_options(Configuration)
 def serve(
+    configuration: Configuration,
     broker: Annotated[str, typer.Option(help="redis://host:port, rediss://host:port or unix://path.")],
     run_name: Annotated[str | None, typer.Option("--run", help="Name of the run. [the preset's]")] = None,
-    preset: Preset = None,
-    config_file: ConfigFiles = None,
-    override: Overrides = None,
     directory: RunsDirectory = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")] = False,
     or_resume: Annotated[
@@ -316,29 +320,21 @@ def serve(
             help="Go on with the run of this name where there is one, as it was (paused, if it was); else start it.",
         ),
     ] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's load.toml, made by `run`.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory with the run's config.toml, made by `run`.")] = None,
     model_dir: Annotated[
         Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
     ] = None,
 ) -> None:
+    from orchestrator.launch import process
+
     if run_dir is not None:
-        _serve_child(broker, run_name, run_dir, model_dir)
-    named = [*_shorthand("run.name", run_name), *_shorthand("run.dir", directory), f"broker.url={broker}"]
-    files, overrides = config_file or [], [*(override or []), *named]
-    resolved = _resolve(preset, files, overrides)
+        if run_name is None or model_dir is None:
+            raise ConfigError("--run-dir needs --run and --model-dir")
+        served = process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
+        raise typer.Exit(served)
+    overrides = configuration.overrides(run_name=run_name, run_dir=directory, broker_url=broker)
+    resolved = configuration.resolve(overrides)
     there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
     if resume or there:
-        resolved = resolve_resumed(preset, files, overrides)
-    from orchestrator.launch import process
-
+        resolved = configuration.resolve_resumed(overrides)
     raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
-
-
-def _serve_child(broker: str, run_name: str | None, run_dir: Path, model_dir: Path | None) -> NoReturn:
-    if run_name is None or model_dir is None:
-        raise ConfigError("--run-dir needs --run and --model-dir")
-    from orchestrator.launch import process
-
-    raise typer.Exit(
-        process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
-    )

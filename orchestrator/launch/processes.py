@@ -25,6 +25,7 @@ from orchestrator.loop.membership import SilenceClock
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.contracts.messages import STARTING, worker_status_decoder
+from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import WorkerId
 from transport.errors import MessageError, TransientError
 from transport.process.clock import Clock, MonotonicClock
@@ -194,17 +195,15 @@ class Liveness:
     "starting"; of the orchestrator, a status that is not stale. Silence counts only while the broker answers and takes
     writes, and anew for every process.
 
-    startup_s: to the first sign of a process.  silence_s: between two.
+    deadlines: ``startup_s`` to the first sign of a process, then SILENCES times ``lease_s`` between two.
     """
 
-    def __init__(
-        self, broker: Broker, processes: Processes, clock: Clock, *, startup_s: float, silence_s: float
-    ) -> None:
+    def __init__(self, broker: Broker, processes: Processes, clock: Clock, deadlines: LivenessSettings) -> None:
         self._broker = broker
         self._processes = processes
         self._clock = clock
-        self._starting = SilenceClock(startup_s)
-        self._started = SilenceClock(silence_s)
+        self._starting = SilenceClock(deadlines.startup_s)
+        self._started = SilenceClock(SILENCES * deadlines.lease_s)
         self._came: set[WorkerId] = set()
 
     async def watch(self, report: Callable[[str], None]) -> None:

@@ -1,8 +1,7 @@
 """``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
 
-Owns: the local processes. Never: decides anything about prompts, batches or weights; the orchestrator does, in a
-process of its own that may be killed like any other. Invariant: when this returns or dies, no child is left, and when
-it returns, no shared memory of theirs.
+It decides nothing about prompts, batches or weights; the orchestrator does, in a process of its own that may be killed
+like any other. Invariant: when this returns or dies, no child is left, and when it returns, no shared memory of theirs.
 
     supervisor ─┬─ broker (embedded, unless broker.url is set)
                 ├─ orchestrator        streamrl-orchestrator serve
@@ -32,7 +31,7 @@ from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.fleet import LocalFleet
-from orchestrator.launch.processes import SILENCES, Children, ChildSpec, Liveness, Restarts, prepare_model
+from orchestrator.launch.processes import Children, ChildSpec, Liveness, Restarts, prepare_model
 from orchestrator.loop.control import append_event
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
@@ -162,17 +161,18 @@ class Supervisor:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise Interrupted(f"stopped; go on with: streamrl-orchestrator run --resume {self._resume_args()}")
+            raise Interrupted(f"stopped; {self._go_on}")
         finally:
             for pending in (task, stop):
                 pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    def _resume_args(self) -> str:
+    @property
+    def _go_on(self) -> str:
         """A broker of the user's own is named again: its password goes to no address that only a file names."""
         run, broker = self._settings.run, self._settings.broker
         named = f" --set broker.url={shlex.quote(broker.url)}" if broker.url else ""
-        return f"--name {run.name} --dir {shlex.quote(run.dir)}{named}"
+        return f"go on with: streamrl-orchestrator run --resume --name {run.name} --dir {shlex.quote(run.dir)}{named}"
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
         """Start the embedded broker unless there is a URL. Returns the URL without it, and the password."""
@@ -239,14 +239,7 @@ class Supervisor:
                     tasks = [self._keep(group, fleet.worker(kind, index), broker) for index in range(count)]
                     (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))
-                deadlines = self._settings.liveness
-                liveness = Liveness(
-                    broker,
-                    self._children,
-                    MonotonicClock(),
-                    startup_s=deadlines.startup_s,
-                    silence_s=SILENCES * deadlines.lease_s,
-                )
+                liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 
                 def add(index: int) -> ChildSpec:
@@ -254,7 +247,9 @@ class Supervisor:
                     others.append(self._keep(group, spec, broker))
                     return spec
 
-                if self._settings.generation.max_workers > self._settings.generation.workers or self._shrinks():
+                generation = self._settings.generation
+                shrinks = 0 < generation.min_workers < generation.workers  # so that others may come back
+                if shrinks or generation.max_workers > generation.workers:
                     others.append(group.create_task(self._add_workers(broker, add), name="add workers"))
                 if trainers:
                     await asyncio.wait(trainers)
@@ -265,11 +260,6 @@ class Supervisor:
         except BaseExceptionGroup as failures:
             raise self._explained(first_error(failures)) from None
         await self._console.show(broker)
-
-    def _shrinks(self) -> bool:
-        """Whether workers may go, so that others may come back."""
-        generation = self._settings.generation
-        return 0 < generation.min_workers < generation.workers
 
     async def _add_workers(self, broker: Broker, add: Callable[[int], ChildSpec]) -> None:
         """Start generation workers as the run asks for them, forever, each under a number that none had before.
@@ -290,24 +280,24 @@ class Supervisor:
 
     def _explained(self, error: BaseException) -> BaseException:
         """A stall as one paragraph: what blocked, where to look, how to go on; how to go on once there is room."""
-        if isinstance(error, ChildFailedError) and error.code == ExitCode.UNWRITABLE:
-            words = f"{self._children.last_words(error.name)}. Everything is kept; go on with: "
-            return ChildFailedError(
-                error.name, error.code, f"{words}streamrl-orchestrator run --resume {self._resume_args()}"
-            )
-        if not isinstance(error, ChildFailedError) or error.code != ExitCode.STALLED:
-            return error
-        reason = self._children.last_words(error.name, max_lines=1).removeprefix("streamrl-orchestrator: ")
-        return StalledError(
-            f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of whoever should have acted. "
-            f"Everything is kept; go on with: streamrl-orchestrator run --resume {self._resume_args()}"
-        )
+        match error:
+            case ChildFailedError(code=ExitCode.UNWRITABLE):
+                words = f"{self._children.last_words(error.name)}. Everything is kept; {self._go_on}"
+                return ChildFailedError(error.name, error.code, words)
+            case ChildFailedError(code=ExitCode.STALLED):
+                reason = self._children.last_words(error.name, max_lines=1).removeprefix("streamrl-orchestrator: ")
+                return StalledError(
+                    f"the run stopped, {reason}. Look into {self._rundir.logs}, at the log of the process that should "
+                    f"have acted. Everything is kept; {self._go_on}"
+                )
+            case _:
+                return error
 
     def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
         return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))
 
     async def _report_loss(self, broker: Broker, pid: int) -> None:
-        """Tell the orchestrator at once that a local worker is gone, instead of waiting for its lease to run out."""
+        """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
         with suppress(TransientError, TimeoutError):
             async with asyncio.timeout(1.0):
                 for worker_id, status in (await _statuses(broker)).items():
@@ -339,19 +329,14 @@ class Supervisor:
                 await write()
             except BrokerUnavailableError as error:
                 if self._now_s() > deadline_s:
-                    raise self._disk_full or self._given_up(error) from error
+                    reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; {self._go_on}"
+                    raise self._disk_full or type(error)(error.address, reason) from error
                 self._console.broker_is_away(error, outage_s)
             else:
                 self._console.broker_is_back()
                 return
             await self._console.show(broker)
             await asyncio.sleep(POLL_S)
-
-    def _given_up(self, error: BrokerUnavailableError) -> BrokerUnavailableError:
-        reason = f"{error.reason}; it took no write for {self._settings.broker.outage_s:.0f} s. Everything is kept; "
-        return type(error)(
-            error.address, f"{reason}go on with: streamrl-orchestrator run --resume {self._resume_args()}"
-        )
 
     @staticmethod
     def _now_s() -> float:

@@ -6,15 +6,17 @@ import socket
 
 import pytest
 
-from orchestrator.launch.processes import Liveness
+from orchestrator.launch.processes import SILENCES, Liveness
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.contracts.messages import STARTING, WorkerStatus, encode
+from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import RunName, WorkerId, WorkerKind
 from transport.errors import BrokerFullError, BrokerUnavailableError
 from transport.process.clock import ManualClock
 
 STARTUP_S, SILENCE_S = 10.0, 5.0
+DEADLINES = LivenessSettings(startup_s=STARTUP_S, lease_s=SILENCE_S / SILENCES)
 
 
 class FakeProcesses:
@@ -49,7 +51,7 @@ class World:
         self.server = MemoryServer(self.clock)
         self.broker = FillingBroker(self.server, RunName("r"))
         self.processes = FakeProcesses(**pids)
-        self.life = Liveness(self.broker, self.processes, self.clock, startup_s=STARTUP_S, silence_s=SILENCE_S)
+        self.life = Liveness(self.broker, self.processes, self.clock, DEADLINES)
 
     async def beat(self, pid: int, *, doing: str = "waiting", host: str = "") -> None:
         status = WorkerStatus(
