@@ -55,6 +55,30 @@ class GenerationRequest:
         """New tokens that ``sample`` may have."""
         return self.limits[self.samples.index(sample)] if self.limits else self.sampling.max_new_tokens
 
+    def why_impossible(self, *, max_context: int, vocab_size: int) -> str:
+        """Why an engine of this size can never run it; empty when it can."""
+        sampling, prompt = self.sampling, self.prompt_ids
+        total = len(prompt) + sampling.max_new_tokens
+        if len(prompt) == 0 or not self.samples:
+            return "a request needs at least one prompt token and one sample"
+        if total > max_context:
+            return (
+                f"a prompt of {len(prompt)} tokens + max_new_tokens {sampling.max_new_tokens} = {total} tokens "
+                f"is over the engine's max_context of {max_context}"
+            )
+        if self.limits and (len(self.limits) != len(self.samples) or max(self.limits) > sampling.max_new_tokens):
+            return "limits must be one for each sample, none above max_new_tokens"
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
+            return f"prompt ids must lie in [0, {vocab_size})"
+        if (
+            min((sampling.max_new_tokens, *self.limits)) < 1
+            or sampling.temperature < 0
+            or sampling.top_k < 0
+            or not 0 < sampling.top_p <= 1
+        ):
+            return f"sampling parameters are out of range: {sampling}"
+        return ""
+
     def failure(self, samples: Sequence[int], reason: str, *, retryable: bool = True) -> EngineFailure:
         """These of its samples will not come."""
         return EngineFailure(

@@ -21,7 +21,6 @@ from transport.errors import ChecksumError, MessageError, PeerRejectedError, Pee
 from transport.process import faults
 from transport.process.clock import Clock
 from workers.errors import WeightsMismatchError
-from workers.generation.engine import GenerationEngine
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +42,16 @@ class Puller(Protocol):
     def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
 
 
+class TakesWeights(Protocol):
+    """What is asked of an engine here (generation/engine.py)."""
+
+    async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+
 class WeightUpdates:
     """Takes the engine of one worker from one version to the next."""
 
-    def __init__(
-        self, broker: Broker, engine: GenerationEngine, puller: Puller, worker_id: WorkerId, clock: Clock
-    ) -> None:
+    def __init__(self, broker: Broker, engine: TakesWeights, puller: Puller, worker_id: WorkerId, clock: Clock) -> None:
         self._broker = broker
         self._engine = engine
         self._puller = puller

@@ -15,7 +15,6 @@ from orchestrator.core.model.outbox import AbortKey, CommandId, DispatchKey
 from orchestrator.core.model.pipeline import Deadline, Pipeline
 from orchestrator.core.model.staleness import may_dispatch
 from orchestrator.core.model.workers import Worker
-from orchestrator.core.rollout.rolling import Rolling
 from transport.contracts.messages import AbortRollouts, DispatchGroups, GroupPlan
 from transport.contracts.types import GroupId, WorkerId
 
@@ -28,7 +27,6 @@ class Assignments:
         self._order = order
         self._place = place
         self._stealing = WorkStealing(pipeline, self)
-        self._rolling = Rolling(pipeline)
 
     def enqueue(self, group: Group) -> None:
         """The group waits for any worker: earlier batch first, then the policy's order, then who came first."""
@@ -146,7 +144,8 @@ class Assignments:
         group.stage, group.worker_id = Stage.RUNNING, worker.worker_id
         group.started_s = p.now_s
         group.note_start(worker.loaded.version if worker.loaded else 0)
-        self._rolling.started(group)
+        if p.settings.membership == "rolling" and not group.sent:
+            p.batches[group.batch].may_exchange(group)
         group.dispatched = self._emit_plan(group)
         deadline = Deadline(p.now_s + p.settings.rollout_timeout_s, group.group_id, group.attempt)
         heapq.heappush(p.deadlines, deadline)

@@ -11,6 +11,7 @@ for each mini-batch, the slots that are neither ready for the trainer nor ended.
 
 from __future__ import annotations
 
+import heapq
 from enum import StrEnum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -168,6 +169,10 @@ class Batch(msgspec.Struct, kw_only=True):
         self.members[group.group_id] = None
         if phase.part is None or phase.part == group.part:
             self.queue[group.group_id] = None
+
+    def may_exchange(self, group: Group) -> None:
+        """A group of it runs from now on, and a later one that is ready before may take its place (``rolling.py``)."""
+        heapq.heappush(self.movable, Movable(-group.predicted_tokens, group.group_id))
 
     def remove_member(self, group: Group) -> None:
         """The group, not yet in any round, will not be trained as it is."""

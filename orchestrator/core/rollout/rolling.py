@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 
-from orchestrator.core.model.batches import Batch, Group, Movable, Stage
+from orchestrator.core.model.batches import Batch, Group, Stage
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.staleness import is_too_old
 
@@ -25,11 +25,6 @@ class Rolling:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._p = pipeline
-
-    def started(self, group: Group) -> None:
-        """The group runs from now on: it may be moved when another one is ready before it."""
-        if self._p.settings.membership == "rolling" and not group.sent:
-            heapq.heappush(self._p.batches[group.batch].movable, Movable(-group.predicted_tokens, group.group_id))
 
     def pull_forward(self, ready: Group) -> None:
         """``ready`` was scored just now: give it the place of a group that still runs for an earlier batch."""
@@ -63,7 +58,7 @@ class Rolling:
         earlier.num_moved += 1
         earlier.moved_tokens += ready.loss_tokens - runs.predicted_tokens * len(runs.tokens)
         later.moved_tokens -= ready.loss_tokens - runs.predicted_tokens * len(runs.tokens)
-        self.started(runs)
+        later.may_exchange(runs)
 
 
 def _replace(batch: Batch, old: Group, new: Group) -> None:

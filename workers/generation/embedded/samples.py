@@ -195,33 +195,6 @@ class SlotTable:
         self._generated[: len(token_ids)] += 1
 
 
-def impossible(request: GenerationRequest, *, max_context: int, vocab_size: int) -> str:
-    """Why an engine of this size can never run ``request``; empty when it can."""
-    sampling, prompt = request.sampling, request.prompt_ids
-    total = len(prompt) + sampling.max_new_tokens
-    if len(prompt) == 0 or not request.samples:
-        return "a request needs at least one prompt token and one sample"
-    if total > max_context:
-        return (
-            f"a prompt of {len(prompt)} tokens + max_new_tokens {sampling.max_new_tokens} = {total} tokens "
-            f"is over the engine's max_context of {max_context}"
-        )
-    if request.limits and (
-        len(request.limits) != len(request.samples) or max(request.limits) > sampling.max_new_tokens
-    ):
-        return "limits must be one for each sample, none above max_new_tokens"
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
-        return f"prompt ids must lie in [0, {vocab_size})"
-    if (
-        min((sampling.max_new_tokens, *request.limits)) < 1
-        or sampling.temperature < 0
-        or sampling.top_k < 0
-        or not 0 < sampling.top_p <= 1
-    ):
-        return f"sampling parameters are out of range: {sampling}"
-    return ""
-
-
 def token_array(tokens: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:
     """One int64 tensor of all of them."""
     return torch.from_numpy(np.concatenate(tokens)).to(device)

@@ -30,7 +30,6 @@ from workers.generation.embedded.samples import (
     SlotTable,
     WaitingGroup,
     WaitingGroups,
-    impossible,
     token_array,
 )
 from workers.generation.embedded.sampling import sample_tokens
@@ -101,7 +100,7 @@ class SlotDecoder:
     def submit(self, request: GenerationRequest) -> list[Result]:
         """Queue a group. A request that can never run comes back at once, as a failure that is not retryable."""
         group = WaitingGroup(request=request, samples=list(request.samples), queued_at_s=self._clock.now_s())
-        reason = impossible(request, max_context=self.max_context, vocab_size=self.vocab_size)
+        reason = request.why_impossible(max_context=self.max_context, vocab_size=self.vocab_size)
         if reason:
             return [group.failure(reason, retryable=False)]
         self._waiting.push(group)

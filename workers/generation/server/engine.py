@@ -22,7 +22,6 @@ from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
 from transport.process.clock import Clock
 from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
-from workers.generation.embedded.samples import impossible
 from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue
 from workers.generation.server.client import UPDATE_S, ServerKind, ServerSettings
 from workers.generation.server.sender import SampleSender, SenderCounters
@@ -77,7 +76,7 @@ class ServerEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         limits = {"max_context": self.server.max_context, "vocab_size": self.server.model.vocab_size}
-        if reason := self._kind.refusal(request) or impossible(request, **limits):
+        if reason := self._kind.refusal(request) or request.why_impossible(**limits):
             self._results.put(request.failure(request.samples, reason, retryable=False))
         else:
             self._sender.push(request)
