@@ -18,7 +18,7 @@ from orchestrator.core.costs.hardware import H800, Assumptions, Gpu
 from orchestrator.core.costs.llms import QWEN_72B, Llm
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
-from orchestrator.core.fleet.autoscale import Change, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.model.autoscale import Change, Iteration, Scaling, ScalingSettings, estimate_of
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
@@ -244,7 +244,7 @@ class Growing:
 
     Lengths double over ``ramp`` iterations; a unit is a node of eight GPUs. 0: there is no such addition.
     Generation and training are the forecast's and the cost model's, the rule is the live one
-    (``core/fleet/autoscale.py``).
+    (``core/model/autoscale.py``).
     """
 
     nth: int

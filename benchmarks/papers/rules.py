@@ -2,7 +2,7 @@
 
     Algorithm 1     how many GPUs generate, and how many train; ours: orchestrator/planning/allocation.py
     Algorithm 2     who generates which prompts, by the sum of both classes; ours: orchestrator/core/dispatch
-    sec. 4.2        when generation gets a unit more; ours: orchestrator/core/fleet/autoscale.py
+    sec. 4.2        when generation gets a unit more; ours: orchestrator/core/model/autoscale.py
 
 Flaws of Algorithm 1, each shown in ``tests/sim/test_papers_rules.py``:
 
@@ -24,7 +24,7 @@ from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.policies.two_class import two_class
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
-from orchestrator.core.fleet.autoscale import Change, Estimate, Iteration, ScalingSettings
+from orchestrator.core.model.autoscale import Change, Estimate, Iteration, ScalingSettings
 from orchestrator.planning.allocation import Pool, Split, splits
 from orchestrator.planning.plan_search import Bounds, advise
 from orchestrator.planning.split_search import LONG, Job, predict

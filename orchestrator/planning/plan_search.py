@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.fleet.autoscale import estimate_of
+from orchestrator.core.model.autoscale import estimate_of
 from orchestrator.planning.allocation import Found, Objective, Outcome, Pool, Split, ranked, score, search, splits
 from orchestrator.planning.split_search import (
     LONG,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core.fleet.autoscale import Change, Iteration, estimate_of
+from orchestrator.core.model.autoscale import Change, Iteration, estimate_of
 from orchestrator.core.model.batches import MISSING, Batch
 from orchestrator.core.model.outbox import DrainKey
 from transport.contracts.messages import DrainWorker, Event, RolloutFinished, RoundDone, SpawnWorkers

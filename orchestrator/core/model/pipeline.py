@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from orchestrator.core.model.autoscale import Elastic
 from orchestrator.core.model.batches import Batch, Group, PendingEntry, Stage
-from orchestrator.core.model.elastic import Elastic
 from orchestrator.core.model.evaluation import Evaluations
 from orchestrator.core.model.outbox import CommandId, Outbox
 from orchestrator.core.model.plans import Plans

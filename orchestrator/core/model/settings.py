@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from orchestrator.core.fleet.autoscale import ScalingSettings
+from orchestrator.core.model.autoscale import ScalingSettings
 from orchestrator.core.model.batching import Release
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import DecodeCostSettings, GenerationSettings, Settings
