@@ -78,15 +78,15 @@ def _column_value(random: Random) -> bytes:
 
 
 def _row(raw: bytes) -> None:
-    columns = msgspec.msgpack.decode(raw, type=dict[str, bytes])
-    columns.check_columns({Column(name): value for name, value in columns.items()})
+    row = msgspec.msgpack.decode(raw, type=dict[str, bytes])
+    columns.check_columns({Column(name): value for name, value in row.items()})
 
 
 def _row_input(random: Random) -> bytes:
     info = raw_message(random, messages.RolloutInfo)
     known = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REWARD, Column.REFERENCE_LOGPROBS)
-    columns = {str(column): _array(random) for column in known if random.random() < 0.6}
-    return packed(columns | ({str(Column.ROLLOUT_INFO): info} if random.random() < 0.7 else {}))
+    row = {str(column): _array(random) for column in known if random.random() < 0.6}
+    return packed(row | ({str(Column.ROLLOUT_INFO): info} if random.random() < 0.7 else {}))
 
 
 def _entry(raw: bytes) -> None:
