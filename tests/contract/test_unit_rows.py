@@ -15,8 +15,9 @@ from transport.broker.base import Broker, Commit, Fence
 from transport.contracts.messages import encode
 from transport.contracts.types import group_id, row_id
 from transport.errors import ChecksumError, FencedError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.rows.unit_rows import UNIT_COLUMNS, SegmentLocator, SentLocator, UnitRows, decode_locator
-from transport.rows.units import Full, GroupParts, Part, Put, Range, StorageUnit, UnitClient
+from transport.rows.segments import Range, name_of_sent
+from transport.rows.unit_rows import UNIT_COLUMNS, Locator, UnitRows, locator_decoder
+from transport.rows.units import Full, Put, StorageUnit, UnitClient, _done_decoder
 from transport.tensors.address import Endpoint, parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.manifest import checksum
@@ -25,7 +26,6 @@ from transport.tensors.wire import connect
 T = TypeVar("T")
 RIGHT = b"the right secret"
 NO_SEGMENT = "1@000000000000"
-VALUE = GroupParts(group_id=GROUP, parts=(Part(key="key", nbytes=5, checksum=checksum(b"value")),))
 
 
 async def test_the_broker_holds_no_bulky_column(unit_rows: UnitRows, broker: Broker, units: list[StorageUnit]) -> None:
@@ -99,9 +99,9 @@ def test_a_unit_asks_for_the_secret(units: list[StorageUnit]) -> None:
     address = units[-1].start()
     client = UnitClient(address, secret=RIGHT[::-1])
     with pytest.raises(PeerRejectedError):
-        client.put([VALUE], [b"value"])
+        client.put([GROUP], [b"value"])
     friend = UnitClient(address, secret=RIGHT)
-    friend.put([VALUE], [b"value"])
+    friend.put([GROUP], [b"value"])
     assert units[-1].retained_bytes == 5
     friend.close()
 
@@ -132,28 +132,26 @@ async def test_what_a_fenced_writer_put_is_freed(unit_rows: UnitRows, broker: Br
     assert units[0].retained_bytes == 0
 
 
-def put_of(nbytes: int, key: str = "key") -> GroupParts:
-    return GroupParts(group_id=GROUP, parts=(Part(key=key, nbytes=nbytes, checksum=checksum(bytes(nbytes))),))
-
-
 def test_puts_that_are_announced_and_not_sent_take_no_memory_and_hold_no_room_for_longer_than_their_connection(
     units: list[StorageUnit],
 ) -> None:
     address = parse_address(new_unit(units, max_bytes=256 << 20))
-    announced = Put(groups=(GroupParts(group_id=GROUP, parts=(Part(key="k", nbytes=60 << 20, checksum=""),)),))
+    announced = Put(segment=name_of_sent(), group_ids=(GROUP,), nbytes=60 << 20, checksum="")
     before = psutil.Process().memory_info().rss
     client = UnitClient(str(address))
-    small = put_of(20 << 20)
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             channel = connect(address.place, address.port, str(address), b"", Deadline(30))
             stack.callback(channel.close)
             channel.send(announced)
-        full = until(lambda: client.put([small], [bytes(20 << 20)]))
+        full = until(lambda: client.put([GROUP], [bytes(20 << 20)]))
+        while isinstance(full, str):  # until the unit has seen all four
+            client.drop(group_ids=[GROUP])
+            full = client.put([GROUP], [bytes(20 << 20)])
         assert full.free_bytes == 16 << 20, "room is kept for what is on its way"
         client.drop(group_ids=[GROUP])
         assert psutil.Process().memory_info().rss - before < 100 << 20
-    until(lambda: client.put([small], [bytes(20 << 20)]) is None)
+    until(lambda: isinstance(client.put([GROUP], [bytes(20 << 20)]), str))
     assert units[0].retained_bytes == 20 << 20
     client.close()
 
@@ -169,23 +167,26 @@ def until(look: Callable[[], T | None]) -> T:
 def test_a_full_unit_says_what_it_has_room_for_and_goes_on(units: list[StorageUnit]) -> None:
     client = UnitClient(new_unit(units, max_bytes=1000))
     for nbytes in (1001, 1 << 24):
-        assert client.put([put_of(nbytes)], [bytes(nbytes)]) == Full(retained_bytes=0, free_bytes=1000)
-    assert client.put([put_of(900)], [bytes(900)]) is None
+        assert client.put([GROUP], [bytes(nbytes)]) == Full(retained_bytes=0, free_bytes=1000)
+    segment = client.put([GROUP], [b"a" * 600, b"b" * 300])
+    assert isinstance(segment, str)
     assert client.allocate([GROUP], 200) == Full(retained_bytes=900, free_bytes=100)
-    assert client.get(put_of(900).parts) == [bytes(900)]
+    into = memoryview(bytearray(301))
+    assert client.read([Range(segment=segment, offset=599, nbytes=301)], [into]) == [True]
+    assert bytes(into) == b"a" + b"b" * 300
     client.close()
 
 
 @pytest.mark.parametrize(
     "request_of",
     [
-        lambda at: at.read([Range(segment=NO_SEGMENT, offset=0, nbytes=size) for size in (-(3 << 30), 3 << 30)]),
-        lambda at: at.read([Range(segment=NO_SEGMENT, offset=-1, nbytes=1)]),
-        lambda at: at.put([GroupParts(group_id=GROUP, parts=(Part(key="k", nbytes=-1, checksum=""),))], []),
+        lambda at: at.read([Range(segment=NO_SEGMENT, offset=0, nbytes=size) for size in (-(3 << 30), 3 << 30)], []),
+        lambda at: at.read([Range(segment=NO_SEGMENT, offset=-1, nbytes=1)], []),
+        lambda at: at.put([], [b"value"]),
         lambda at: at.allocate([GROUP], -(3 << 30)),
         lambda at: at.allocate([], 1 << 20),
     ],
-    ids=["negative range", "negative offset", "negative value", "negative segment", "segment of nobody"],
+    ids=["negative range", "negative offset", "value of nobody", "negative segment", "segment of nobody"],
 )
 def test_a_request_that_cannot_be_ends_its_connection(units: list[StorageUnit], request_of) -> None:
     client = UnitClient(new_unit(units, max_bytes=8 << 30))
@@ -196,21 +197,39 @@ def test_a_request_that_cannot_be_ends_its_connection(units: list[StorageUnit], 
 
 
 def test_a_locator_of_fewer_values_than_rows_is_refused() -> None:
-    sent = SentLocator(unit="u", name="n", sizes=(1, 2), checksums=("", ""))
-    shared = SegmentLocator("u", NO_SEGMENT, 0, (1, 2))
-    for locator in (sent, shared):
-        assert decode_locator(encode(locator)).of(1).nbytes == 2
-        with pytest.raises(ChecksumError, match="none of sample 2"):
-            decode_locator(encode(locator)).of(2)
-    for wrong in (replace(sent, sizes=(-1,)), replace(shared, nbytes=-8), replace(shared, offset=-8)):
+    locator = Locator("u", NO_SEGMENT, 0, (1, 2))
+    assert locator_decoder.decode(encode(locator)).of(1).nbytes == 2
+    with pytest.raises(ChecksumError, match="none of sample 2"):
+        locator_decoder.decode(encode(locator)).of(2)
+    for wrong in (replace(locator, nbytes=(-1,)), replace(locator, nbytes=-8), replace(locator, offset=-8)):
         with pytest.raises(MessageError):
-            decode_locator(encode(wrong))
+            locator_decoder.decode(encode(wrong))
 
 
-def test_a_value_of_another_size_or_content_than_located_is_refused(units: list[StorageUnit]) -> None:
+def test_a_range_beyond_its_segment_ends_the_connection(units: list[StorageUnit]) -> None:
     client = UnitClient(new_unit(units))
-    client.put([VALUE], [b"value"])
-    for part in (Part(key="key", nbytes=1 << 40, checksum=""), Part(key="key", nbytes=5, checksum="crc32:00000000")):
-        with pytest.raises(ChecksumError):
-            client.get([part])
+    segment = client.put([GROUP], [b"value"])
+    assert isinstance(segment, str)
+    with pytest.raises(PeerUnavailableError, match="closed"):
+        client.read([Range(segment=segment, offset=3, nbytes=3)], [memoryview(bytearray(3))])
     client.close()
+
+
+def test_bytes_that_arrive_damaged_are_not_kept(units: list[StorageUnit]) -> None:
+    address = parse_address(new_unit(units))
+    channel = connect(address.place, address.port, str(address), b"", Deadline(30))
+    with contextlib.closing(channel):
+        channel.send(Put(segment=name_of_sent(), group_ids=(GROUP,), nbytes=5, checksum="crc32:00000000"), [b"value"])
+        with pytest.raises(PeerUnavailableError, match="closed"):
+            channel.receive(locator_decoder)
+    assert units[0].retained_bytes == 0
+
+
+def test_a_put_that_is_repeated_counts_once(units: list[StorageUnit]) -> None:
+    address = parse_address(new_unit(units))
+    again = Put(segment=name_of_sent(), group_ids=(GROUP,), nbytes=5, checksum=checksum(b"value"))
+    for _ in range(2):
+        channel = connect(address.place, address.port, str(address), b"", Deadline(30))
+        with contextlib.closing(channel):
+            channel.send(again, [b"value"])
+            assert channel.receive(_done_decoder).retained_bytes == 5

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -23,7 +23,8 @@ import psutil
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, packed, raw_message
 from transport.contracts.types import PROTOCOL_VERSION, GroupId
-from transport.rows.units import Allocate, GroupParts, Keep, Part, Put, StorageUnit, UnitClient, UnitRequest
+from transport.rows.segments import Range, name_of_sent
+from transport.rows.units import Allocate, Keep, Put, StorageUnit, UnitClient, UnitRequest
 from transport.tensors.address import Address, Endpoint, host_id, parse_address
 from transport.tensors.base import Deadline
 from transport.tensors.manifest import checksum
@@ -48,24 +49,24 @@ class Servers:
 
     unit: Address
     weights: Address
-    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def check_good(self) -> None:
         """A good client puts, gets and drops; another pulls weights."""
-        key = f"good-{next(self.numbers)}"
-        part = Part(key=key, nbytes=len(CONTENT), checksum=checksum(CONTENT))
+        into = memoryview(bytearray(len(CONTENT)))
         client = UnitClient(str(self.unit), secret=SECRET)
         try:
             client.drop(group_ids=[GroupId(f"0/{slot}") for slot in range(4)])
-            client.put([GroupParts(group_id=GroupId("9/9"), parts=(part,))], [CONTENT])
-            if client.get([part]) != [CONTENT] or client.drop(keys=[key]) != len(CONTENT):
+            segment = client.put([GroupId("9/9")], [CONTENT])
+            assert isinstance(segment, str), "there is room"
+            found = client.read([Range(segment=segment, offset=0, nbytes=len(CONTENT))], [into])
+            if found != [True] or into != CONTENT or client.drop(segments=[segment]) != len(CONTENT):
                 raise CheckFailedError("the unit gives other bytes")
         finally:
             client.close()
-        segment = reader_for(self.weights, SECRET).open(self.weights, len(CONTENT), Deadline(ANSWER_S))
-        if bytes(segment.buffer) != CONTENT:
+        pulled = reader_for(self.weights, SECRET).open(self.weights, len(CONTENT), Deadline(ANSWER_S))
+        if bytes(pulled.buffer) != CONTENT:
             raise CheckFailedError("other weights")
-        segment.close()
+        pulled.close()
 
 
 @contextmanager
@@ -198,14 +199,16 @@ def _frame(random: Random, server: str) -> bytes:
 
 
 def _put(random: Random) -> bytes:
-    """Values with the right checksums or wrong ones, of which some do not come, or more than was said."""
-    values = [random.randbytes(random.choice((0, 1, 100, 5000))) for _ in range(random.randrange(1, 4))]
-    parts = tuple(
-        Part(key=f"k:{number}", nbytes=len(value), checksum=checksum(random.choice((value, value, value, b"x"))))
-        for number, value in enumerate(values)
+    """Values with the right checksum or a wrong one, of which some do not come, or more than was said."""
+    rest = random.randbytes(random.choice((0, 1, 100, 5000)))
+    header = packed(
+        Put(
+            segment=random.choice(("0@000000000000", name_of_sent())),
+            group_ids=tuple(GroupId(f"0/{random.randrange(4)}") for _ in range(random.randrange(1, 3))),
+            nbytes=len(rest),
+            checksum=checksum(random.choice((rest, rest, rest, b"x"))),
+        )
     )
-    header = packed(Put(groups=(GroupParts(group_id=GroupId(f"0/{random.randrange(4)}"), parts=parts),)))
-    rest = b"".join(values)
     return _framed(header) + random.choice((rest, rest, rest[:-1], rest + b"more"))
 
 

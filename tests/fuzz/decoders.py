@@ -106,13 +106,12 @@ def _manifest(raw: bytes) -> None:
 
 
 def _locator(raw: bytes) -> None:
-    found = unit_rows.decode_locator(raw)
+    found = unit_rows.locator_decoder.decode(raw)
     messages.encode(found)
 
 
 def _locator_input(random: Random) -> bytes:
-    kind = random.choice((unit_rows.SentLocator, unit_rows.SegmentLocator))
-    return raw_message(random, kind)
+    return raw_message(random, unit_rows.Locator)
 
 
 def _manifest_input(random: Random) -> bytes:

@@ -1,17 +1,19 @@
-"""Segments of storage units: files in shared memory that processes of one host write and read without the unit.
+"""Segments of storage units: ranges of bytes, mostly files in shared memory that one host's processes use directly.
 
     made     by the unit, which keeps a shared lock (flock) on each: it outlives its writer, and the unit's death shows
     used     under a shared lock of the user's own, taken before the user makes sure that the file still has its name
     reused   by the unit, when the file can be locked against everyone: it gets another name before anything else, so
              that an old locator finds nothing, and never what another process wrote since
 
-Bytes are copied out, not mapped: a reader keeps what it read, whatever happens to its segment. Mapping would cost
-more: 13 ms of page faults for 34 MB, where the copy takes 8-15. Reuse is what makes writing cheap: pages that are there
-take 34 MB in 10 ms, new ones in 30.
+A segment that was sent to the unit is in the unit's own memory, and read by asking the unit for ranges of it.
 
-Owns: the files, their names, their locks. Never: what they hold, or for whom (units.py). Invariant: nothing is written
-to or read from a file that is being reused. No checksums: the bytes never leave the memory of one host; every offset
-and size is checked against the file.
+Bytes are copied out, not mapped: a reader keeps what it read, whatever happens to its segment. Mapping would cost more:
+13 ms of page faults for 34 MB, where the copy takes 8-15. Reuse is what makes writing cheap: pages that are there take
+34 MB in 10 ms, new ones in 30.
+
+Owns: the segments, their names, their locks. Never: what they hold, or for whom (units.py). Invariant: nothing is
+written to or read from a file that is being reused. No checksums of files: their bytes never leave the memory of one
+host; every offset and size is checked against the file.
 """
 
 from __future__ import annotations
@@ -26,8 +28,13 @@ import secrets
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
+import msgspec
+
+from transport.contracts.types import Count, Struct
 from transport.errors import ChecksumError, MessageError, SegmentSpaceError
+from transport.rows.columns import MAX_COLUMN_BYTES
 from transport.tensors.shm import SHARED_MEMORY, choose_directory, create_locked, open_own, sweep_stale
 
 _PREFIX = "streamrl-rows@"
@@ -39,7 +46,21 @@ _MAX_SPARE_BYTES = 256 * 1024 * 1024
 _MERGED_GAP_BYTES = 64
 """Ranges that are no further apart are read in one call: between two values is nothing but padding."""
 
-Buffer = bytes | memoryview
+Buffer: TypeAlias = bytes | memoryview
+ValueBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COLUMN_BYTES)]
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """A value in a segment."""
+
+    segment: str
+    offset: Count
+    nbytes: ValueBytes
+
+
+def name_of_sent() -> str:
+    """A new name for a segment in a unit's own memory; no process has the number 0, so no file has such a name."""
+    return f"0@{secrets.token_hex(6)}"
 
 
 def path_of(name: str, directory: Path = SHARED_MEMORY) -> Path:
@@ -103,21 +124,20 @@ def _fill(fd: int, buffers: Sequence[memoryview], start: int, end: int) -> None:
         raise ChecksumError(f"a segment ended before its byte {end}")
 
 
-def read_segments(
-    ranges: Sequence[tuple[str, int, int]], into: Sequence[memoryview], directory: Path = SHARED_MEMORY
-) -> list[bool]:
-    """Copy each (segment, offset, size) into its buffer. Returns for each whether it was there: not, where the segment
-    cannot be opened from here (any more).
+def read_segments(ranges: Sequence[Range], into: Sequence[memoryview], directory: Path = SHARED_MEMORY) -> list[bool]:
+    """Copy each range into its buffer. Returns for each whether it was there: not, where the segment cannot be opened
+    from here (any more).
 
     Raises ChecksumError: a range that is not in its segment.
     """
     by_segment: dict[str, list[int]] = {}
-    for place, (segment, _, _) in enumerate(ranges):
-        by_segment.setdefault(segment, []).append(place)
+    for place, part in enumerate(ranges):
+        by_segment.setdefault(part.segment, []).append(place)
     found = [False] * len(ranges)
     for segment, places in by_segment.items():
         with contextlib.suppress(OSError), open_segment(segment, directory=directory) as fd:
-            read_ranges(fd, [ranges[place][1:] for place in places], [into[place] for place in places])
+            wanted = [(ranges[place].offset, ranges[place].nbytes) for place in places]
+            read_ranges(fd, wanted, [into[place] for place in places])
             for place in places:
                 found[place] = True
     return found
@@ -128,6 +148,7 @@ class Segments:
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
         self.directory = directory
+        self._sent: dict[str, memoryview] = {}
         self._held: dict[str, int] = {}
         self._spare: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
@@ -144,8 +165,21 @@ class Segments:
             name = self._create(nbytes)
         return name
 
+    def keep_sent(self, name: str, value: memoryview) -> None:
+        """A segment that came over the socket."""
+        self._sent[name], self._sizes[name] = value, value.nbytes
+
+    def sent(self, part: Range) -> memoryview | None:
+        """A range of such a segment, None where there is none. Raises ChecksumError for one that is not in it."""
+        value = self._sent.get(part.segment)
+        if value is None:
+            return None
+        if part.offset + part.nbytes > value.nbytes:
+            raise ChecksumError(f"a segment of {value.nbytes} bytes has no {part.nbytes} bytes at {part.offset}")
+        return value[part.offset : part.offset + part.nbytes]
+
     def size(self, name: str) -> int:
-        """What the file takes, bytes."""
+        """What a segment takes, bytes."""
         return self._sizes[name]
 
     def _create(self, nbytes: int) -> str:
@@ -166,6 +200,9 @@ class Segments:
 
     def free(self, name: str) -> None:
         """End a segment: its file serves the next writer, or is gone once its last reader has left it."""
+        if self._sent.pop(name, None) is not None:
+            del self._sizes[name]
+            return
         fd = self._held.pop(name)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,6 +230,7 @@ class Segments:
 
     def close(self) -> None:
         """Remove every file."""
+        self._sent.clear()
         for files in (self._held, self._spare):
             while files:
                 self._remove(*files.popitem())

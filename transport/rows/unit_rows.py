@@ -1,15 +1,11 @@
 """Rows whose bulky columns live in storage units; the broker holds a locator in each one's place.
 
-    write   bytes -> a unit, into a segment or under a key of this attempt;  then the broker's commit, with locators
-    lost    an insert that did not win takes its own bytes back
-    read    locators from the broker, bytes from the units that they name
+    write   bytes -> a segment of a unit;  then the broker's commit, with locators
+    lost    a segment of which no insert won is freed
+    read    locators from the broker, bytes from the segments that they name
     full    a unit takes what it has room for, the next unit of the ranking the rest; a write that finds no room frees
             what it had put
     drop    in the broker first (from then on no insert can win), then in every unit
-
-On the unit's own host, bytes go through segments of shared memory, in one copy each way; few of them, and those of
-other hosts, go over the unit's socket. So do those for which shared memory has no room: the unit then keeps them in its
-own.
 
 The broker stays the only judge of what exists, so tasks, notices and first-insert-wins work unchanged. Bytes whose
 writer died between the two steps of a write stay in their unit until their group is dropped; those that it was still
@@ -22,13 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, count, cycle
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,21 +32,18 @@ from transport.contracts.messages import MessageDecoder, encode
 from transport.contracts.types import USER_PREFIX, Column, Count, GroupId, RowId, Struct, parse_row_id
 from transport.errors import ChecksumError, FencedError, PeerUnavailableError
 from transport.rows.columns import MAX_COLUMN_BYTES, check_commit
-from transport.rows.segments import Buffer, open_segment, read_segments, write_buffers
-from transport.rows.units import Full, GroupParts, Part, Range, UnitClient, ValueBytes
+from transport.rows.segments import Buffer, Range, ValueBytes, open_segment, read_segments, write_buffers
+from transport.rows.units import Full, UnitClient
 from transport.rows.user_columns import ColumnBytes, sizes_of
-from transport.tensors.manifest import checksum
 from transport.tensors.shm import SHARED_MEMORY
-
-T = TypeVar("T")
 
 ALIGNMENT = 8
 """Of every value in a segment, so that arrays are read in place."""
 
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
-ROWS_PER_REQUEST = 1024
-"""The header of a request names every value: some 100 bytes each, of the 1 MiB that a header may have."""
+RANGES_PER_REQUEST = 1024
+"""The header of a request names every range: some 60 bytes each, of the 1 MiB that a header may have."""
 SHARED_BYTES = 64 * 1024
 """For less, a file costs more than sending it."""
 COMMIT_BYTES = 18 * 1024 * 1024
@@ -64,27 +56,12 @@ def aligned(nbytes: int) -> int:
     return nbytes + -nbytes % ALIGNMENT
 
 
-class SentLocator(Struct, frozen=True, kw_only=True):
-    """Stands in the broker in place of what was sent to a unit: the value of a row, or of each row of a group."""
+class Locator(Struct, frozen=True, array_like=True, omit_defaults=False):
+    """Stands in the broker in place of a value: where its bytes are.
 
-    unit: str
-    name: str
-    sizes: tuple[ValueBytes, ...]
-    checksums: tuple[str, ...]
-
-    def of(self, sample: int) -> Part:
-        """The value of one row. Raises ChecksumError: the locator is of fewer."""
-        place = sample if len(self.sizes) > 1 else 0
-        if place >= min(len(self.sizes), len(self.checksums)):
-            raise ChecksumError(f"a locator of {len(self.sizes)} values has none of sample {sample}")
-        return Part(key=f"{self.name}:{place}", nbytes=self.sizes[place], checksum=self.checksums[place])
-
-
-class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
-    """As SentLocator, of what is in a segment.
-
-    It is an array in MessagePack, because 64 bytes, which it mostly has on a unit of this host, are the most that the
-    broker keeps in the compact form of a hash.
+    It is of one row's value, or of the values of all rows of a group, which lie one after another; then the broker
+    keeps it once for the group (``base.Block.shared``). It is an array in MessagePack, because 64 bytes, which it
+    mostly has on a unit of this host, are the most that the broker keeps in the compact form of a hash.
 
     nbytes: of the value; of a group's values a tuple, of one number where all have that size.
     """
@@ -107,16 +84,7 @@ class SegmentLocator(Struct, frozen=True, array_like=True, omit_defaults=False):
         return Range(segment=self.segment, offset=self.offset + before, nbytes=sizes[sample])
 
 
-Locator: TypeAlias = SentLocator | SegmentLocator
-
-_sent_decoder = MessageDecoder(SentLocator)
-_segment_decoder = MessageDecoder(SegmentLocator)
-
-
-def decode_locator(raw: bytes) -> Locator:
-    """Raises MessageError for what is neither."""
-    is_array = raw[:1] and raw[0] & 0xF0 == 0x90  # MessagePack's first byte of a short array
-    return _segment_decoder.decode(raw) if is_array else _sent_decoder.decode(raw)
+locator_decoder = MessageDecoder(Locator)
 
 
 def in_unit(column: Column) -> bool:
@@ -126,28 +94,18 @@ def in_unit(column: Column) -> bool:
 
 @dataclass(slots=True)
 class _Parcel:
-    """One column of a row or of a whole group, which goes to one unit together. name: of the row, or of the group, and
-    this attempt.  at: where it went.
-    """
+    """One column of a row or of a whole group, which goes to one unit together. at: where it went."""
 
     group_id: GroupId
-    name: str
     values: Sequence[Pieces]
     of_group: bool
     at: Locator | None = None
 
     @property
     def nbytes(self) -> int:
-        """What it takes in a unit, at most."""
+        """What it takes in a unit."""
         sizes = sizes_of(self.values)
         return aligned(sizes[0]) * len(self.values) if len(sizes) == 1 else sum(map(aligned, sizes))
-
-    def put(self, unit: str) -> tuple[SentLocator, GroupParts, list[bytes]]:
-        """What a put needs of it, and where it is then."""
-        values = [b"".join(value) for value in self.values]
-        sizes, checksums = tuple(map(len, values)), tuple(map(checksum, values))
-        at = SentLocator(unit=unit, name=self.name, sizes=sizes, checksums=checksums)
-        return at, GroupParts(group_id=self.group_id, parts=tuple(map(at.of, range(len(values))))), values
 
     def lay_out(self, buffers: list[Buffer]) -> tuple[int, ...]:
         """Add its values to ``buffers``, each aligned. Returns their sizes, one number where all are equal."""
@@ -190,9 +148,8 @@ class UnitRows:
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
-        attempt = uuid.uuid4().hex
-        of_rows = [_parcels_of_row(row, attempt) for row in commit.rows]
-        of_blocks = [_parcels_of_block(block.of_rows(), attempt) for block in commit.blocks]
+        of_rows = [_parcels_of_row(row) for row in commit.rows]
+        of_blocks = [_parcels_of_block(block.of_rows()) for block in commit.blocks]
         parcels = list(chain(*of_rows, *of_blocks))
         try:
             await self._place(parcels)
@@ -200,12 +157,13 @@ class UnitRows:
             blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
             result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
         except (PeerUnavailableError, FencedError):  # nothing was inserted; after another error, it may have been
-            await self._take_back([_values_of(parcels)], [False])
+            await self._take_back([parcels], [False])
             raise
         if not all(result.inserted):
-            located = [_values_of(parcels) for parcels in of_rows]
+            located = list(of_rows)
             for block, parcels in zip(commit.blocks, of_blocks, strict=True):
-                located += _values_of_rows(block, parcels)
+                of_groups = _pieces(parcels, len(block.columns))
+                located += [of_group for of_group in of_groups for _ in range(block.size)]
             await self._take_back(located, result.inserted)
         return result
 
@@ -238,59 +196,50 @@ class UnitRows:
         return failure
 
     def _store(self, client: UnitClient, parcels: Sequence[_Parcel]) -> Full | None:
-        """All parcels, or as many requests of them as a unit has room for."""
-        shared = self._share(client, parcels)
-        if shared is not None:
-            return shared if isinstance(shared, Full) else None
-        for some in _pieces(parcels, ROWS_PER_REQUEST):
-            puts = [parcel.put(client.address) for parcel in some]
-            full = client.put([groups for _, groups, _ in puts], [value for *_, values in puts for value in values])
-            if full:
-                return full
-            for parcel, (at, *_) in zip(some, puts, strict=True):
-                parcel.at = at
-        return None
-
-    def _share(self, client: UnitClient, parcels: Sequence[_Parcel]) -> str | Full | None:
-        """Write parcels into a segment of a unit on this host. Returns its name; None where they must be sent instead;
-        or how much the unit has room for."""
+        """Have a unit keep all parcels in one segment. Returns how much it has room for, if not for that."""
         buffers: list[Buffer] = []
         sizes = [parcel.lay_out(buffers) for parcel in parcels]
+        group_ids = list({parcel.group_id for parcel in parcels})
+        segment = self._write(client, group_ids, buffers) or client.put(group_ids, buffers)
+        if isinstance(segment, Full):
+            return segment
+        offset = 0
+        for parcel, nbytes in zip(parcels, sizes, strict=True):
+            parcel.at = Locator(client.address, segment, offset, nbytes if parcel.of_group else nbytes[0])
+            offset += parcel.nbytes
+        return None
+
+    def _write(self, client: UnitClient, group_ids: Sequence[GroupId], buffers: Sequence[Buffer]) -> str | Full:
+        """Write a segment in shared memory. Returns its name; "" where the bytes must be sent instead; or how much the
+        unit has room for."""
         total = sum(map(len, buffers))
-        if total < SHARED_BYTES:
-            return None
-        segment = client.allocate(list({parcel.group_id for parcel in parcels}), total)
+        segment = client.allocate(group_ids, total) if total >= SHARED_BYTES else ""
         if not segment or isinstance(segment, Full):
-            return segment or None
+            return segment
         try:
             with open_segment(segment, write=True, directory=self._directory) as fd:
                 write_buffers(fd, buffers)
         except OSError:  # no room after all; or not a file that this process can open, though the host is the same
             client.drop(segments=[segment])
-            return None
-        if not client.keep(segment):
-            return None
-        offset = 0
-        for parcel, nbytes in zip(parcels, sizes, strict=True):
-            parcel.at = SegmentLocator(client.address, segment, offset, nbytes if parcel.of_group else nbytes[0])
-            of_each = nbytes * len(parcel.values) if len(nbytes) == 1 else nbytes
-            offset += sum(map(aligned, of_each))
-        return segment
+            return ""
+        return segment if client.keep(segment) else ""
 
-    async def _take_back(self, located: Sequence[Sequence[_Value]], inserted: Sequence[bool]) -> None:
-        """Free what inserts that lost had put; what cannot be freed now goes with its group.
+    async def _take_back(self, located: Sequence[Sequence[_Parcel]], inserted: Sequence[bool]) -> None:
+        """Free the segments of which no insert won; what cannot be freed now goes with its groups.
 
-        located: per row its values.  A segment is freed when all rows in it lost.
+        located: per row the parcels in which its values are.
         """
-        lost = [value for values, won in zip(located, inserted, strict=True) if not won for value in values]
-        kept = [value for values, won in zip(located, inserted, strict=True) if won for value in values]
-        needed = {at.segment for _, at in kept if isinstance(at, Range)}
-        for unit in {unit for unit, _ in lost}:
-            of_unit = [at for held_by, at in lost if held_by == unit]
-            keys = [at.key for at in of_unit if isinstance(at, Part)]
-            segments = {at.segment for at in of_unit if isinstance(at, Range)} - needed
+        held = [
+            (parcel.at.unit, parcel.at.segment, won)
+            for parcels, won in zip(located, inserted, strict=True)
+            for parcel in parcels
+            if parcel.at is not None
+        ]
+        needed = {segment for _, segment, won in held if won}
+        for unit in {unit for unit, _, _ in held}:
+            segments = {segment for held_by, segment, _ in held if held_by == unit} - needed
             try:
-                await asyncio.to_thread(self._client(unit).drop, keys=keys, segments=sorted(segments))
+                await asyncio.to_thread(self._client(unit).drop, segments=sorted(segments))
             except PeerUnavailableError:
                 continue
 
@@ -302,35 +251,29 @@ class UnitRows:
     async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
         """As ``read_rows``, without the copy that makes ``bytes`` of each value.
 
-        What came through shared memory lies in one buffer, column by column, each value aligned.
+        They lie in one buffer, column by column, each value aligned.
         """
         rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
         held = list(_by_unit(row_ids, rows, columns).items())
         read = (asyncio.to_thread(self._get, unit, places) for unit, places in held)
-        for (_, places), values in zip(held, await asyncio.gather(*read), strict=True):
-            for place, value in zip(places, values, strict=True):
-                if value is None:
-                    del place.row[place.column]
+        for (_, places), found in zip(held, await asyncio.gather(*read), strict=True):
+            for place, is_there in zip(places, found, strict=True):
+                if is_there:
+                    place.row[place.column] = place.buffer.toreadonly()
                 else:
-                    place.row[place.column] = value
+                    del place.row[place.column]
         return rows
 
-    def _get(self, unit: str, places: Sequence[_Place]) -> list[ColumnBytes | None]:
-        """What there is of one unit's values, through shared memory where that can be."""
-        ranges = [(place.at, place.buffer) for place in places if isinstance(place.at, Range)]
-        shared = [(at.segment, at.offset, at.nbytes) for at, _ in ranges]
-        found = iter(read_segments(shared, [buffer for _, buffer in ranges], self._directory))
-        is_read = [isinstance(place.at, Range) and next(found) for place in places]
-        sent = iter(self._ask(unit, [place.at for place, was in zip(places, is_read, strict=True) if not was]))
-        return [place.buffer.toreadonly() if was else next(sent) for place, was in zip(places, is_read, strict=True)]
-
-    def _ask(self, unit: str, wanted: Sequence[Part | Range]) -> Iterator[bytes | None]:
-        client = self._client(unit)
-        parts = [at for at in wanted if isinstance(at, Part)]
-        ranges = [at for at in wanted if isinstance(at, Range)]
-        of_keys = (value for some in _pieces(parts, ROWS_PER_REQUEST) for value in client.get(some))
-        of_ranges = (value for some in _requests(ranges) for value in client.read(some))
-        return (next(of_keys) if isinstance(at, Part) else next(of_ranges) for at in wanted)
+    def _get(self, unit: str, places: Sequence[_Place]) -> list[bool]:
+        """Fill the buffers of one unit's values, through shared memory where that can be. Returns which were there."""
+        found = read_segments([place.at for place in places], [place.buffer for place in places], self._directory)
+        missing = [number for number, is_there in enumerate(found) if not is_there]
+        for numbers in _requests(missing, places):
+            some = [places[number] for number in numbers]
+            answer = self._client(unit).read([place.at for place in some], [place.buffer for place in some])
+            for number, is_there in zip(numbers, answer, strict=True):
+                found[number] = is_there
+        return found
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         return await self._broker.read_groups(group_ids, columns)
@@ -356,11 +299,11 @@ class UnitRows:
             client.close()
 
 
-def _parcels_of_row(row: RowWrite, attempt: str) -> list[_Parcel]:
+def _parcels_of_row(row: RowWrite) -> list[_Parcel]:
     """What of one row goes into a unit."""
     group_id, _ = parse_row_id(row.row_id)
     bulky = [raw for column, raw in row.columns.items() if in_unit(column)]
-    return [_Parcel(group_id, f"{row.row_id}:{attempt}:{n}", [(raw,)], of_group=False) for n, raw in enumerate(bulky)]
+    return [_Parcel(group_id, [(raw,)], of_group=False) for raw in bulky]
 
 
 def _located_row(row: RowWrite, parcels: Sequence[_Parcel]) -> RowWrite:
@@ -370,12 +313,12 @@ def _located_row(row: RowWrite, parcels: Sequence[_Parcel]) -> RowWrite:
     return replace(row, columns={**row.columns, **dict(zip(bulky, located, strict=True))})
 
 
-def _parcels_of_block(block: Block, attempt: str) -> list[_Parcel]:
+def _parcels_of_block(block: Block) -> list[_Parcel]:
     """A block's values, group by group; all of its columns go into units, because all are users'."""
     return [
-        _Parcel(group_id, f"{group_id}:{attempt}:{n}", values[start : start + block.size], of_group=True)
+        _Parcel(group_id, values[start : start + block.size], of_group=True)
         for group_id, start in zip(block.group_ids, count(step=block.size), strict=False)
-        for n, values in enumerate(block.columns.values())
+        for values in block.columns.values()
     ]
 
 
@@ -385,10 +328,6 @@ def _located_block(block: Block, parcels: Sequence[_Parcel]) -> Block:
     num_columns = len(block.columns)
     columns = {column: located[n::num_columns] for n, column in enumerate(block.columns)}
     return replace(block, columns=columns, shared=True)
-
-
-_Value: TypeAlias = tuple[str, Part | Range]
-"""A value in a unit."""
 
 
 def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
@@ -403,50 +342,31 @@ def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
     return some
 
 
-def _values_of(parcels: Sequence[_Parcel]) -> list[_Value]:
-    """All values that were placed."""
-    return [_value(parcel, sample) for parcel in parcels if parcel.at for sample in range(len(parcel.values))]
+def _pieces(parcels: Sequence[_Parcel], size: int) -> Iterator[Sequence[_Parcel]]:
+    return (parcels[start : start + size] for start in range(0, len(parcels), size))
 
 
-def _value(parcel: _Parcel, sample: int) -> _Value:
-    assert parcel.at is not None  # what was placed is somewhere
-    return parcel.at.unit, parcel.at.of(sample)
-
-
-def _values_of_rows(block: Block, parcels: Sequence[_Parcel]) -> list[list[_Value]]:
-    """Per row of a block its values."""
-    num_columns = len(block.columns)
-    return [
-        [_value(parcel, sample) for parcel in parcels[start : start + num_columns]]
-        for start in range(0, len(parcels), num_columns)
-        for sample in range(block.size)
-    ]
-
-
-def _pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _requests(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """Ranges in requests of bounded number and size."""
-    some: list[Range] = []
+def _requests(numbers: Sequence[int], places: Sequence[_Place]) -> Iterator[list[int]]:
+    """Numbers of places, in requests of bounded number and size."""
+    some: list[int] = []
     total = 0
-    for wanted in ranges:
-        if some and (len(some) == ROWS_PER_REQUEST or total + wanted.nbytes > MAX_COLUMN_BYTES):
+    for number in numbers:
+        nbytes = places[number].at.nbytes
+        if some and (len(some) == RANGES_PER_REQUEST or total + nbytes > MAX_COLUMN_BYTES):
             yield some
             some, total = [], 0
-        some.append(wanted)
-        total += wanted.nbytes
+        some.append(number)
+        total += nbytes
     if some:
         yield some
 
 
 class _Place(NamedTuple):
-    """A column of a row whose bytes are in a unit. buffer: for what comes through shared memory."""
+    """A column of a row whose bytes are in a unit. buffer: for them."""
 
     row: dict[Column, ColumnBytes]
     column: Column
-    at: Part | Range
+    at: Range
     buffer: memoryview
 
 
@@ -454,7 +374,7 @@ def _by_unit(
     row_ids: Sequence[RowId], rows: Sequence[dict[Column, ColumnBytes]], columns: Sequence[Column]
 ) -> Mapping[str, list[_Place]]:
     """Per unit what it holds of these rows, with room for it in one buffer."""
-    locate = cache(decode_locator)  # rows of a group have one
+    locate = cache(locator_decoder.decode)  # rows of a group have one
     samples = [parse_row_id(row_id)[1] for row_id in row_ids]
     held = [
         (row, column, at.unit, at.of(sample))
@@ -464,10 +384,8 @@ def _by_unit(
         if column in row
         for at in (locate(bytes(row[column])),)
     ]
-    sizes = [at.nbytes if isinstance(at, Range) else 0 for *_, at in held]
+    sizes = [at.nbytes for *_, at in held]
     ends = list(accumulate(map(aligned, sizes)))
-    if any(not 0 <= size <= MAX_COLUMN_BYTES for size in sizes):
-        raise ChecksumError("a locator names a value of an impossible size")
     whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # numpy asks for huge pages, whose faults cost little
     result: dict[str, list[_Place]] = {}
     for (row, column, unit, at), size, start in zip(held, sizes, chain([0], ends), strict=False):

@@ -1,25 +1,25 @@
 """Storage units: servers that keep the bytes of columns, so that the broker keeps only where they are.
 
-A unit is a table in memory behind a socket; it decides nothing and knows no tasks. Keys are unique to one write
-attempt, so a put never changes what another writer stored, and repeating one is harmless.
+A unit holds segments (segments.py) and decides nothing: it knows neither rows nor tasks. A writer on the unit's own
+host asks for a segment and writes it, in shared memory; readers of that host read it there. Few bytes, those of other
+hosts, and those for which shared memory has no room are put: sent to the unit, which keeps them as a segment of its own
+memory. Readers that cannot open a segment ask the unit for ranges of it. A segment belongs to all groups whose values
+are in it, and counts as a whole until the last of them is dropped.
 
-A writer on the unit's own host asks for a segment instead (segments.py), and writes its values there; readers of that
-host read them there, others ask the unit for ranges of it. A segment belongs to all groups whose values are in it, and
-counts as a whole until the last of them is dropped.
-
-    put       counts from its header on, and no longer than its connection lasts or its time, unless all of it came
+    put       counts from its header on, and no longer than its connection lasts or its time, unless all of it came;
+              repeating one replaces it
     allocate  counts at once; a segment is freed with the connection that asked for it, until ``keep`` says that it is
               written, which comes before any locator
 
-Owns: the table, the segments, their bound in bytes, the messages. Invariants: what a unit holds of a group goes with
-``drop_groups``; nothing else removes what a locator may point to; what was announced and what is held are together
+Owns: which group has which segments, their bound in bytes, the messages. Invariants: what a unit holds of a group goes
+with ``drop_groups``; nothing else removes what a locator may point to; what was announced and what is held are together
 never more than ``max_bytes``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar, cast
 
@@ -30,49 +30,38 @@ from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Count, GroupId, Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.rows.columns import MAX_COLUMN_BYTES
-from transport.rows.segments import Segments, read_segments
+from transport.rows.segments import Buffer, Range, Segments, name_of_sent, read_segments
 from transport.tensors.address import Endpoint, host_id, parse_address
 from transport.tensors.base import Deadline
-from transport.tensors.manifest import checksum
+from transport.tensors.manifest import Crc, checksum
 from transport.tensors.server import ChannelServer
 from transport.tensors.shm import SHARED_MEMORY
 from transport.tensors.wire import Channel, Refused, connect
 
 REQUEST_S = 60.0
 """Limit of one request, both sides."""
-SMALL_BYTES = 64 * 1024
 
 T = TypeVar("T")
-Buffer: TypeAlias = bytearray | memoryview
-ValueBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COLUMN_BYTES)]
-
-
-class Part(Struct, frozen=True, kw_only=True):
-    """One value in a put or get. checksum: as in a TensorSpec."""
-
-    key: str
-    nbytes: ValueBytes
-    checksum: str
-
-
-class GroupParts(Struct, frozen=True, kw_only=True):
-    """The values of one group in a put."""
-
-    group_id: GroupId
-    parts: tuple[Part, ...]
+GroupIds: TypeAlias = Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]
 
 
 class Put(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep these values, which follow one another after the header: all of them, or none."""
+    """Keep the bytes that follow the header as a segment for values of these groups, or none of them.
 
-    groups: tuple[GroupParts, ...]
+    segment: its name, from ``name_of_sent``.  checksum: as in a TensorSpec.
+    """
+
+    segment: Annotated[str, msgspec.Meta(pattern=r"^0@[0-9a-f]{12}\Z")]
+    group_ids: GroupIds
+    nbytes: Count
+    checksum: str
 
 
 class Allocate(Struct, frozen=True, kw_only=True, tag=True):
     """Make a segment for values of these groups that a process on ``host`` will write."""
 
     host: str
-    group_ids: Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]
+    group_ids: GroupIds
     nbytes: Count
 
 
@@ -82,26 +71,16 @@ class Keep(Struct, frozen=True, kw_only=True, tag=True):
     segment: str
 
 
-class Range(Struct, frozen=True, kw_only=True):
-    """A value in a segment."""
-
-    segment: str
-    offset: Count
-    nbytes: ValueBytes
-
-
 class Get(Struct, frozen=True, kw_only=True, tag=True):
-    """Send what there is of these keys, then of these ranges."""
+    """Send what there is of these ranges."""
 
-    keys: tuple[str, ...] = ()
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[Range, ...]
 
 
 class Drop(Struct, frozen=True, kw_only=True, tag=True):
-    """Free these values, these segments, and all that belongs to these groups."""
+    """Free these segments, and all that belongs to these groups."""
 
     group_ids: tuple[GroupId, ...] = ()
-    keys: tuple[str, ...] = ()
     segments: tuple[str, ...] = ()
 
 
@@ -127,11 +106,10 @@ class Allocated(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Values(Struct, frozen=True, kw_only=True, tag=True):
-    """sizes: per asked key and range its bytes, -1 where there is none. The values follow one another after the header.
-    checksums: of the ranges, which were written without one."""
+    """Per range whether it is there, and its checksum. Those that are there follow one another after the header."""
 
-    sizes: tuple[int, ...]
-    checksums: tuple[str, ...] = ()
+    found: tuple[bool, ...]
+    checksums: tuple[str, ...]
 
 
 UnitRequest: TypeAlias = Allocate | Keep | Put | Get | Drop
@@ -153,8 +131,6 @@ class StorageUnit:
         self._endpoint = endpoint or Endpoint()
         self._server = ChannelServer(self._serve, self._endpoint, request_s=REQUEST_S, ended=self._forget)
         self._lock = threading.Lock()
-        self._values: dict[str, Buffer] = {}
-        self._group_keys: dict[GroupId, set[str]] = {}
         self._segments = Segments(directory)
         self._segment_groups: dict[str, set[GroupId]] = {}
         self._group_segments: dict[GroupId, set[str]] = {}
@@ -206,13 +182,17 @@ class StorageUnit:
                 segment = self._segments.take(request.nbytes, self._free_bytes)
             except SegmentSpaceError:
                 return Allocated(segment="", host=host_id())
-            self._retained_bytes += self._segments.size(segment)
-            self._segments.trim(max(0, self._free_bytes))
+            self._hold(segment, request.group_ids)
             self._unwritten.setdefault(channel, set()).add(segment)
-            self._segment_groups[segment] = set(request.group_ids)
-            for group_id in request.group_ids:
-                self._group_segments.setdefault(group_id, set()).add(segment)
         return Allocated(segment=segment, host=host_id())
+
+    def _hold(self, segment: str, group_ids: Iterable[GroupId]) -> None:
+        """Count a segment that was made, for these groups."""
+        self._retained_bytes += self._segments.size(segment)
+        self._segments.trim(max(0, self._free_bytes))
+        self._segment_groups[segment] = set(group_ids)
+        for group_id in group_ids:
+            self._group_segments.setdefault(group_id, set()).add(segment)
 
     def _keep(self, channel: Channel, request: Keep) -> Done | Refused:
         with self._lock:
@@ -228,8 +208,7 @@ class StorageUnit:
             self._retained_bytes -= self._free(self._unwritten.pop(channel, set()))
 
     def _put(self, channel: Channel, request: Put) -> None:
-        parts = [part for group in request.groups for part in group.parts]
-        nbytes = sum(part.nbytes for part in parts)
+        nbytes = request.nbytes
         with self._lock:
             full = self._full() if nbytes > self._free_bytes else None
             self._announced_bytes += 0 if full else nbytes
@@ -238,52 +217,43 @@ class StorageUnit:
             channel.send(full)
             return
         try:
-            values = {part.key: _receive(channel, part) for part in parts}
-            with self._lock:
-                self._store(request, values)
-        finally:
+            # numpy takes pages as they are written to: what is announced and does not come takes no memory
+            value = np.empty(nbytes, np.uint8).data
+            _receive(channel, value, request.checksum)
+        except BaseException:
             with self._lock:
                 self._announced_bytes -= nbytes
+            raise
+        with self._lock:
+            self._announced_bytes -= nbytes
+            self._retained_bytes -= self._free([request.segment])
+            self._segments.keep_sent(request.segment, value)
+            self._hold(request.segment, request.group_ids)
         channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
 
-    def _store(self, request: Put, values: Mapping[str, Buffer]) -> None:
-        for key, value in values.items():
-            self._retained_bytes += len(value) - len(self._values.get(key, b""))
-            self._values[key] = value
-        for group in request.groups:
-            self._group_keys.setdefault(group.group_id, set()).update(part.key for part in group.parts)
-        self._segments.trim(max(0, self._free_bytes))
-
     def _get(self, channel: Channel, request: Get) -> None:
-        with self._lock:
-            values: list[Buffer | None] = [self._values.get(key) for key in request.keys]
-        ranges = self._read(request.ranges)
-        checksums = tuple("" if value is None else checksum(value) for value in ranges)
-        values += ranges
-        sizes = tuple(-1 if value is None else len(value) for value in values)
-        channel.send(Values(sizes=sizes, checksums=checksums), [value for value in values if value is not None])
+        """Raises ChecksumError for a range that is not in its segment.
 
-    def _read(self, ranges: Sequence[Range]) -> list[memoryview | None]:
-        """Ranges of segments, None where the segment is gone. Raises ChecksumError for one that is not in its segment.
-
-        The unit reads as every other reader does: what it sends is not being reused.
+        The unit reads files as every other reader does: what it sends is not being reused.
         """
-        if sum(part.nbytes for part in ranges) > MAX_COLUMN_BYTES:
+        if sum(part.nbytes for part in request.ranges) > MAX_COLUMN_BYTES:
             raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
-        values = [memoryview(bytearray(part.nbytes)) for part in ranges]
-        wanted = [(part.segment, part.offset, part.nbytes) for part in ranges]
-        found = read_segments(wanted, values, self._segments.directory)
-        return [value if is_there else None for value, is_there in zip(values, found, strict=True)]
+        with self._lock:
+            values = [self._segments.sent(part) for part in request.ranges]
+        in_files = [place for place, value in enumerate(values) if value is None]
+        buffers = [memoryview(bytearray(request.ranges[place].nbytes)) for place in in_files]
+        wanted = [request.ranges[place] for place in in_files]
+        for place, buffer, is_there in zip(
+            in_files, buffers, read_segments(wanted, buffers, self._segments.directory), strict=True
+        ):
+            values[place] = buffer if is_there else None
+        checksums = tuple("" if value is None else checksum(value) for value in values)
+        answer = Values(found=tuple(value is not None for value in values), checksums=checksums)
+        channel.send(answer, [value for value in values if value is not None])
 
     def _drop(self, request: Drop) -> Done:
-        freed = 0
         with self._lock:
-            keys = set(request.keys)
-            for group_id in request.group_ids:
-                keys |= self._group_keys.pop(group_id, set())
-            for key in keys:
-                freed += len(self._values.pop(key, b""))
-            freed += self._free(request.segments)
+            freed = self._free(request.segments)
             for group_id in request.group_ids:
                 freed += sum(self._leave(segment, {group_id}) for segment in [*self._group_segments.get(group_id, ())])
             self._retained_bytes -= freed
@@ -311,14 +281,11 @@ class StorageUnit:
         return nbytes
 
 
-def _receive(channel: Channel, part: Part) -> Buffer:
-    """One value of a put. Raises ChecksumError, which ends the connection before anything is kept."""
-    # numpy takes pages as they are written to: what is announced and does not come takes no memory
-    value = np.empty(part.nbytes, np.uint8).data if part.nbytes > SMALL_BYTES else bytearray(part.nbytes)
-    channel.receive_into(memoryview(value))
-    if checksum(value) != part.checksum:
-        raise ChecksumError(f"{channel.address}: value {part.key!r} arrived damaged")
-    return value
+def _receive(channel: Channel, into: memoryview, announced: str) -> None:
+    """Raises ChecksumError, which ends the connection before anything is kept."""
+    channel.receive_into(into)
+    if checksum(into) != announced:
+        raise ChecksumError(f"{channel.address}: {into.nbytes} bytes arrived damaged")
 
 
 class UnitClient:
@@ -336,30 +303,19 @@ class UnitClient:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
 
-    def put(self, groups: Sequence[GroupParts], values: Sequence[bytes]) -> Full | None:
-        """Store values under new keys: all of them in one request, or none: then how much there is room for.
+    def put(self, group_ids: Sequence[GroupId], buffers: Sequence[Buffer]) -> str | Full:
+        """Send values of these groups. Returns the name of their segment; or how much the unit has room for, if not for
+        all of them: then it keeps none."""
+        segment, crc = name_of_sent(), Crc()
+        for buffer in buffers:
+            crc.update(buffer)
+        nbytes = sum(map(len, buffers))
+        header = Put(segment=segment, group_ids=tuple(group_ids), nbytes=nbytes, checksum=crc.text())
 
-        values: of all parts of ``groups``, in their order.
-        """
-
-        def request(channel: Channel) -> Full | None:
-            channel.send(Put(groups=tuple(groups)), values)
+        def request(channel: Channel) -> str | Full:
+            channel.send(header, buffers)
             answer = channel.receive(_put_decoder)
-            return answer if isinstance(answer, Full) else None
-
-        return self._ask(request)
-
-    def get(self, parts: Sequence[Part]) -> list[bytes | None]:
-        """Per part its bytes, None where the unit has none. Raises ChecksumError for bytes that are not the part's."""
-
-        def request(channel: Channel) -> list[bytes | None]:
-            channel.send(Get(keys=tuple(part.key for part in parts)))
-            sizes = self._accepted(channel.receive(_values_decoder)).sizes
-            wrong = [p.key for p, size in zip(parts, sizes, strict=False) if size not in (-1, p.nbytes)]
-            if len(sizes) != len(parts) or wrong:
-                raise ChecksumError(f"{self.address} has values of another size: {wrong[:3]}")
-            received = zip(parts, sizes, strict=True)
-            return [None if size < 0 else bytes(_receive(channel, part)) for part, size in received]
+            return answer if isinstance(answer, Full) else segment
 
         return self._ask(request)
 
@@ -386,28 +342,29 @@ class UnitClient:
 
         return self._ask(request)
 
-    def read(self, ranges: Sequence[Range]) -> list[bytes | None]:
-        """Per range its bytes, None where its segment is gone. Raises ChecksumError for bytes that arrived damaged."""
+    def read(self, ranges: Sequence[Range], into: Sequence[memoryview]) -> list[bool]:
+        """Receive each range into its buffer. Returns for each whether its segment is there.
 
-        def request(channel: Channel) -> list[bytes | None]:
+        Raises ChecksumError for bytes that arrived damaged.
+        """
+
+        def request(channel: Channel) -> list[bool]:
             channel.send(Get(ranges=tuple(ranges)))
             answer = self._accepted(channel.receive(_values_decoder))
-            right = [size in (-1, part.nbytes) for part, size in zip(ranges, answer.sizes, strict=False)]
-            if not len(right) == len(answer.sizes) == len(answer.checksums) == len(ranges) or not all(right):
-                raise ChecksumError(f"{self.address} has values of another size in its segments")
-            parts = [
-                Part(key=part.segment, nbytes=size, checksum=text)
-                for part, size, text in zip(ranges, answer.sizes, answer.checksums, strict=True)
-            ]
-            return [None if part.nbytes < 0 else bytes(_receive(channel, part)) for part in parts]
+            if not len(ranges) == len(answer.found) == len(answer.checksums):
+                raise ChecksumError(f"{self.address} answers {len(ranges)} ranges with {len(answer.found)}")
+            for is_there, buffer, text in zip(answer.found, into, answer.checksums, strict=True):
+                if is_there:
+                    _receive(channel, buffer, text)
+            return list(answer.found)
 
         return self._ask(request)
 
-    def drop(self, *, group_ids: Sequence[GroupId] = (), keys: Sequence[str] = (), segments: Sequence[str] = ()) -> int:
-        """Free groups, single values, segments. Returns the bytes freed."""
+    def drop(self, *, group_ids: Sequence[GroupId] = (), segments: Sequence[str] = ()) -> int:
+        """Free groups and segments. Returns the bytes freed."""
 
         def request(channel: Channel) -> int:
-            channel.send(Drop(group_ids=tuple(group_ids), keys=tuple(keys), segments=tuple(segments)))
+            channel.send(Drop(group_ids=tuple(group_ids), segments=tuple(segments)))
             return self._accepted(channel.receive(_done_decoder)).nbytes
 
         return self._ask(request)
