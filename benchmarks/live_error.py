@@ -33,7 +33,7 @@ from orchestrator.cli.profile import QUIET_SHARE, MachineLoad
 from orchestrator.config.load import resolve
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
-from orchestrator.observability.metrics import read_metrics
+from orchestrator.observability.metrics_file import read_metrics
 from orchestrator.planning.profiles import Profile, read_profile
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id

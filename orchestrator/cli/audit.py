@@ -24,7 +24,7 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model import outbox
 from orchestrator.journal import is_written
 from orchestrator.loop.reconcile import rows_without
-from orchestrator.observability.metrics import read_file
+from orchestrator.observability.metrics_file import read_file
 from orchestrator.sim.replay import recorded_commands
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, parse_entry_id

@@ -23,7 +23,7 @@ from orchestrator.cli.audit import AuditReport, audit_run
 from orchestrator.cli.run_broker import run_broker
 from orchestrator.config.run_directory import RunDir, find_run
 from orchestrator.observability.live import batch_line, blocked_line, progress, ranker_line, scaling_line
-from orchestrator.observability.metrics import read_file
+from orchestrator.observability.metrics_file import read_file
 from orchestrator.terminal_text import printable
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id

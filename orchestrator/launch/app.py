@@ -41,13 +41,12 @@ from orchestrator.loop.prompt_server import PromptServer
 from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.control import ControlRoutes
-from orchestrator.observability.http.page_history import LookBack
+from orchestrator.observability.http.page_history import PageHistory
 from orchestrator.observability.http.routes import Api, build_app
 from orchestrator.observability.http.server import open_listener, run_key, serve_http
 from orchestrator.observability.http.status import StatusBoard, publish_status
 from orchestrator.observability.metrics import MetricsLog
-from orchestrator.observability.report.samples import SAMPLES, SampleKeeper
-from orchestrator.observability.samples import RecentSamples
+from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
 from orchestrator.prompts.source import ShuffledSource, held_out, load_detokenizer, open_source, write_held_out
 from orchestrator.serving.http import BODY_LIMITS, ServiceApi
 from orchestrator.serving.prompts import ServicePrompts
@@ -106,17 +105,20 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     )
     service = await open_service(settings, state, broker, inbox, requests, model_dir) if requests is not None else None
 
+    membership = Membership(broker, settings.liveness.lease_s, clock)
+    history = PageHistory(rundir.metrics, membership, samples, clock)
+
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
         watchdog.observe(event)
         metrics.observe(event, commands, now_s)
+        history.observe(event, now_s)
 
     on_events = samples.on_events if service is None else service.on_events
     decider = Decider(
         state, journal, executor, Trimmer(broker), clock, recovered.cursor, observe=observe, on_events=on_events
     )
-    membership = Membership(broker, settings.liveness.lease_s, clock)
-    board, look_back = StatusBoard(clock), LookBack(membership, metrics, samples, clock)
-    api, control = Api(board, rundir.metrics, look_back.latest), ControlRoutes(broker, settings, state.view)
+    board = StatusBoard(clock)
+    api, control = Api(board, rundir.metrics, history.latest), ControlRoutes(broker, settings, state.view)
     model = await asyncio.to_thread(identify_model, model_dir)
 
     async def publish_metadata() -> None:
@@ -154,7 +156,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
         run("status", publish_status(broker, state, membership, metrics, watchdog, clock, board, decider))
         run("watchdog", watchdog.watch(state))
-        run("look back", look_back.watch())
+        run("page history", history.watch())
         if service is None:
             run("samples", samples.watch())
         if ranking is not None:

@@ -12,7 +12,7 @@ import structlog
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.observability.live import View, evaluation_line, mismatch_line
-from orchestrator.observability.metrics import read_lines, read_metrics
+from orchestrator.observability.metrics_file import NewLines, read_metrics
 from orchestrator.observability.report.finish import REPORT, finish_run
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -30,7 +30,7 @@ class RunConsole:
         self._settings = settings
         self._rundir = rundir
         self._view = view
-        self._shown = len(read_lines(rundir.metrics))  # those before --resume were shown
+        self._lines = NewLines(rundir.metrics, skip=True)  # those before --resume were shown
         self._address = ""
         self._given_up = 0
         self._given_up_reason = ""
@@ -49,15 +49,13 @@ class RunConsole:
                 self._show_jail(status.get("workers", ()))
                 self._show_address()
             await self._show_given_up(broker)
-        lines = read_lines(self._rundir.metrics)
-        for line in lines[self._shown :]:
+        for line in self._lines.read():
             if "eval" in line:
                 self._view.note(evaluation_line(line))
             else:
                 self._view.batch(line)
                 if warning := mismatch_line(line, self._settings.algorithm.mismatch_limit):
                     self._view.note(warning)
-        self._shown = len(lines)
 
     async def _show_given_up(self, broker: Broker) -> None:
         """Say the first unit that was given up at once; the last line of the run says how many there were."""

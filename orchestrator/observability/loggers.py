@@ -26,7 +26,7 @@ import structlog
 from orchestrator.config.run_directory import RunDir
 from orchestrator.config.schema import FIELDS, SECRET, value_of
 from orchestrator.errors import ConfigError
-from orchestrator.observability.metrics import read_lines
+from orchestrator.observability.metrics_file import NewLines
 from transport.contracts.settings import Settings
 from transport.errors import StreamError
 from transport.process.files import replace
@@ -75,28 +75,27 @@ async def logging_metrics(settings: Settings, rundir: RunDir) -> AsyncIterator[N
         yield
         return
     feed = LoggerFeed([opener(name, settings, rundir.path) for name in settings.run.loggers])
-    feed.num_put = len(read_lines(rundir.metrics))
-    follower = asyncio.create_task(_follow(rundir.metrics, feed), name="loggers")
+    lines = NewLines(rundir.metrics, skip=True)
+    follower = asyncio.create_task(_follow(lines, feed), name="loggers")
     try:
         yield
     finally:
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
-        feed.put(read_lines(rundir.metrics)[feed.num_put :])
+        feed.put(lines.read())
         await asyncio.to_thread(feed.close)
 
 
-async def _follow(metrics: Path, feed: LoggerFeed) -> None:
+async def _follow(lines: NewLines, feed: LoggerFeed) -> None:
     while True:
-        feed.put(read_lines(metrics)[feed.num_put :])
+        feed.put(lines.read())
         await asyncio.sleep(POLL_S)
 
 
 class LoggerFeed:
-    """A thread that opens loggers and hands them lines in order. num_put: lines of the file that are behind it."""
+    """A thread that opens loggers and hands them lines in order."""
 
     def __init__(self, openers: Sequence[Callable[[], MetricsLogger]]) -> None:
-        self.num_put = 0
         self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         # A daemon: a service that hangs must not keep a finished run from ending.
         self._thread = threading.Thread(target=self._run, args=(openers,), name="loggers", daemon=True)
@@ -105,7 +104,6 @@ class LoggerFeed:
     def put(self, lines: Sequence[Line]) -> None:
         for line in lines:
             self._lines.put(line)
-        self.num_put += len(lines)
 
     def close(self, wait_s: float = CLOSE_S) -> None:
         """Wait until everything is passed on, at most ``wait_s``."""

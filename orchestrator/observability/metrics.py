@@ -1,32 +1,26 @@
-"""What a run reports of itself: lines of ``metrics.jsonl``, and the status that the live view draws.
+"""The lines of ``metrics.jsonl``: what passes as events and commands, summed up for each batch and each evaluation.
 
 A line for each trained batch, by ``batch``; one for each evaluation of held-out problems, by ``eval`` (its number).
-Every key is explained in docs/metrics.md.
 
-Owns: means, rates, idle shares. Never: decisions; it only reads the events and commands that pass. Invariants: a line
-is written once per (incarnation of the trainer, batch) and per evaluation, however often a step is told, also over
-restarts of the orchestrator; a step that is reported after that of a later batch gets its line at the end, and resets
-nothing. What a line says of samples is true of those that its batch trained, each once: a row that was generated
-again counts as it was last, and a group counts where it was trained, not where it was admitted.
+Invariants: a line is written once per (incarnation of the trainer, batch) and per evaluation, however often a step is
+reported, also over restarts of the orchestrator; a step that is reported after that of a later batch gets its line at
+the end, and resets nothing. What a line says of samples is true of those that its batch trained, each once: a row that
+was generated again counts as it was last, and a group counts where it was trained, not where it was admitted.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import threading
-from array import array
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, BinaryIO
+from typing import Any
 
 import structlog
 
-from orchestrator.observability.history import Curves, RecentEvents
+from orchestrator.observability.metrics_file import append_line, read_file
 from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
@@ -40,22 +34,18 @@ from transport.contracts.messages import (
     StepDone,
     TrainRound,
     WeightsLoaded,
-    WorkerStatus,
 )
-from transport.contracts.types import FinishReason, GroupId, WorkerId, is_evaluation
-from transport.process.files import writing
+from transport.contracts.types import FinishReason, GroupId, batch_of, is_evaluation
 
 log = structlog.get_logger(__name__)
 
-RATE_WINDOW_S = 10.0
-"""Rates and idle shares in the live view are taken over this long."""
 KEPT_BATCHES = 64
-"""A batch so far behind the newest is not trained again; as many as a trainer tells again (``workers/trainer``)."""
+"""A batch so far behind the newest is not trained again; as many as a trainer reports again (``workers/trainer``)."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """What was told last of one prompt group.
+    """What was reported last of one prompt group.
 
     versions: sample -> oldest weights.  truncated: samples that were cut at the limit.
     """
@@ -92,16 +82,8 @@ class _EngineSeconds:
         return self.evaluation / total if total else 0.0
 
 
-def batch_of(group_or_row: str) -> int:
-    """The batch in a group id or row id: the one that it was admitted to, which need not be the one that trains it."""
-    return int(group_or_row.partition("/")[0])
-
-
 class MetricsLog:
-    """Notes groups from the events and rounds from the commands, and appends a line to ``path`` for each trained batch.
-
-    For the live page it also keeps the curves, recent events and the names of the reward's components.
-    """
+    """Notes groups from the events and rounds from the commands, and appends a line to ``path`` for each batch."""
 
     def __init__(self, path: Path, *, trains: bool = True, passes: int = 1) -> None:
         """trains: a run that does not has no batches, and nothing is kept of its samples.  passes: over each batch."""
@@ -115,18 +97,13 @@ class MetricsLog:
         file = read_file(path)
         if said := file.say():
             log.warning(said, path=str(path))
-        lines = [line for line in file.lines if "batch" in line]
-        self._written = {_key(line) for line in lines}
-        self.evaluations = [line for line in file.lines if "eval" in line]
-        self._evaluated = {line["eval"] for line in self.evaluations}
+        self._written = {(line.get("incarnation", 0), line["batch"]) for line in file.lines if "batch" in line}
+        self._evaluated = {line["eval"] for line in file.lines if "eval" in line}
         self._engine_s = _EngineSeconds()
         self._begun_s: float | None = None
         """When the seconds of the next line begin: at the last step, of the first batch when weights were loaded."""
         self._ranker: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
-        self.curves = Curves(sorted(lines, key=_key))
-        self.recent = RecentEvents()
-        self.components: set[str] = set()
 
     def recall(self, records: Iterable[JournalRecord], rounds: Iterable[TrainRound] = ()) -> None:
         """Take note of what was before a restart, so that the batches that were open then are whole in their lines.
@@ -141,7 +118,7 @@ class MetricsLog:
             match record.event:
                 case RolloutFinished() | GroupScored():
                     self.observe(record.event, (), record.now_s)
-                case StepDone() as event if (key := (event.weights.epoch, event.batch)) > newest:  # not told again
+                case StepDone() as event if (key := (event.weights.epoch, event.batch)) > newest:  # not reported again
                     newest = key
                     self._begun_s, self._since = record.now_s, _Since()
                 case WeightsLoaded() | RunResumed():
@@ -153,7 +130,6 @@ class MetricsLog:
 
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""
-        self.recent.add(event, now_s)
         if not self._trains:
             return None
         match event:
@@ -162,7 +138,6 @@ class MetricsLog:
             case RolloutFinished():
                 self._finished(event)
             case GroupScored() if not is_evaluation(event.group_id):
-                self.components |= event.components.keys()
                 self._group(event.group_id).score = event
             case RankerJudged():
                 self._ranker = ranker_numbers(event)
@@ -222,13 +197,12 @@ class MetricsLog:
             return
         line = evaluation_line(outcome, now_s, share)
         self._evaluated.add(outcome.number)
-        self.evaluations.append(line)
         append_line(self._path, line)
 
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)
         if key in self._written:
-            if key == max(self._written):  # of before a kill that the journal did not hear of: what follows begins here
+            if key == max(self._written):  # the journal missed it because of a kill: what follows begins here
                 self._since, self._begun_s = _Since(), now_s
             return None
         seconds = now_s - self._begun_s if self._begun_s is not None else now_s
@@ -252,10 +226,9 @@ class MetricsLog:
             **event.metrics,
             **self._ranker,
         }
-        line = {name: value for name, value in line.items() if _is_told(value)}
+        line = {name: value for name, value in line.items() if _is_number_or_text(value)}
         if key >= max(self._written, default=key):
             self.last_line = line
-            self.curves.add(line)
         self._forget(event.batch - KEPT_BATCHES)
         self._written.add(key)
         append_line(self._path, line)
@@ -267,13 +240,8 @@ class MetricsLog:
         self._groups = {name: group for name, group in self._groups.items() if batch_of(name) >= before}
 
 
-def _key(line: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a batch's line: the trainer's incarnation, and the batch."""
-    return line.get("incarnation", 0), line["batch"]
-
-
-def _is_told(value: object) -> bool:
-    """Whether JSON has a number for it: NaN and infinity are left out."""
+def _is_number_or_text(value: object) -> bool:
+    """Whether JSON has it: NaN and infinity are left out."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -360,183 +328,3 @@ def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> d
         "eval_share": round(share, 4),
         "eval_short": outcome.reason,
     }
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsFile:
-    """What a metrics file holds. lines: the good ones, in order.  damaged: numbers of the others, from 1.
-
-    A last line without an end is neither: it is being written, or a kill tore it, and the next append takes it away.
-    """
-
-    lines: Sequence[dict[str, Any]]
-    damaged: Sequence[int]
-
-    def say(self) -> str:
-        """That lines are damaged, and which, "" where none is."""
-        if not self.damaged:
-            return ""
-        more = ", ..." if len(self.damaged) > MAX_NAMED else ""
-        named = ", ".join(map(str, self.damaged[:MAX_NAMED])) + more
-        return f"metrics.jsonl: {len(self.damaged)} damaged, skipped: line {named}"
-
-
-MAX_NAMED = 5
-"""Damaged lines that are named."""
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of trained batches in a metrics file, in order."""
-    return [line for line in read_lines(path) if "batch" in line]
-
-
-def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """The lines of evaluations in a metrics file, in order."""
-    return [line for line in read_lines(path) if "eval" in line]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All good lines of a metrics file, [] if there is none."""
-    return list(read_file(path).lines)
-
-
-def read_file(path: Path) -> MetricsFile:
-    """A metrics file, also a damaged one; an empty one where there is none."""
-    lines: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    for number, raw in enumerate(_whole_lines(path), start=1):
-        line = parse_line(raw)
-        if line is None:
-            damaged.append(number)
-        else:
-            lines.append(line)
-    return MetricsFile(lines=lines, damaged=damaged)
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Without a last one that does not end, unless only its end is missing."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for raw in file:
-            if raw.endswith(b"\n") or parse_line(raw) is not None:
-                yield raw
-
-
-def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """One line of a metrics file; None where it is damaged: it is not an object with the number of a batch or an
-    evaluation."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or not isinstance(line.get("batch", line.get("eval")), int):
-        return None
-    if "epoch" in line:  # as the trainer's incarnation was called
-        line["incarnation"] = line.pop("epoch")
-    return line
-
-
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one line. A tail that a kill tore off is taken away first: behind it, this one would be lost, too.
-
-    Raises: DirectoryError: the disk is full, or may not be written.
-    """
-    with writing(path.parent), path.open("ab+") as file:
-        _mend_tail(file)
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _mend_tail(file: BinaryIO) -> None:
-    """Make the file end with the end of a line."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - 1))
-    if file.read() in (b"", b"\n"):
-        return
-    file.seek(0)
-    tail = file.read().rpartition(b"\n")[2]
-    if parse_line(tail) is not None:
-        file.write(b"\n")
-    else:
-        file.truncate(end - len(tail))
-
-
-class BatchLines:
-    """Lines of any batches of a growing metrics file, without reading it all again. Safe for use by several threads.
-
-    Keeps eight bytes a batch: where its line begins. Reads what was appended since it was last asked, line by line; a
-    file that was replaced by a shorter one is read anew.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begins = array("Q")
-        self._seen_bytes = 0
-        self._lock = threading.Lock()
-
-    def read(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Up to ``count`` lines from number ``first`` on, as ``read_metrics`` has them; [] where there are none."""
-        if not self._path.exists():
-            return []
-        with self._lock, self._path.open("rb") as file:
-            self._look(file)
-            return [line for begin in self._begins[first : first + count] if (line := _line_at(file, begin))]
-
-    def _look(self, file: BinaryIO) -> None:
-        """Find the batches' lines in what is new and whole; a tail that is not is looked at again."""
-        if file.seek(0, os.SEEK_END) < self._seen_bytes:
-            self._begins, self._seen_bytes = array("Q"), 0
-        file.seek(self._seen_bytes)
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                return
-            if "batch" in (parse_line(raw) or {}):
-                self._begins.append(self._seen_bytes)
-            self._seen_bytes += len(raw)
-
-
-def _line_at(file: BinaryIO, begin: int) -> dict[str, Any] | None:
-    file.seek(begin)
-    return parse_line(file.readline())
-
-
-class UsageWindow:
-    """Busy shares and token rates of the workers over the last RATE_WINDOW_S, from their leases."""
-
-    def __init__(self) -> None:
-        self._seen: dict[WorkerId, deque[WorkerStatus]] = {}
-
-    def update(self, leases: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, Any]]:
-        """One readable row a live worker, in order of name."""
-        for gone in self._seen.keys() - leases.keys():
-            del self._seen[gone]
-        for worker_id, status in leases.items():
-            history = self._seen.setdefault(worker_id, deque())
-            if not history or status.elapsed_s > history[-1].elapsed_s:
-                history.append(status)
-            while history[-1].elapsed_s - history[0].elapsed_s > RATE_WINDOW_S:
-                history.popleft()
-        return [self._row(self._seen[worker_id]) for worker_id in sorted(leases)]
-
-    @staticmethod
-    def _row(history: deque[WorkerStatus]) -> dict[str, Any]:
-        first, last = history[0], history[-1]
-        elapsed_s = last.elapsed_s - first.elapsed_s
-        row: dict[str, Any] = {
-            "worker": last.worker_id,
-            "kind": last.kind.value,
-            "doing": last.doing,
-            "since_s": round(last.since_s, 1),
-            "running": last.running,
-            "waiting": last.waiting,
-            "weights": str(last.weights) if last.weights else "",
-            "counters": last.counters,
-            "kv_use": last.kv_use,
-        }
-        if elapsed_s > 0:
-            row["idle"] = round(1.0 - (last.busy_s - first.busy_s) / elapsed_s, 3) + 0.0  # never -0.0
-            row["tokens_per_s"] = (last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)) / elapsed_s
-        return row

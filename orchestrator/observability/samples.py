@@ -1,16 +1,17 @@
-"""A few finished samples as text, for people who watch the run.
+"""A few finished samples as text: for the live page, and kept in ``samples.jsonl`` for the report.
 
-Owns: which samples are shown, how much of them, and the only look that the orchestrator takes at what was generated: at
-most two rows every few seconds, as soon as they are scored, because a checkpoint frees them a moment later. Never:
-rewards or decisions. Invariant: text is cut before it leaves; it stays exactly what the model wrote otherwise, so
-whoever shows it must escape it.
+This is the only look that the orchestrator takes at what was generated: at most two rows every few seconds, as soon as
+they are scored, because a checkpoint frees them a moment later. Invariant: text is cut before it leaves, and is
+otherwise exactly what the model wrote: every page that shows it escapes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import json
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -140,3 +141,59 @@ def sample_view(
         "response": response[:MAX_RESPONSE_CHARS],
         "response_cut": max(0, len(response) - MAX_RESPONSE_CHARS),
     }
+
+
+# --- the file of a report ---------------------------------------------------------------------------------------------
+
+SAMPLES = "samples.jsonl"
+MAX_OF_BATCH = 2
+MAX_REPORTED = 24
+"""Samples in a report: the newest. Enough to see what the model writes now; the file keeps more."""
+
+
+class SampleKeeper:
+    """Appends to ``path`` the samples it has not seen."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        known = _read(path)
+        self._rows = {sample.get("row") for sample in known}
+        self._of_batch = Counter(_batch(sample) for sample in known)
+
+    def keep(self, sample: dict[str, Any]) -> None:
+        """Keep one, if it is new and its batch has not had its share."""
+        if self._is_wanted(sample):
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(sample) + "\n")
+
+    def _is_wanted(self, sample: dict[str, Any]) -> bool:
+        batch = _batch(sample)
+        if sample.get("row") in self._rows or self._of_batch[batch] >= MAX_OF_BATCH:
+            return False
+        self._rows.add(sample.get("row"))
+        self._of_batch[batch] += 1
+        return True
+
+
+def _batch(sample: dict[str, Any]) -> str:
+    return str(sample.get("row", "")).partition("/")[0]
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The newest samples that were kept, newest first; [] if there are none."""
+    return _read(path)[: -MAX_REPORTED - 1 : -1]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines, in order. A torn one (a kill while writing) is left out."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            sample = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(sample, dict):
+            found.append(sample)
+    return found

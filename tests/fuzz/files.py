@@ -23,7 +23,7 @@ from orchestrator.cli.plan import parse_model
 from orchestrator.config.load import render, resolve
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.journal import Journal, JournalError, read_whole_records, recover
-from orchestrator.observability.report.samples import read_samples
+from orchestrator.observability.samples import read_samples
 from orchestrator.planning.profiles import Profile, read_profile
 from orchestrator.prompts.dataset import load_problems
 from ranker import store

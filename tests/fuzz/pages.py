@@ -19,8 +19,8 @@ import msgspec
 
 from orchestrator.config.toml_source import to_toml
 from orchestrator.journal import Journal
-from orchestrator.observability.history import LaneHistory
 from orchestrator.observability.http.answers import answer
+from orchestrator.observability.http.page_history import LaneHistory
 from orchestrator.observability.report.page import render_comparison, render_report
 from orchestrator.observability.report.record import RunRecord, read_run
 from orchestrator.observability.report.trace import write_trace

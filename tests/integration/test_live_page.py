@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.observability.history import CELLS, Curves, LaneHistory
+from orchestrator.observability.http.page_history import CELLS, Curves, LaneHistory
 from orchestrator.observability.http.routes import Api, build_app
 from orchestrator.observability.http.server import open_listener, serve_http
 from orchestrator.observability.http.status import StatusBoard
@@ -44,7 +44,7 @@ class LivePage:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.board = StatusBoard(MonotonicClock())
-        self.look_back = look_back()
+        self.page_history = page_history()
         self.status = status()
         self._stop: Callable[[], None] = lambda: None
         self._thread = threading.Thread()
@@ -53,7 +53,7 @@ class LivePage:
     def start(self) -> None:
         """Serve, on the same port as before."""
         listener = open_listener(ApiSettings(), self._directory / "api.address")
-        api = Api(self.board, self._directory / "metrics.jsonl", lambda: self.look_back)
+        api = Api(self.board, self._directory / "metrics.jsonl", lambda: self.page_history)
         app = build_app(api.routes(), host="127.0.0.1", key=KEY)
         started = threading.Event()
 
@@ -117,7 +117,7 @@ def status() -> dict[str, Any]:
     }
 
 
-def look_back() -> dict[str, Any]:
+def page_history() -> dict[str, Any]:
     lanes = LaneHistory()
     for second in range(CELLS):
         doing = "decoding" if second % 10 < 8 else "waiting"
@@ -247,7 +247,7 @@ def test_evaluations_are_shown_once_there_are_any(page: LivePage, browser: Brows
     lines = [
         {"eval": n, "version": 4 * n, "eval_reward": n / 4, "eval_right": n / 5, "eval_share": 0.1} for n in range(3)
     ]
-    page.look_back = {**page.look_back, "evaluations": [*lines, {"eval": 3, "version": 12}]}
+    page.page_history = {**page.page_history, "evaluations": [*lines, {"eval": 3, "version": 12}]}
     evaluation = {"number": 3, "weights": {"epoch": 1, "version": 12}, "problems": 16, "answered": 5}
     page.tell(evaluation={**evaluation, "waiting": 7, "running": 4, "scoring": 0, "seconds": 2.0, "held": True})
     browser.wait_for("document.querySelectorAll('#evaluations figure').length === 2")
@@ -326,8 +326,8 @@ def test_what_a_model_wrote_is_text_and_nothing_else(page: LivePage, browser: Br
 def test_samples_hold_still_while_one_is_read(page: LivePage, browser: Browser):
     show(browser, page)
     browser.evaluate("document.querySelector('#samples details').open = true")
-    newer = {**page.look_back["samples"][0], "row": "12/0/0"}
-    page.look_back = {**page.look_back, "samples": [newer, *page.look_back["samples"]]}
+    newer = {**page.page_history["samples"][0], "row": "12/0/0"}
+    page.page_history = {**page.page_history, "samples": [newer, *page.page_history["samples"]]}
     browser.wait_for("document.querySelector('#samples-note').textContent.includes('Newer samples wait')")
     assert browser.evaluate("document.querySelectorAll('#samples details').length") == 2
     browser.evaluate("document.querySelector('#samples details').open = false")
@@ -421,7 +421,7 @@ def test_lanes_go_on_when_the_orchestrator_was_replaced(page: LivePage, browser:
     painted = browser.evaluate(coloured_pixels("generate-1"))
     fresh = LaneHistory()
     fresh.note({}, CELLS + 10.0)
-    page.look_back = {**page.look_back, "lanes": fresh.as_dict()}
+    page.page_history = {**page.page_history, "lanes": fresh.as_dict()}
     page.tell(workers=[])
     browser.wait_for("document.querySelector('.lane .word').textContent === 'gone'")
     browser.wait_for(f"{coloured_pixels('generate-1')} !== {painted}")

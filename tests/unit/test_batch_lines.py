@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.observability import metrics
-from orchestrator.observability.metrics import BatchLines, read_metrics
+from orchestrator.observability import metrics_file
+from orchestrator.observability.metrics_file import BatchLines, NewLines, read_metrics
 
 
 def line(batch: int, **more: object) -> str:
@@ -60,8 +60,31 @@ def test_what_is_not_asked_for_is_neither_kept_nor_read_twice(tmp_path: Path, mo
         tracemalloc.stop()
     assert peak_bytes < path.stat().st_size / 10
     looked_at: list[bytes] = []
-    parse_line = metrics.parse_line
-    monkeypatch.setattr(metrics, "parse_line", lambda raw: looked_at.append(raw) or parse_line(raw))
+    parse_line = metrics_file.parse_line
+    monkeypatch.setattr(metrics_file, "parse_line", lambda raw: looked_at.append(raw) or parse_line(raw))
     append(path, line(10_000))
     assert [found["batch"] for found in lines.read(9_998, 5)] == [9_998, 9_999, 10_000]
     assert len(looked_at) == 4, "the new one, and those that were asked for"
+
+
+def test_every_line_is_new_once(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    early, late = NewLines(path), NewLines(path, skip=True)
+    assert (early.read(), late.read()) == ([], [])
+    append(path, line(0) + '{"eval": 0}\nnonsense\n' + line(1)[:-1])
+    late = NewLines(path, skip=True)
+    assert [found.get("batch") for found in early.read()] == [0, None]
+    append(path, "\n" + line(2))
+    for lines in (early, late):
+        assert [found["batch"] for found in lines.read()] == [1, 2]
+        assert lines.read() == []
+
+
+def test_the_lines_of_a_file_that_was_replaced_are_not_new_again(tmp_path: Path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    path.write_text(line(0) + line(1))
+    lines = NewLines(path)
+    assert len(lines.read()) == 2
+    other.write_text(line(0, bubble=1.0) + line(1, bubble=1.0) + line(2))
+    other.replace(path)
+    assert [found["batch"] for found in lines.read()] == [2]

@@ -68,6 +68,11 @@ def is_evaluation(group_or_row: str) -> bool:
     return group_or_row.startswith(_EVALUATION)
 
 
+def batch_of(group_or_row: str) -> int:
+    """The batch in a group id or row id: the one that it was admitted to, which need not be the one that trains it."""
+    return int(group_or_row.partition("/")[0])
+
+
 def row_id(group: GroupId, sample: int) -> RowId:
     """Name sample ``sample`` of ``group``."""
     return RowId(f"{group}/{sample}")
@@ -79,6 +84,12 @@ def parse_row_id(row: RowId) -> tuple[GroupId, int]:
     if not group or not (sample.isdigit() and sample.isascii()) or len(sample) > _MAX_DIGITS:
         raise ValueError(f"{row!r} is not a row id (batch/slot/sample)")
     return GroupId(group), int(sample)
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key of workers and of their places: ``generate-2.1`` before ``generate-10.1``."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if part.isascii() and part.isdigit() and len(part) < 19 else (0, part) for part in parts]
 
 
 class WorkerKind(StrEnum):

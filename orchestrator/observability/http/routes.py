@@ -33,7 +33,7 @@ from orchestrator.observability.http.answers import answer, name_error, number_o
 from orchestrator.observability.http.exposition import exposition
 from orchestrator.observability.http.guard import BodyLimit, Guard
 from orchestrator.observability.http.status import StatusBoard
-from orchestrator.observability.metrics import BatchLines
+from orchestrator.observability.metrics_file import BatchLines
 
 HEALTHY_AGE_S = 5.0
 """A status is made twice a second; one that is older says that deciding or the broker stands still."""
@@ -45,11 +45,11 @@ STATIC = files("orchestrator.observability.http") / "static"
 class Api:
     """The read-only routes over one board."""
 
-    def __init__(self, board: StatusBoard, metrics: Path, look_back: Callable[[], Mapping[str, Any]]) -> None:
-        """metrics: metrics.jsonl.  look_back: the answer to /history, made when it is asked for."""
+    def __init__(self, board: StatusBoard, metrics: Path, page_history: Callable[[], Mapping[str, Any]]) -> None:
+        """metrics: metrics.jsonl.  page_history: the answer to /history, made when it is asked for."""
         self._board = board
         self._lines = BatchLines(metrics)
-        self._look_back = look_back
+        self._page_history = page_history
 
     def routes(self) -> list[Route]:
         return [
@@ -72,7 +72,7 @@ class Api:
         return answer({**self._board.latest, "age_s": round(self._board.age_s, 1)})
 
     async def history(self, request: Request) -> Response:
-        return answer(self._look_back())
+        return answer(self._page_history())
 
     async def batches(self, request: Request) -> Response:
         first = number_of(request.query_params.get("from", "0"))

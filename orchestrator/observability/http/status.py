@@ -33,6 +33,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -41,11 +43,15 @@ from orchestrator.core.state import PipelineState
 from orchestrator.loop.decide import Decider
 from orchestrator.loop.membership import Membership
 from orchestrator.loop.watchdog import Watchdog, shown_wait
-from orchestrator.observability.metrics import MetricsLog, UsageWindow
+from orchestrator.observability.metrics import MetricsLog
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.contracts.messages import WorkerStatus
+from transport.contracts.types import WorkerId
 from transport.process.clock import Clock
 
+RATE_WINDOW_S = 10.0
+"""Rates and idle shares are taken over this long."""
 PUBLISH_S = 0.5
 MAX_SHARE = 0.005
 """Of one core that making the status may take: with a thousand workers or ten thousand groups it comes every second or
@@ -107,3 +113,42 @@ async def publish_status(
         took_s = time.thread_time() - began_s
         await broker.put_meta(keys.STATUS, encoded, ttl_s=TIME_TO_LIVE_S)
         await asyncio.sleep(min(max(PUBLISH_S, took_s / MAX_SHARE), TIME_TO_LIVE_S / 4))
+
+
+class UsageWindow:
+    """Busy shares and token rates of the workers over the last RATE_WINDOW_S, from their leases."""
+
+    def __init__(self) -> None:
+        self._seen: dict[WorkerId, deque[WorkerStatus]] = {}
+
+    def update(self, leases: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, Any]]:
+        """One readable row a live worker, in order of name."""
+        for gone in self._seen.keys() - leases.keys():
+            del self._seen[gone]
+        for worker_id, status in leases.items():
+            history = self._seen.setdefault(worker_id, deque())
+            if not history or status.elapsed_s > history[-1].elapsed_s:
+                history.append(status)
+            while history[-1].elapsed_s - history[0].elapsed_s > RATE_WINDOW_S:
+                history.popleft()
+        return [self._row(self._seen[worker_id]) for worker_id in sorted(leases)]
+
+    @staticmethod
+    def _row(history: deque[WorkerStatus]) -> dict[str, Any]:
+        first, last = history[0], history[-1]
+        elapsed_s = last.elapsed_s - first.elapsed_s
+        row: dict[str, Any] = {
+            "worker": last.worker_id,
+            "kind": last.kind.value,
+            "doing": last.doing,
+            "since_s": round(last.since_s, 1),
+            "running": last.running,
+            "waiting": last.waiting,
+            "weights": str(last.weights) if last.weights else "",
+            "counters": last.counters,
+            "kv_use": last.kv_use,
+        }
+        if elapsed_s > 0:
+            row["idle"] = round(1.0 - (last.busy_s - first.busy_s) / elapsed_s, 3) + 0.0  # never -0.0
+            row["tokens_per_s"] = (last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)) / elapsed_s
+        return row

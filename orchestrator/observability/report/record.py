@@ -15,10 +15,10 @@ from typing import Any
 from orchestrator.config.run_directory import RunDir, journal_of
 from orchestrator.core.state import PipelineState
 from orchestrator.journal import newest_snapshot_before, read_whole_records
-from orchestrator.observability.metrics import read_file
+from orchestrator.observability.metrics_file import read_file
 from orchestrator.observability.report.bubbles import Usage, bubbles_by_batch, stages, total, usage_by_window
-from orchestrator.observability.report.samples import SAMPLES, read_samples
 from orchestrator.observability.report.spans import Timeline, build_timeline
+from orchestrator.observability.samples import SAMPLES, read_samples
 from transport.contracts.messages import Event, GroupScored, JournalRecord, TrainerReady, WorkerJoined
 from transport.contracts.types import GroupId, WorkerKind, is_evaluation
 

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from orchestrator.observability.history import natural_order
-from orchestrator.observability.metrics import batch_of
 from transport.contracts.messages import (
     CheckpointSaved,
     GroupScored,
@@ -35,7 +33,15 @@ from transport.contracts.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from transport.contracts.types import GroupId, WorkerId, WorkerKind, is_evaluation, parse_row_id
+from transport.contracts.types import (
+    GroupId,
+    WorkerId,
+    WorkerKind,
+    batch_of,
+    is_evaluation,
+    natural_order,
+    parse_row_id,
+)
 
 TRAINER = "trainer"
 """Track of the trainer: rank 0 tells for all, and the ranks meet at every step."""

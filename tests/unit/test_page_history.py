@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from orchestrator.observability.history import CELLS, MAX_LANES, MAX_POINTS, Curves, LaneHistory
-from transport.contracts.messages import WorkerStatus
-from transport.contracts.types import WorkerId, WorkerKind
+import pytest
+
+from orchestrator.observability.http.page_history import (
+    BATCHES,
+    CELLS,
+    MAX_EVENTS,
+    MAX_LANES,
+    MAX_POINTS,
+    UNSETTLED,
+    Curves,
+    LaneHistory,
+    RecentEvents,
+    recent_bubbles,
+)
+from transport.contracts.messages import (
+    RolloutFinished,
+    RoundDone,
+    StepDone,
+    Tick,
+    TrainerReady,
+    WorkerJoined,
+    WorkerStatus,
+)
+from transport.contracts.types import FinishReason, RowId, WeightIdentity, WorkerId, WorkerKind
 
 
 def status(worker: str, doing: str, *, elapsed_s: float = 0.0, busy_s: float = 0.0) -> dict[WorkerId, WorkerStatus]:
@@ -96,12 +117,74 @@ def test_a_long_runs_curve_is_thinned_and_reaches_from_its_first_batch_to_its_la
 
 
 def test_a_batch_that_is_trained_again_takes_back_what_came_after_it():
-    curves = Curves({"batch": batch, "epoch": 1, "reward": 0.0} for batch in range(5))
-    curves.add({"batch": 3, "epoch": 2, "reward": 1.0})
+    curves = Curves({"batch": batch, "incarnation": 1, "reward": 0.0} for batch in range(5))
+    curves.add({"batch": 3, "incarnation": 2, "reward": 1.0})
     assert curves.as_dict()["batch"] == [0, 1, 2, 3]
     assert curves.as_dict()["reward"] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_the_late_line_of_an_earlier_batch_is_left_out():
+    curves = Curves({"batch": batch, "incarnation": 1} for batch in (0, 2, 1))
+    assert curves.as_dict()["batch"] == [0, 2]
 
 
 def test_a_number_that_a_batch_lacks_is_a_gap_and_so_is_one_that_is_none():
     curves = Curves([{"batch": 0, "loss": float("nan"), "name": "text"}, {"batch": 1, "loss": 0.123456789, "kl": 2.0}])
     assert curves.as_dict() == {"batch": [0, 1], "kl": [None, 2.0], "loss": [None, 0.12346]}
+
+
+# --- bubbles ----------------------------------------------------------------------------------------------------------
+
+W0 = WorkerId("generate-0.1")
+TRAINER = WorkerId("train-0.1")
+
+
+def weights(version: int) -> WeightIdentity:
+    return WeightIdentity(epoch=1, version=version)
+
+
+def serial_run(batches: int) -> RecentEvents:
+    """Each batch takes 10 s: 6 s of generation by the only slot, then 4 s of training."""
+    recent = RecentEvents()
+    recent.add(WorkerJoined(worker_id=W0, kind=WorkerKind.GENERATE, capacity=1), 0.0)
+    recent.add(WorkerJoined(worker_id=TRAINER, kind=WorkerKind.TRAIN), 0.0)
+    recent.add(TrainerReady(worker_id=TRAINER, weights=weights(0)), 0.0)
+    for batch in range(batches):
+        start_s = 10.0 * batch
+        finished = RolloutFinished(
+            row_id=RowId(f"{batch}/0/0"),
+            worker_id=W0,
+            response_tokens=4,
+            finish_reason=FinishReason.STOP,
+            oldest=weights(batch),
+            newest=weights(batch),
+            engine_s=6.0,
+        )
+        recent.add(finished, start_s + 6.0)
+        recent.add(Tick(), start_s + 7.0)
+        recent.add(RoundDone(round_id=f"{batch}.0", num_rows=1, num_tokens=4, busy_s=4.0), start_s + 10.0)
+        recent.add(StepDone(batch=batch, weights=weights(batch + 1), num_rows=1, num_tokens=4), start_s + 10.0)
+    return recent
+
+
+def test_the_causes_of_the_last_whole_batches_are_named():
+    answer = recent_bubbles(serial_run(30).records())
+    assert answer["batches"] == [30 - UNSETTLED - BATCHES, 30 - UNSETTLED - 1]
+    generation, trainer = answer["stages"]["generation"], answer["stages"]["trainer"]
+    assert generation["computing"] == pytest.approx(6.0 * BATCHES)
+    assert generation["pipeline"] == pytest.approx(4.0 * BATCHES)
+    assert trainer["computing"] == pytest.approx(4.0 * BATCHES)
+    assert trainer["pipeline"] == pytest.approx(6.0 * BATCHES)
+
+
+def test_before_a_batch_is_settled_there_is_nothing():
+    for batches in range(UNSETTLED + 2):
+        assert recent_bubbles(serial_run(batches).records()) == {}
+    assert recent_bubbles(serial_run(UNSETTLED + 2).records())["batches"] == [1, 1]
+
+
+def test_what_is_kept_is_bounded_and_workers_that_are_there_stay():
+    records = serial_run(3 * MAX_EVENTS).records()
+    assert len(records) <= MAX_EVENTS + 3
+    assert records[0].event == WorkerJoined(worker_id=W0, kind=WorkerKind.GENERATE, capacity=1)
+    assert recent_bubbles(records)["stages"]["generation"]["computing"] == pytest.approx(6.0 * BATCHES)
