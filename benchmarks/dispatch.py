@@ -33,7 +33,7 @@ from orchestrator.core.costs.analytic import decode_cost
 from orchestrator.core.costs.hardware import H800
 from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
-from orchestrator.core.model.calibration import Calibration
+from orchestrator.core.model.plans import Calibration
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId

@@ -18,7 +18,8 @@ from orchestrator.core.costs.hardware import H800, Assumptions, Gpu
 from orchestrator.core.costs.llms import QWEN_72B, Llm
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
-from orchestrator.core.model.autoscale import Change, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
+from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import RecordedLengths, long_tailed

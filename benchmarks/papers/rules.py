@@ -24,7 +24,8 @@ from orchestrator.core.costs.llms import QWEN_72B
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.policies.two_class import two_class
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
-from orchestrator.core.model.autoscale import Change, Estimate, Iteration, ScalingSettings
+from orchestrator.core.model.autoscale import Change, Estimate, Iteration
+from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.planning.allocation import Pool, Split, splits
 from orchestrator.planning.plan_search import Bounds, advise
 from orchestrator.planning.split_search import LONG, Job, predict

@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from orchestrator.core.model.batches import MISSING, Batch, Group, Stage
+from orchestrator.core.model.groups import MISSING, Batch, BrokenInvariantError, Group, Lane, Stage
 from orchestrator.core.model.outbox import DispatchKey
 from orchestrator.core.model.pipeline import Pipeline
 from transport.contracts.messages import TrainRound
-from transport.contracts.types import is_evaluation
-
-
-class BrokenInvariantError(Exception):
-    """The state contradicts itself: a bug of the core. Caught by nobody."""
 
 
 def check(pipeline: Pipeline) -> None:
@@ -54,26 +49,28 @@ def _links(p: Pipeline) -> Iterator[str]:
     if set(listed) != running or any(count > 1 for count in listed.values()):
         yield f"workers list {dict(listed)}, running are {sorted(running)}"
     for worker in p.fleet.workers.values():
-        expected = sum(p.groups[group_id].num_missing for group_id in worker.groups) + len(worker.evaluating)
+        held = [p.groups[group_id] for group_id in worker.groups]
+        expected = sum(group.num_missing for group in held)
         if worker.in_flight != expected:
             yield f"{worker.worker_id} counts {worker.in_flight} samples in flight, its groups miss {expected}"
-        told = worker.loading is not None or p.fleet.keeps(worker)
-        if p.fleet.all_told and p.fleet.behind(worker) and worker.fit and not told:
-            yield f"{worker.worker_id} was not told of {p.fleet.newest}"
+        if worker.evaluating != sum(group.lane is Lane.EVAL for group in held):
+            yield f"{worker.worker_id} counts {worker.evaluating} attempts of evaluations, it holds others"
+        waits = worker.loading is not None or p.fleet.keeps(worker)
+        if not p.fleet.loads_pending and p.fleet.behind(worker) and worker.healthy and not waits:
+            yield f"{worker.worker_id} was not sent to load {p.fleet.newest}"
 
 
 def _evaluation(p: Pipeline) -> Iterator[str]:
-    """Each problem is in one place, each try that is generated on one worker, and the pin is the evaluation's."""
+    """Each problem is in one place, each open attempt is a group, and the pin is the evaluation's."""
     current = p.evaluations.current
-    listed = {group_id: worker for worker in p.fleet.workers.values() for group_id in worker.evaluating}
+    groups = {group.group_id for group in p.groups.values() if group.lane is Lane.EVAL}
     if current is None:
-        if listed or p.fleet.pin is not None:
-            yield f"no evaluation is open, {p.fleet.pin} is pinned and workers list {sorted(listed)}"
+        if groups or p.fleet.pin is not None:
+            yield f"no evaluation is open, {p.fleet.pin} is pinned and there are {sorted(groups)}"
         return
-    generated = {tried.group_id for tried in current.tries.values() if tried.worker_id}
-    if generated != set(listed) or p.fleet.pin != current.weights:
-        yield f"workers list {sorted(listed)} for an evaluation of {p.fleet.pin}, it has {sorted(generated)}"
-    places = [*current.waiting, *(tried.problem for tried in current.tries.values())]
+    if groups != set(current.attempts) or p.fleet.pin != current.weights:
+        yield f"there are {sorted(groups)} for an evaluation of {p.fleet.pin}, it has {sorted(current.attempts)}"
+    places = [*current.waiting, *(attempt.problem for attempt in current.attempts.values())]
     if len(set(places)) != len(places) or len(places) + current.answered > current.num_problems:
         yield f"evaluation {current.number}: {current.answered} answered, and {sorted(places)} to come"
     if p.fleet.pin_wanted != bool(current.waiting):
@@ -122,12 +119,12 @@ def _batch(p: Pipeline, batch: Batch) -> Iterator[str]:
         yield f"batch {batch.index} has members {sorted(batch.members)}, ready or sent are {sorted(members)}"
     if not set(batch.queue) <= members:
         yield f"batch {batch.index} queues groups that are not its members: {sorted(batch.queue)}"
-    open_parts = Counter(batch.owed)
-    open_parts.update(
-        group.part for group in groups if not group.sent and group.stage not in (Stage.READY, Stage.ENDED)
+    unsettled = Counter(batch.pending_refills)
+    unsettled.update(
+        group.mini_batch for group in groups if not group.sent and group.stage not in (Stage.READY, Stage.ENDED)
     )
-    if [open_parts[part] for part in range(len(batch.unsettled))] != batch.unsettled:
-        yield f"batch {batch.index} counts {batch.unsettled} unsettled slots, there are {dict(open_parts)}"
+    if [unsettled[mini_batch] for mini_batch in range(len(batch.unsettled))] != batch.unsettled:
+        yield f"batch {batch.index} counts {batch.unsettled} unsettled slots, there are {dict(unsettled)}"
     if batch.index < p.training.batch and any(batch.unsettled):
         yield f"batch {batch.index} is closed with unsettled slots"
 
@@ -145,7 +142,7 @@ def _rounds(p: Pipeline) -> Iterator[str]:
                 yield f"{rows.group_id} is in two rounds of {command.kind} pass {command.pass_index}"
             seen.add(place)
             group = p.groups.get(rows.group_id)
-            if is_evaluation(rows.group_id):
-                yield f"{rows.group_id} of an evaluation is in a round"
+            if group is not None and group.lane is not Lane.TRAIN:
+                yield f"{rows.group_id} of the {group.lane} lane is in a round"
             if group is not None and group.stage is Stage.ENDED:
                 yield f"{rows.group_id} is in a round and ended as {group.outcome}"

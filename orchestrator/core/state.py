@@ -12,34 +12,26 @@ from typing import assert_never
 
 import msgspec
 
-from orchestrator.core.control import Control
-from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.dispatch.assignments import Assignments
-from orchestrator.core.dispatch.migration import Moving
-from orchestrator.core.dispatch.plan_requests import PlanRequests
-from orchestrator.core.dispatch.prediction_feedback import Experience
-from orchestrator.core.fleet.elastic_fleet import ElasticFleet
-from orchestrator.core.fleet.weights import Weights
+from orchestrator.core.dispatch import migration, planning
+from orchestrator.core.dispatch.handout import dispatch
+from orchestrator.core.dispatch.prediction_feedback import observe_speed
+from orchestrator.core.fleet import elastic, weights
+from orchestrator.core.fleet import reports as worker_reports
 from orchestrator.core.invariants import check
-from orchestrator.core.lanes.evaluation_attempts import EvaluationTries
-from orchestrator.core.lanes.evaluation_schedule import EvaluationSchedule
-from orchestrator.core.lanes.service import Requests
-from orchestrator.core.model.batches import Stage
-from orchestrator.core.model.batching import plan_phases
-from orchestrator.core.model.evaluation import Evaluation
-from orchestrator.core.model.lpt import longest_first
+from orchestrator.core.lanes.evaluation import EvaluationLane
+from orchestrator.core.lanes.service import ServeLane
+from orchestrator.core.model.groups import Lane, Stage
+from orchestrator.core.model.lanes import Evaluation, Request
 from orchestrator.core.model.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.model.pipeline import Pipeline, Wait
-from orchestrator.core.model.service_request import Request
-from orchestrator.core.model.settings import CoreSettings, core_settings, reconfigured
+from orchestrator.core.model.settings import CoreSettings, changed, core_settings, reconfigured
 from orchestrator.core.observe.in_flight import RunningView, longest_running
-from orchestrator.core.observe.view import PipelineView, describe_wait, rows_told, view
-from orchestrator.core.observe.wait_reasons import current_wait, note_wait
-from orchestrator.core.rollout.admission import Slots
-from orchestrator.core.rollout.lifecycle import Rollouts
-from orchestrator.core.trainer_reports import TrainerReports
-from orchestrator.core.training.rounds import Rounds
-from orchestrator.core.worker_reports import WorkerReports
+from orchestrator.core.observe.view import PipelineView, describe_wait, rows_reported, view
+from orchestrator.core.observe.wait_reasons import current_wait
+from orchestrator.core.rollout.admission import TrainLane
+from orchestrator.core.rollout.lifecycle import Lifecycle
+from orchestrator.core.training import reports as trainer_reports
+from orchestrator.core.training import rounds
 from transport.contracts.messages import (
     BrokerUsage,
     CheckpointRequested,
@@ -85,34 +77,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PipelineState:
-    """The state of one run. ``order`` and ``place`` are the dispatch policy; another policy is another function."""
+    """The state of one run."""
 
-    def __init__(
-        self, settings: CoreSettings, *, order: Order = longest_first, place: Placement = least_loaded
-    ) -> None:
-        self._wire(Pipeline(settings=settings, configured=settings), order, place)
+    def __init__(self, settings: CoreSettings) -> None:
+        self._wire(Pipeline(settings=settings, configured=settings))
 
-    def _wire(self, pipeline: Pipeline, order: Order, place: Placement) -> None:
-        settings = pipeline.settings
-        phases = plan_phases(settings.mini_batches, settings.epochs, settings.record_logprobs)
+    def _wire(self, pipeline: Pipeline) -> None:
         self._p = pipeline
-        self._assignments = Assignments(pipeline, order, place)
-        self._requests = Requests(pipeline, self._assignments, phases)  # there are none but in a service run
-        self._slots = self._requests if settings.service else Slots(pipeline, self._assignments, phases)
-        self._rollouts = Rollouts(pipeline, self._assignments, self._slots, phases)
-        self._rounds = Rounds(pipeline, self._slots, phases)
-        self._weights = Weights(pipeline)
-        self._tries = EvaluationTries(pipeline)
-        self._evaluation_schedule = EvaluationSchedule(pipeline, self._tries)
-        self._plan_requests = PlanRequests(pipeline, self._assignments)
-        self._moving = Moving(pipeline, self._assignments)
-        self._experience = Experience(pipeline)
-        self._elastic = ElasticFleet(pipeline)
-        self._worker_reports = WorkerReports(pipeline, self._rollouts, self._weights, self._tries, self._elastic)
-        self._trainer_reports = TrainerReports(
-            pipeline, self._rounds, self._rollouts, self._evaluation_schedule, self._experience, self._elastic
-        )
-        self._control = Control(pipeline, self._rounds, self._rollouts, self._requests, self._evaluation_schedule)
+        self._train = TrainLane(pipeline)
+        self._evaluation = EvaluationLane(pipeline)
+        self._service = ServeLane(pipeline)
+        lanes = {Lane.TRAIN: self._train, Lane.EVAL: self._evaluation, Lane.SERVE: self._service}
+        self._life = Lifecycle(pipeline, lanes)
 
     # -- what drivers use
 
@@ -132,8 +108,8 @@ class PipelineState:
 
     @property
     def configured(self) -> CoreSettings:
-        """The settings that the run was last started with. Snapshots of before there was a difference have none."""
-        return self._p.configured or self._p.settings
+        """The settings that the run was last started with."""
+        return self._p.configured
 
     @property
     def paused(self) -> bool:
@@ -147,7 +123,7 @@ class PipelineState:
 
     @property
     def trainer_epoch(self) -> int:
-        """The highest that a trainer was told to have, 0 before the first."""
+        """The highest of any trainer so far, 0 before the first."""
         return self._p.lineage.epoch
 
     @property
@@ -167,25 +143,23 @@ class PipelineState:
         The id of command ``i`` is ``CommandId(self.seq, i)``. A clock that went back counts as standing still.
         """
         p = self._p
-        self._elastic.pass_time(now_s)
+        elastic.pass_time(p, now_s)
         p.now_s = max(p.now_s, now_s)
         p.outbox.begin()
-        self._elastic.note(event)
-        if not self._tries.take(event):
-            self._apply(event)
-        self._slots.admit()
+        self._apply(event)
         if p.settings.service:
             self._finish_service()
         else:
-            self._rounds.release()
-        self._evaluation_schedule.advance()
+            self._train.admit()
+            rounds.release(p)
+        self._evaluation.advance()
         if not p.finished:
-            self._weights.pass_turn()
-            self._plan_requests.request()
-            self._assignments.dispatch()
-            self._tries.dispatch()
-            self._weights.load()
-            self._elastic.release()
+            weights.choose_next_to_load(p)
+            planning.request_plans(p)
+            dispatch(p)
+            self._evaluation.dispatch()
+            weights.load_newest(p)
+            elastic.release_drained(p)
         return p.outbox.take()
 
     def outstanding(self) -> list[tuple[CommandId, Command]]:
@@ -197,14 +171,7 @@ class PipelineState:
         return _encoder.encode(self._p)
 
     @classmethod
-    def restore(
-        cls,
-        snapshot: bytes,
-        *,
-        settings: CoreSettings | None = None,
-        order: Order = longest_first,
-        place: Placement = least_loaded,
-    ) -> PipelineState:
+    def restore(cls, snapshot: bytes, *, settings: CoreSettings | None = None) -> PipelineState:
         """The state that ``snapshot`` was made of.
 
         settings: the configuration from now on (a resumed run may train more batches); what was changed while the run
@@ -214,11 +181,10 @@ class PipelineState:
         """
         pipeline = _decoder.decode(snapshot)
         if settings is not None:
-            before = pipeline.configured or pipeline.settings
-            pipeline.settings = reconfigured(pipeline.settings, before, settings)
+            pipeline.settings = reconfigured(pipeline.settings, pipeline.configured, settings)
             pipeline.configured = settings
         state = cls.__new__(cls)
-        state._wire(pipeline, order, place)
+        state._wire(pipeline)
         return state
 
     def view(self) -> PipelineView:
@@ -245,13 +211,13 @@ class PipelineState:
         """Those of ``worker_ids`` that do not generate."""
         return dict(self._p.fleet.others)
 
-    def rows_told(self) -> list[RowId]:
-        """Rows that must exist in the broker: told of, and neither dropped nor in a durable checkpoint."""
-        return rows_told(self._p) + self._tries.rows_told()
+    def rows_reported(self) -> list[RowId]:
+        """Rows that must exist in the broker: reported, and neither dropped nor in a durable checkpoint."""
+        return rows_reported(self._p)
 
     def rows_scored(self) -> list[RowId]:
-        """Those of ``rows_told`` that must have their advantage too."""
-        return rows_told(self._p, Stage.READY)
+        """Those of ``rows_reported`` that must have their advantage too."""
+        return rows_reported(self._p, Stage.READY)
 
     def evaluation(self) -> Evaluation | None:
         """The evaluation that is under way. To be read, not changed."""
@@ -287,67 +253,122 @@ class PipelineState:
     # -- one rule for each event
 
     def _apply(self, event: Event) -> None:
+        p = self._p
         match event:
+            # groups
             case RolloutFinished():
-                self._experience.observe(event)
-                self._rollouts.finished(event)
+                elastic.note_sample(p, event)
+                observe_speed(p, event)
+                self._life.finished(event)
             case GroupScored():
-                self._rollouts.scored(event)
-            case RoundDone() | StepDone() | CheckpointSaved() | TrainerReady():
-                self._trainer_reports.take(event)
-            case WorkerReported() | WorkerJoined() | WorkerLost():
-                self._worker_reports.take(event)
+                self._life.scored(event)
+            case RolloutFailed():
+                self._life.failed(event)
+            case ScoringFailed():
+                self._life.scoring_failed(event)
+            case RowsMissing():
+                self._life.missing(event)
+            # the trainer
+            case RoundDone():
+                elastic.note_round(p, event)
+                trainer_reports.round_done(p, event)
+            case StepDone():
+                trainer_reports.step_done(p, event)
+            case CheckpointSaved():
+                trainer_reports.checkpoint_saved(p, event)
+            case TrainerReady():
+                trainer_reports.trainer_ready(p, event, self._train, self._evaluation)
+            case BrokerUsage():
+                trainer_reports.broker_used(p, event.retained_bytes)
+            # generation workers
+            case WorkerReported():
+                worker_reports.reported(p, self._life, event)
+            case WorkerJoined():
+                worker_reports.joined(p, event)
+            case WorkerLost():
+                worker_reports.lost(p, self._life, event)
+            case WeightsLoaded():
+                weights.loaded(p, event)
+            case WeightsFailed():
+                weights.failed(p, event)
+            # prompts, plans, predictions
+            case PromptsArrived():
+                self._train.prompts_arrived(event)
+            case HeldOutPromptsArrived():
+                self._evaluation.problems_arrived(event)
+            case PlanComputed():
+                planning.use_plan(p, event)
+            case RankerJudged():
+                p.plans.ranker = event
+            # readers of a service run
+            case PromptsSubmitted():
+                self._service.submitted(event)
+            case SamplesTaken():
+                self._service.samples_taken(event)
+            case RequestCancelled():
+                self._service.cancelled(event)
+            case WeightsPublished():
+                self._service.published(event)
+            # people: a request that cannot be granted changes nothing, and the view shows it
+            case StopRequested():
+                self._stop(event)
+            case RunResumed():
+                self._resume_run()
+            case PauseRequested():
+                p.paused = not p.stopping
+            case ResumeRequested():
+                p.paused = False
+            case CheckpointRequested():
+                p.retention.requested = True
+            case SettingChanged():
+                self._change_setting(event)
             case Tick():
                 self._on_tick()
-            case PromptsArrived():
-                self._slots.prompts_arrived(event)
-            case HeldOutPromptsArrived():
-                self._evaluation_schedule.problems_arrived(event)
-            case WeightsLoaded():
-                self._weights.loaded(event)
-            case WeightsFailed():
-                self._weights.failed(event)
-            case RolloutFailed():
-                self._rollouts.failed(event)
-            case ScoringFailed():
-                self._rollouts.scoring_failed(event)
-            case RowsMissing():
-                self._rollouts.missing(event)
-                self._tries.missing(event)
-            case PlanComputed():
-                self._plan_requests.take(event)
-            case RankerJudged():
-                self._p.plans.ranker = event
-            case BrokerUsage():
-                self._rounds.broker_used(event.retained_bytes)
-            case PromptsSubmitted() | SamplesTaken() | RequestCancelled() | WeightsPublished():
-                self._requests.take(event)
-            case (
-                StopRequested()
-                | PauseRequested()
-                | ResumeRequested()
-                | CheckpointRequested()
-                | SettingChanged()
-                | RunResumed()
-            ):
-                self._control.take(event)
             case UpdateFailed() | WorkerStarted():
-                pass  # for whoever reads the journal: the one was told to who asked, the other counts once it joins
+                pass  # for readers of the journal: the one is answered elsewhere, the other counts once it joins
             case _:
                 assert_never(event)
 
     def _on_tick(self) -> None:
-        self._rollouts.expire()
-        self._plan_requests.expire()
-        self._moving.consider()
-        self._requests.expire()
-        self._rounds.expire_pacing()
-        self._weights.expire()
-        self._tries.expire()
-        self._evaluation_schedule.expire()
-        self._elastic.keep_minimum()
-        note_wait(self._p)
+        """Deadlines are looked at here and nowhere else."""
+        p = self._p
+        self._life.expire()
+        planning.expire_plans(p)
+        migration.migrate(p)
+        self._service.expire()
+        rounds.expire_pacing(p)
+        weights.expire(p)
+        self._evaluation.expire()
+        elastic.keep_minimum(p)
+        p.wait = current_wait(p)
+
+    def _stop(self, event: StopRequested) -> None:
+        """Also out of a pause: the batch in training could not finish otherwise."""
+        p = self._p
+        if p.stopping:
+            return
+        p.stop_reason = event.reason or "stopped"
+        p.paused = False
+        self._evaluation.give_up("the run stops")
+        if not p.settings.service:  # what runs of requests finishes
+            self._train.suspend()
+
+    def _resume_run(self) -> None:
+        self._p.stop_reason = ""
+        self._p.paused = False
+        rounds.reopen(self._p)
+        self._service.reopen()
+
+    def _change_setting(self, event: SettingChanged) -> None:
+        """Not after the trainer's last command, either."""
+        p = self._p
+        wanted = changed(p.settings, event.key, event.value)
+        if wanted is None or p.training.finish_id is not None:
+            return
+        if wanted.update is not p.settings.update:
+            p.fleet.change_update()
+        p.settings = wanted
 
     def _finish_service(self) -> None:
-        if self._requests.is_drained():
-            self._rounds.finish_run(self._p.stop_reason)
+        if self._service.is_drained():
+            rounds.finish_run(self._p, self._p.stop_reason)

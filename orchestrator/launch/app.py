@@ -152,7 +152,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("planner", planner.run(inbox))
         run("executor", executor.run())
         run("decide", burying(decider.run(inbox), broker))
-        run("reconcile", keep_reconciled(broker, inbox, state.rows_told, state.rows_scored, restore))
+        run("reconcile", keep_reconciled(broker, inbox, state.rows_reported, state.rows_scored, restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
         run("status", publish_status(broker, state, membership, metrics, watchdog, clock, board, decider))
         run("watchdog", watchdog.watch(state))

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from orchestrator.core.dispatch import Order, Placement, least_loaded
-from orchestrator.core.model.lpt import longest_first
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import CommandId, PipelineState
 from orchestrator.sim.colocated import SharedMachine
@@ -41,7 +39,7 @@ class Scenario:
     """One simulated run.
 
     workers: generation workers of ``capacity`` samples each.  decode: cost of a step on each worker, where they differ;
-    empty: ``costs.decode`` on all.  num_prompts: of the source.  order, place: the dispatch policy.
+    empty: ``costs.decode`` on all.  num_prompts: of the source.
     max_s: virtual seconds after which the run counts as stalled.
     record: keep every event and command.  trace: keep what every instance and the trainer did when.
     """
@@ -55,8 +53,6 @@ class Scenario:
     lengths: Lengths = field(default_factory=LengthModel)
     costs: CostModel = field(default_factory=CostModel)
     faults: FaultModel = field(default_factory=FaultModel)
-    order: Order = longest_first
-    place: Placement = least_loaded
     max_s: float = 1e6
     record: bool = True
     trace: bool = False
@@ -72,7 +68,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.now_s = 0.0
-        self.state = PipelineState(scenario.core, order=scenario.order, place=scenario.place)
+        self.state = PipelineState(scenario.core)
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False

@@ -267,7 +267,7 @@ class PipelineWorld(ObeyedPipeline):
             self.report_trainer()
         else:
             self.start_trainer()
-        if not any(worker.fit for worker in self.state.view().workers):
+        if not any(worker.healthy for worker in self.state.view().workers):
             self.join()
         self.answer_requests()
         while self.plan_requests:

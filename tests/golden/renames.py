@@ -41,6 +41,7 @@ class Added:
 RENAMES: dict[str, str | Added | None] = {
     "RankerJudged.worth_it": "trusted",
     "settings.move_running": "migrate_running",
+    "ComputePlan.workers.pace": "slowdown",
 }
 
 SETTINGS = "settings"

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from orchestrator.core.costs.cost_model import TrainCost
-from orchestrator.core.model.autoscale import ScalingSettings
-from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.sim.engine import Scenario
 from orchestrator.sim.lengths import prompt_id

@@ -22,6 +22,7 @@ from orchestrator.sim.simulate import simulate
 from transport.contracts.messages import (
     AbortRollouts,
     CloseMiniBatch,
+    PromptRef,
     RowsMissing,
     SlotOutcome,
     TrainerReady,
@@ -88,11 +89,17 @@ def test_staggered_loading_keeps_the_others_generating_when_loads_are_slow():
 
 
 def test_longest_first_shortens_a_synchronous_batch():
-    """One worker with few slots and perfect predictions; the policy is another function passed in."""
-    lengths = LengthModel(median_tokens=100, prompt_sigma=1.0)
+    """Few slots, and predictions that are right, or that have the order reversed."""
+
+    class Reversed(LengthModel):
+        def prompt(self, index: int) -> PromptRef:
+            prompt = LengthModel.prompt(self, index)
+            return msgspec.structs.replace(prompt, predicted_tokens=1.0 / prompt.predicted_tokens)
+
+    right, reversed_order = (kind(median_tokens=100, prompt_sigma=1.0) for kind in (LengthModel, Reversed))
     core = msgspec.structs.replace(CORE, max_staleness=0, group_size=1, groups_per_batch=64, num_batches=1)
-    longest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=lengths, order=lambda tokens: -tokens))
-    shortest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=lengths, order=lambda tokens: tokens))
+    longest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=right))
+    shortest = simulate(Scenario(core=core, workers=2, capacity=8, lengths=reversed_order))
     assert longest.end_s < 0.85 * shortest.end_s
 
 

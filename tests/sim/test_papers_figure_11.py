@@ -16,7 +16,8 @@ from orchestrator.core.costs.analytic import DoesNotFitError, decode_cost, most_
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.costs.hardware import H800
 from orchestrator.core.costs.llms import QWEN_7B
-from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of
+from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.sim.lengths import long_tailed
 
 NODE, GPUS = 8, 32

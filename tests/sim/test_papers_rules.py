@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.rules import ScalingAsPrinted, cross_datacenter, plan_of, single_datacenter
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
-from orchestrator.core.model.autoscale import Iteration, ScalingSettings
+from orchestrator.core.model.autoscale import Iteration
+from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 

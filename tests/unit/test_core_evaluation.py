@@ -325,7 +325,7 @@ def test_a_row_that_vanished_before_its_score_is_generated_again():
     world = world_evaluating()
     gone = tries(world)[0]
     world.finish_sample(GENERATOR, gone)
-    assert world.state.rows_told() == [row_id(gone, 0)]
+    assert world.state.rows_reported() == [row_id(gone, 0)]
     world.lose_row(row_id(gone, 0), gone)
     answer_all(world)
     assert world.evaluations[0].answered == HELD_OUT

@@ -134,7 +134,7 @@ def test_who_is_done_takes_what_waits_longest_elsewhere():
 
 def test_a_slow_worker_takes_nothing_that_a_fast_one_would_end_sooner():
     world = world_with(2, 8)
-    world.state._p.plans.paces.update({FIRST: 1.0, SECOND: 50.0})
+    world.state._p.plans.slowdowns.update({FIRST: 1.0, SECOND: 50.0})
     plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
     assert held(world) == {"generate-0": ["0", "1"], "generate-1": []}
 
@@ -151,7 +151,7 @@ def running_on_a_slow_worker(**changes: object) -> PipelineWorld:
     """Two groups run where they take ten times as long as on the other worker, which is idle."""
     world = world_with(4, 4, groups_per_batch=2, rollout_timeout_s=1000.0, **changes)
     plan(world, generate_0=[0, 1], generate_1=[])
-    world.state._p.plans.paces.update({FIRST: 100.0, SECOND: 10.0})
+    world.state._p.plans.slowdowns.update({FIRST: 100.0, SECOND: 10.0})
     world.now_s += 1.0
     return world
 
@@ -172,7 +172,7 @@ def test_running_work_stays_by_default_and_where_starting_over_gains_little():
     world.tell(Tick())
     assert held(world)["generate-1"] == []
     world = running_on_a_slow_worker(migrate_running=True)
-    world.state._p.plans.paces.update({FIRST: 15.0, SECOND: 10.0})
+    world.state._p.plans.slowdowns.update({FIRST: 15.0, SECOND: 10.0})
     world.tell(Tick())
     assert held(world)["generate-1"] == []
 

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.dispatch import least_loaded, plan_priority, with_room
-from orchestrator.core.model.batching import Phase, pack_round, part_of_slot, plan_phases
-from orchestrator.core.model.lpt import longest_first
+from orchestrator.core.dispatch.handout import least_loaded, with_room
+from orchestrator.core.model.groups import (
+    TRANSITIONS,
+    BrokenInvariantError,
+    Group,
+    Lane,
+    Phase,
+    Stage,
+    mini_batch_of_slot,
+    plan_phases,
+)
 from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
-from transport.contracts.types import WeightIdentity, WorkerId
+from orchestrator.core.model.workers import Worker
+from orchestrator.core.rollout.attempts import plan_priority
+from orchestrator.core.training.batching import pack_round
+from transport.contracts.types import GroupId, PromptId, WeightIdentity, WorkerId
 
 
-@dataclass(frozen=True)
-class Load:
-    worker_id: WorkerId
-    capacity: int = 8
-    in_flight: int = 0
-    predicted_load: float = 0.0
+def load(worker_id: str, capacity: int = 8, in_flight: int = 0, predicted_load: float = 0.0) -> Worker:
+    worker = Worker(worker_id=WorkerId(worker_id), capacity=capacity)
+    worker.in_flight, worker.predicted_load = in_flight, predicted_load
+    return worker
+
+
+def group(**fields) -> Group:
+    fields = {"batch": 0, "predicted_tokens": 1.0, "tokens": [-1], "num_missing": 1, "prompt_tokens": 2} | fields
+    return Group(group_id=GroupId("0/0"), prompt_id=PromptId("p0"), **fields)
 
 
 def identity(epoch: int, version: int) -> WeightIdentity:
@@ -41,34 +55,50 @@ def best_makespan(weights: list[int], num_bins: int) -> int:
 @given(weights=st.lists(st.integers(0, 20), max_size=6), num_workers=st.integers(1, 3))
 def test_longest_first_to_the_least_loaded_ends_within_the_bound_of_list_scheduling(weights, num_workers):
     loads = {WorkerId(str(index)): 0.0 for index in range(num_workers)}
-    for weight in sorted(weights, key=longest_first):
-        workers = [Load(worker_id, predicted_load=load) for worker_id, load in loads.items()]
-        loads[least_loaded(workers, WorkerId(""))] += weight
+    for weight in sorted(weights, reverse=True):
+        workers = [load(worker_id, predicted_load=tokens) for worker_id, tokens in loads.items()]
+        loads[least_loaded(workers, WorkerId("")).worker_id] += weight
     bound = (4 / 3 - 1 / (3 * num_workers)) * best_makespan(weights, num_workers)
     assert max(loads.values()) <= bound + 1e-9
 
 
 def test_least_loaded_counts_predicted_tokens_for_each_slot():
-    small = Load(WorkerId("a"), capacity=4, predicted_load=40.0)
-    large = Load(WorkerId("b"), capacity=8, predicted_load=60.0)
-    assert least_loaded([small, large], WorkerId("")) == "b"
+    small = load("a", capacity=4, predicted_load=40.0)
+    large = load("b", capacity=8, predicted_load=60.0)
+    assert least_loaded([small, large], WorkerId("")) is large
 
 
-def test_a_worker_to_avoid_is_taken_only_when_it_is_alone():
-    idle, busy = Load(WorkerId("a")), Load(WorkerId("b"), predicted_load=99.0)
-    assert least_loaded([idle, busy], WorkerId("a")) == "b"
-    assert least_loaded([idle], WorkerId("a")) == "a"
+def test_an_excluded_worker_is_taken_only_when_it_is_alone():
+    idle, busy = load("a"), load("b", predicted_load=99.0)
+    assert least_loaded([idle, busy], WorkerId("a")) is busy
+    assert least_loaded([idle], WorkerId("a")) is idle
 
 
 def test_room_is_the_slots_and_one_group_of_lookahead():
-    full, over = Load(WorkerId("a"), capacity=8, in_flight=8), Load(WorkerId("b"), capacity=8, in_flight=9)
+    full, over = load("a", capacity=8, in_flight=8), load("b", capacity=8, in_flight=9)
     assert with_room([full, over], 4, group_size=4) == [full]
     assert with_room([full, over], 3, group_size=4) == [full, over]
 
 
 def test_an_earlier_batch_outranks_any_prediction():
-    assert plan_priority(3, 1.0) > plan_priority(4, 1_000_000.0)
-    assert plan_priority(3, 20.0) > plan_priority(3, 10.0)
+    def priority(batch: int, predicted_tokens: float, lane: Lane = Lane.TRAIN) -> float:
+        return plan_priority(group(batch=batch, predicted_tokens=predicted_tokens, lane=lane))
+
+    assert priority(3, 1.0) > priority(4, 1_000_000.0)
+    assert priority(3, 20.0) > priority(3, 10.0)
+    assert priority(9, 1.0, Lane.EVAL) > priority(0, 1_000_000.0)
+
+
+def test_a_group_moves_along_the_table_of_transitions_alone():
+    for stage in Stage:
+        for following in Stage:
+            one = group(stage=stage)
+            if following in TRANSITIONS[stage]:
+                one.move(following)
+                assert one.stage is following
+            else:
+                with pytest.raises(BrokenInvariantError, match=f"0/0 is {stage} and cannot become {following}"):
+                    one.move(following)
 
 
 def test_the_gate_counts_versions_within_the_epoch():
@@ -107,19 +137,19 @@ def test_a_restart_at_the_newest_version_loses_nothing():
 
 
 def test_parts_are_equal_and_in_admission_order():
-    assert [part_of_slot(slot, 6, 2) for slot in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert [part_of_slot(slot, 3, 2) for slot in range(3)] == [0, 0, 1]
+    assert [mini_batch_of_slot(slot, 6, 2) for slot in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [mini_batch_of_slot(slot, 3, 2) for slot in range(3)] == [0, 0, 1]
 
 
 def test_phases_record_first_then_walk_mini_batches_of_each_pass():
     assert plan_phases(2, 2, record_logprobs=True) == (
         Phase(kind="logprobs"),
-        Phase(kind="train", pass_index=0, part=0),
-        Phase(kind="train", pass_index=0, part=1),
-        Phase(kind="train", pass_index=1, part=0),
-        Phase(kind="train", pass_index=1, part=1),
+        Phase(kind="train", pass_index=0, mini_batch=0),
+        Phase(kind="train", pass_index=0, mini_batch=1),
+        Phase(kind="train", pass_index=1, mini_batch=0),
+        Phase(kind="train", pass_index=1, mini_batch=1),
     )
-    assert plan_phases(1, 1, record_logprobs=False) == (Phase(kind="train", part=0),)
+    assert plan_phases(1, 1, record_logprobs=False) == (Phase(kind="train", mini_batch=0),)
 
 
 @given(

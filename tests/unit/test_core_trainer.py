@@ -430,7 +430,7 @@ def test_the_view_counts_and_names_what_blocks():
     assert view.wait == world.state.wait()
     assert "batch 1: 4 running" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
-    assert (world.state.rows_told(), world.state.rows_scored()) == (["0/0/0"], [])
+    assert (world.state.rows_reported(), world.state.rows_scored()) == (["0/0/0"], [])
     world.make_ready("0/0")
     assert world.state.rows_scored() == ["0/0/0", "0/0/1"]
     assert world.state.worker_ids() == [W0, "train-0.1"]

@@ -128,8 +128,8 @@ def test_loads_are_retried_a_few_times_and_again_with_the_next_version():
     for _ in range(MAX_LOAD_ATTEMPTS):
         world.load(W0, fails=True)
     assert W0 not in told_to_load(world)
-    (unfit,) = [worker for worker in world.state.view().workers if not worker.fit]
-    assert unfit.worker_id == W0
+    (unhealthy,) = [worker for worker in world.state.view().workers if not worker.healthy]
+    assert unhealthy.worker_id == W0
     finish_all(world, W0)
     assert batches_held(world, W0) == [], "an unfit worker gets nothing"
     finish_all(world, W1)

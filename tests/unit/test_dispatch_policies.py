@@ -13,7 +13,7 @@ from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, tra
 from orchestrator.core.dispatch.policies.slicing import slicing
 from orchestrator.core.dispatch.policies.two_class import instance_latency_s, split
 from orchestrator.core.dispatch.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
-from orchestrator.core.model.calibration import Calibration
+from orchestrator.core.model.plans import Calibration
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from orchestrator.config.schema import SECTIONS
-from orchestrator.core.model.batches import Stage
+from orchestrator.core.model.groups import Stage
 from transport.broker import keys
 from transport.contracts.types import Column, WorkerId
 

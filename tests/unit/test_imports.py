@@ -31,28 +31,25 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     # --- orchestrator: the decisions, from the model of the run to its one door, state.py
     "orchestrator/core/costs": ("transport/contracts",),
     "orchestrator/core/model": ("orchestrator/core/costs", "transport/contracts"),
-    "orchestrator/core/fleet": ("orchestrator/core/costs", "orchestrator/core/model", "transport/contracts"),
-    "orchestrator/core/dispatch/policies": (
-        "orchestrator/core/costs",
-        "orchestrator/core/model",
-        "orchestrator/core/dispatch",
-        "transport/contracts",
-    ),
+    "orchestrator/core/rollout": ("orchestrator/core/model", "transport/contracts"),
+    "orchestrator/core/dispatch/policies": ("orchestrator/core/dispatch", "transport/contracts"),
     "orchestrator/core/dispatch": (
-        "orchestrator/core/costs",
         "orchestrator/core/model",
+        "orchestrator/core/rollout",
         "orchestrator/core/dispatch/policies",
         "transport/contracts",
     ),
-    "orchestrator/core/rollout": ("orchestrator/core/model", "orchestrator/core/dispatch", "transport/contracts"),
-    "orchestrator/core/training": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
-    "orchestrator/core/lanes": (
+    "orchestrator/core/lanes": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
+    "orchestrator/core/fleet": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
+    "orchestrator/core/training": (
         "orchestrator/core/model",
-        "orchestrator/core/dispatch",
         "orchestrator/core/rollout",
+        "orchestrator/core/dispatch",
+        "orchestrator/core/lanes",
+        "orchestrator/core/fleet",
         "transport/contracts",
     ),
-    "orchestrator/core/observe": ("orchestrator/core/model", "transport/contracts"),
+    "orchestrator/core/observe": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
     "orchestrator/core": ("orchestrator/core/*", "transport/contracts"),
     # --- orchestrator: what carries them out, and who looks on
     "orchestrator": CONTRACTS,

@@ -24,7 +24,7 @@ SETTINGS = CoreSettings(
 )
 
 
-def command(batch: int, num_groups: int = 8, *, policy: str = "slicing", pace: float = 1.0) -> ComputePlan:
+def command(batch: int, num_groups: int = 8, *, policy: str = "slicing", slowdown: float = 1.0) -> ComputePlan:
     chance = random.Random(batch)
     groups = tuple(
         PlannedGroup(
@@ -36,7 +36,7 @@ def command(batch: int, num_groups: int = 8, *, policy: str = "slicing", pace: f
         for slot in range(num_groups)
     )
     workers = (
-        PlannedWorker(worker_id=WorkerId("a"), capacity=8, pace=pace),
+        PlannedWorker(worker_id=WorkerId("a"), capacity=8, slowdown=slowdown),
         PlannedWorker(worker_id=WorkerId("b"), capacity=8, in_hand=3, in_hand_tokens=300.0, in_hand_longest=200.0),
     )
     return ComputePlan(plan_id=f"{batch}-0", batch=batch, policy=policy, groups=groups, workers=workers)
@@ -70,7 +70,7 @@ async def test_the_loop_goes_on_while_a_large_plan_is_computed():
 
 
 def test_a_command_says_all_that_a_plan_is_made_of():
-    problem = problem_of(command(4, pace=3.0), SETTINGS)
+    problem = problem_of(command(4, slowdown=3.0), SETTINGS)
     slow, busy = problem.instances
     assert slow.cost.step_s(2, 0) == 3 * busy.cost.step_s(2, 0)
     assert busy.in_hand == (200.0, 50.0, 50.0)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, ScalingSettings, estimate_of
+from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of
+from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost
 
 SETTINGS = ScalingSettings(min_workers=1, max_workers=8)

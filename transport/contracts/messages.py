@@ -572,14 +572,14 @@ class PlannedGroup(Struct, frozen=True, kw_only=True):
 
 
 class PlannedWorker(Struct, frozen=True, kw_only=True):
-    """One generation worker that a plan may use. pace: its seconds a token, relative to the others.
+    """One generation worker that a plan may use. slowdown: its seconds a token, relative to the others.
 
     in_hand: samples it still has to generate.  in_hand_tokens: expected of all of them.  in_hand_longest: of one.
     """
 
     worker_id: WorkerId
     capacity: int
-    pace: float = 1.0
+    slowdown: float = 1.0
     in_hand: int = 0
     in_hand_tokens: float = 0.0
     in_hand_longest: float = 0.0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.settings import CoreSettings
@@ -53,16 +51,13 @@ def problem_of(command: ComputePlan, settings: CoreSettings) -> Problem:
 
 
 def _instance(worker: PlannedWorker, cost: DecodeCost) -> Instance:
-    """Every second of a step is ``pace`` times as long; what is in hand is its longest sample and the others' mean."""
-    paced = msgspec.structs.replace(
-        cost,
-        fixed_s=cost.fixed_s * worker.pace,
-        weights_s=cost.weights_s * worker.pace,
-        gemm_sample_s=cost.gemm_sample_s * worker.pace,
-        sample_s=cost.sample_s * worker.pace,
-        kv_token_s=cost.kv_token_s * worker.pace,
-    )
+    """What is in hand is its longest sample and the others' mean."""
     others = max(0, worker.in_hand - 1)
     rest = (worker.in_hand_tokens - worker.in_hand_longest) / others if others else 0.0
     in_hand = (worker.in_hand_longest, *[rest] * others) if worker.in_hand else ()
-    return Instance(worker_id=worker.worker_id, cost=paced, max_running=max(1, worker.capacity), in_hand=in_hand)
+    return Instance(
+        worker_id=worker.worker_id,
+        cost=cost.scaled(worker.slowdown),
+        max_running=max(1, worker.capacity),
+        in_hand=in_hand,
+    )

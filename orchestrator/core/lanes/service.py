@@ -1,8 +1,8 @@
-"""Requests of a service run: prompts that came from outside, and samples that leave to whoever asked for them.
+"""The serve lane: requests of a service run, prompts that came from outside and samples that leave to their reader.
 
-Owns: what each request still owes its reader. Never: text, tokens, sockets (``serving/service.py``). Invariant: a
-sample gets its number in the request when its row is first told, keeps it for ever, and its row is freed only once the
-reader has taken it; so a reader that comes back goes on exactly where it was.
+Owns: what each request still owes its reader. Never: text, tokens, sockets (``orchestrator/serving``). Invariant: a
+sample gets its number in the request when its row is first reported, keeps it for ever, and its row is freed only once
+the reader has taken it; so a reader that comes back goes on exactly where it was.
 
     submitted ──window──► pending ──► running ──► result (numbered) ──taken──► freed
                                         └─ failed max_attempts times ──► result (numbered) that says why
@@ -14,48 +14,28 @@ numbers, window, expiry.
 
 from __future__ import annotations
 
-from typing import TypeAlias, assert_never
+from collections.abc import Sequence
 
-from orchestrator.core.model.batches import MISSING, Group, Outcome, Stage
-from orchestrator.core.model.outbox import AdmissionKey
-from orchestrator.core.model.service_request import Request
+from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
+from orchestrator.core.model.lanes import Request
 from orchestrator.core.model.workers import age
-from orchestrator.core.rollout.admission import Slots
+from orchestrator.core.rollout.attempts import announce, confirm_admission, enqueue, take_back
+from orchestrator.core.rollout.lifecycle import GroupLane
 from transport.contracts.messages import (
-    AdmitGroups,
     DropRows,
-    GroupAdmitted,
     PromptsSubmitted,
     RequestCancelled,
+    RolloutFinished,
     SamplesTaken,
     WeightsPublished,
 )
 from transport.contracts.types import GroupId, RowId, group_id, parse_row_id, row_id
 
-RequestEvent: TypeAlias = PromptsSubmitted | SamplesTaken | RequestCancelled | WeightsPublished
 
+class ServeLane(GroupLane):
+    """A group is a prompt of a request, whose number is its ``batch``: earlier requests go first."""
 
-class Requests(Slots):
-    """The slots of a run that trains nothing: a group belongs to a request instead of a batch, and ends by delivery.
-
-    ``Group.batch`` is the number of its request, so that earlier requests go first.
-    """
-
-    def take(self, event: RequestEvent) -> None:
-        """What whoever asks for samples tells."""
-        match event:
-            case SamplesTaken():
-                self._samples_taken(event)
-            case PromptsSubmitted():
-                self._submitted(event)
-            case RequestCancelled():
-                self._cancelled(event)
-            case WeightsPublished():
-                self._published(event)
-            case _:
-                assert_never(event)
-
-    def _submitted(self, event: PromptsSubmitted) -> None:
+    def submitted(self, event: PromptsSubmitted) -> None:
         """Take a request. One that came before changes nothing."""
         p = self._p
         if event.request <= p.last_request or p.stopping or not p.settings.service:
@@ -63,12 +43,11 @@ class Requests(Slots):
         p.last_request = event.request
         request = Request(num_samples=len(event.prompts) * event.group_size, active_s=p.now_s)
         p.requests[event.request] = request
-        groups: list[Group] = []
         for index, prompt in enumerate(event.prompts):
             group = Group(
                 group_id=group_id(event.request, index),
+                lane=Lane.SERVE,
                 batch=event.request,
-                part=0,
                 prompt_id=prompt.prompt_id,
                 prompt_tokens=prompt.prompt_tokens,
                 predicted_tokens=prompt.predicted_tokens,
@@ -79,21 +58,13 @@ class Requests(Slots):
             )
             p.groups[group.group_id] = group
             request.untaken[group.group_id] = event.group_size
-            groups.append(group)
-        request.waiting = [group.group_id for group in reversed(groups)]
+        request.waiting = list(reversed(request.untaken))
         self._start(request)
 
-    def admit(self) -> None:
-        """Prompts come with requests; nothing is asked for."""
-
-    def announce(self, groups: list[Group]) -> None:
-        """As for slots, with the size of each group."""
-        outbox = self._p.outbox
+    def announce(self, groups: Sequence[Group]) -> None:
+        """Each by itself."""
         for group in groups:
-            self.confirm_admission(group)
-            group.admission = AdmissionKey(outbox.next_id)
-            admitted = GroupAdmitted(group_id=group.group_id, prompt_id=group.prompt_id, group_size=len(group.tokens))
-            outbox.emit_until(group.admission, AdmitGroups(groups=(admitted,)))
+            announce(self._p, [group])
 
     def _start(self, request: Request) -> None:
         """Let groups pass while the reader's window has room; always one, or a large group would never start."""
@@ -106,15 +77,14 @@ class Requests(Slots):
                 break
             request.waiting.pop()
             request.started += len(group.tokens)
-            self._assignments.enqueue(group)
+            enqueue(p, group)
             started.append(group)
         self.announce(started)
 
     # -- results
 
-    def row_arrived(self, group: Group, row: RowId) -> None:
-        """It gets its number, unless it has one and was only made again."""
-        self._note(group, row)
+    def row_arrived(self, group: Group, event: RolloutFinished) -> None:
+        self._note(group, event.row_id)
 
     def row_vanished(self, group: Group, row: RowId) -> None:
         """It keeps its number."""
@@ -123,9 +93,10 @@ class Requests(Slots):
     def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
         """The samples that are missing of ``group`` will not come: each is a result that says why."""
         if group.stage is Stage.RUNNING:
-            self._assignments.take_back(group, reason)
-        self.confirm_admission(group)
-        group.stage, group.outcome = Stage.ENDED, outcome
+            take_back(self._p, group, reason)
+        confirm_admission(self._p, group)
+        group.move(Stage.ENDED)
+        group.outcome = outcome
         request = self._p.requests[group.batch]
         for sample in group.missing_samples():
             row = row_id(group.group_id, sample)
@@ -133,6 +104,7 @@ class Requests(Slots):
             self._note(group, row)
 
     def _note(self, group: Group, row: RowId) -> None:
+        """The result gets its number, unless it has one and was only made again."""
         request = self._p.requests[group.batch]
         request.active_s = self._p.now_s
         if row in request.remade:
@@ -142,7 +114,7 @@ class Requests(Slots):
 
     # -- the reader
 
-    def _samples_taken(self, event: SamplesTaken) -> None:
+    def samples_taken(self, event: SamplesTaken) -> None:
         """The reader has the first ``upto`` results: free them, and let more of the request start."""
         p = self._p
         request = p.requests.get(event.request)
@@ -171,13 +143,13 @@ class Requests(Slots):
     def _forget(self, request: Request, group_id: GroupId) -> None:
         group = self._p.groups[group_id]
         if group.stage is Stage.RUNNING:
-            self._assignments.take_back(group, "nobody wants it any more")
-        self.confirm_admission(group)
+            take_back(self._p, group, "nobody wants it any more")
+        confirm_admission(self._p, group)
         del request.untaken[group_id]
         del self._p.groups[group_id]
 
-    def _cancelled(self, event: RequestCancelled) -> None:
-        """Nobody wants the rest."""
+    def cancelled(self, event: RequestCancelled) -> None:
+        """The rest of a request is not wanted."""
         request = self._p.requests.pop(event.request, None)
         if request is None:
             return
@@ -187,12 +159,12 @@ class Requests(Slots):
         self._p.outbox.emit(DropRows(group_ids=dropped))
 
     def expire(self) -> None:
-        """Forget whole requests that nobody has read for ``service_keep_s``."""
+        """Forget whole requests that were not read for ``service_keep_s``."""
         p = self._p
         limit_s = p.now_s - p.settings.service_keep_s
         for number in [number for number, request in p.requests.items() if request.whole]:
             if p.requests[number].active_s < limit_s:
-                self._cancelled(RequestCancelled(request=number, reason="nobody read it"))
+                self.cancelled(RequestCancelled(request=number, reason="nobody read it"))
 
     def reopen(self) -> None:
         """A resumed run goes on: what was held back while it stopped may start."""
@@ -201,7 +173,7 @@ class Requests(Slots):
 
     # -- weights, the end
 
-    def _published(self, event: WeightsPublished) -> None:
+    def published(self, event: WeightsPublished) -> None:
         """Newer weights exist: what starts from now on starts with them. Nothing that was sampled is lost by it."""
         p = self._p
         weights = event.weights

@@ -19,41 +19,12 @@ from typing import TypeAlias
 
 import msgspec
 
+from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import WorkerId
 
 Estimate: TypeAlias = Callable[[int], float]
 """Workers -> seconds that generation of a batch takes. Only its ratios count: they scale what was measured."""
-
-
-class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """When workers come and go.
-
-    min_workers, max_workers: limits, min_workers <= max_workers.  unit: workers that come or go together.
-    min_gain: share of an iteration that a unit must save to be added.
-    max_loss: share that an iteration may grow by when a unit goes; below ``min_gain``, and the gap is the hysteresis.
-    confirm: iterations in a row that must say the same.  rest: iterations after a change that are not judged: the new
-    worker loads, and the batch that was cut for fewer workers ends.
-    """
-
-    min_workers: int = 1
-    max_workers: int = 1
-    unit: int = 1
-    min_gain: float = 0.05
-    max_loss: float = 0.01
-    confirm: int = 2
-    rest: int = 2
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_workers <= self.max_workers:
-            raise ValueError(f"need 1 <= min_workers <= max_workers, got {self.min_workers} and {self.max_workers}")
-        if self.unit < 1 or self.confirm < 1 or self.rest < 0:
-            raise ValueError("unit and confirm must be at least 1, rest at least 0")
-        if not 0 <= self.max_loss < self.min_gain:
-            raise ValueError(
-                f"need 0 <= max_loss < min_gain, got {self.max_loss} and {self.min_gain}: "
-                "else the same worker is added and drained in turn"
-            )
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +93,7 @@ class Scaling(msgspec.Struct, kw_only=True):
     recent: list[Iteration] = msgspec.field(default_factory=list[Iteration])
 
     def observe(self, settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> Change | None:
-        """Hear of one iteration; returns what to change, mostly nothing.
+        """Judge one iteration; returns what to change, mostly nothing.
 
         An iteration with other workers than wanted is not judged while the change may still be on its way; after
         ``rest`` iterations what is there is taken for granted, so that a lost worker does not end all scaling.
@@ -157,30 +128,6 @@ class Scaling(msgspec.Struct, kw_only=True):
         self.workers, self.peace = wanted, settings.rest
         self.recent.clear()
         return change
-
-
-class Elastic(msgspec.Struct, kw_only=True):
-    """What a run remembers of workers that come and go; ``fleet/elastic_fleet.py`` decides with it.
-
-    since_s: when the newest version was trained, None before the first: until then nothing is measured.
-    training_s: seconds of the trainer's work since.  idle_s: worker-seconds without a sample.  present_s: of all.
-    begun_s, ended_s: since then, when the first sample ran, and when the last one came.
-    spawned: workers asked for in all.  asked_s: when, of those that have not joined.  lost_s: by name without the
-    incarnation, when a worker died that may be started again.  draining: who is to leave, not told yet or not gone.
-    """
-
-    scaling: Scaling = msgspec.field(default_factory=Scaling)
-    since_s: float | None = None
-    training_s: float = 0.0
-    idle_s: float = 0.0
-    present_s: float = 0.0
-    begun_s: float | None = None
-    ended_s: float | None = None
-    spawned: int = 0
-    asked_s: list[float] = msgspec.field(default_factory=list[float])
-    lost_s: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    draining: list[WorkerId] = msgspec.field(default_factory=list[WorkerId])
-    last: Change | None = None
 
 
 def gainful(settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> int:
@@ -225,3 +172,27 @@ def estimate_of(
         return max(finish_times(cost, share, prompt_tokens=prompt_tokens, max_running=max_running), default=0.0)
 
     return seconds
+
+
+class Elastic(msgspec.Struct, kw_only=True):
+    """What is remembered of workers that come and go while a run goes on.
+
+    since_s: when the newest version was trained, None before the first: until then nothing is measured.
+    training_s: seconds of the trainer's work since.  idle_s: worker-seconds without a sample.  present_s: of all.
+    begun_s, ended_s: since then, when the first sample ran, and when the last one came.
+    spawned: workers asked for in all.  asked_s: when, of those that have not joined.  lost_s: by name without the
+    incarnation, when a worker died that may be started again.  draining: workers that are to leave and not gone.
+    """
+
+    scaling: Scaling = msgspec.field(default_factory=Scaling)
+    since_s: float | None = None
+    training_s: float = 0.0
+    idle_s: float = 0.0
+    present_s: float = 0.0
+    begun_s: float | None = None
+    ended_s: float | None = None
+    spawned: int = 0
+    asked_s: list[float] = msgspec.field(default_factory=list[float])
+    lost_s: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    draining: list[WorkerId] = msgspec.field(default_factory=list[WorkerId])
+    last: Change | None = None

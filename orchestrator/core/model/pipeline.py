@@ -11,16 +11,15 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.model.autoscale import Elastic
-from orchestrator.core.model.batches import Batch, Group, PendingEntry, Stage
-from orchestrator.core.model.evaluation import Evaluations
+from orchestrator.core.model.groups import Batch, Group, PendingEntry, Phase, Stage, plan_phases
+from orchestrator.core.model.lanes import Evaluations, Request
 from orchestrator.core.model.outbox import CommandId, Outbox
 from orchestrator.core.model.plans import Plans
-from orchestrator.core.model.prompts import PromptQueue
 from orchestrator.core.model.retention import Retention
-from orchestrator.core.model.service_request import Request
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.model.staleness import Lineage
 from orchestrator.core.model.workers import Fleet
+from transport.contracts.messages import PromptRef, PromptsArrived
 from transport.contracts.types import GroupId
 
 
@@ -32,10 +31,56 @@ class Deadline(NamedTuple):
     attempt: int
 
 
+class WaitingPrompt(NamedTuple):
+    """A prompt, its place in the stream of all prompts, and the source's state after it."""
+
+    prompt: PromptRef
+    ordinal: int
+    source_position: str
+
+
+class PromptQueue(msgspec.Struct, kw_only=True):
+    """Prompts read from the source and not yet bound to a slot; they leave in the order in which they arrived.
+
+    requested: of the open request, 0 when there is none; there is at most one, so that a repeated answer is known.
+    last_position: the source's state after the last arrival.
+    """
+
+    waiting: list[WaitingPrompt] = msgspec.field(default_factory=list[WaitingPrompt])
+    requested: int = 0
+    num_arrived: int = 0
+    last_position: str = ""
+    exhausted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """No prompt waits and none will come."""
+        return self.exhausted and not self.waiting
+
+    def arrive(self, event: PromptsArrived) -> bool:
+        """Take an answer. Returns False for one that was taken before."""
+        repeated = bool(event.source_positions) and event.source_positions[-1] == self.last_position != ""
+        if not self.requested or repeated:
+            return False
+        for prompt, position in zip(event.prompts, event.source_positions, strict=True):
+            self.waiting.append(WaitingPrompt(prompt, self.num_arrived, position))
+            self.num_arrived += 1
+            self.last_position = position
+        self.requested = 0
+        self.exhausted = event.exhausted
+        return True
+
+    def take(self, count: int) -> list[WaitingPrompt]:
+        """The next ``count`` prompts, or as many as there are."""
+        taken = self.waiting[:count]
+        del self.waiting[:count]
+        return taken
+
+
 class Training(msgspec.Struct, kw_only=True):
     """What the trainer has been sent.
 
-    dp_size: ranks that want a part of every round, 0 before a trainer was ready.  batch: oldest batch not closed.
+    dp_size: ranks that want a share of every round, 0 before a trainer was ready.  batch: oldest batch not closed.
     trained_version: batches trained in the current lineage.  rounds: id -> batch of rounds it has not confirmed.
     progress_s: when it last confirmed one (or got one while idle).  source_*: furthest prompt of any closed batch.
     finish_id: where FinishTraining stands on the rounds log.
@@ -81,13 +126,15 @@ class Pipeline(msgspec.Struct, kw_only=True):
     """All of it. now_s: the run's clock at the last event.  next_batch: first batch not admitted yet.
 
     configured: the settings that the run was last started with; ``settings`` are those with what was changed since.
+    groups: of all lanes.  pending: heap of those that wait for any worker.
     evaluations: of held-out problems, beside the batches.  plans: which worker is to start which of the pending groups.
-    paused: someone asked that nothing be dispatched.  wait: what it waited for at the last tick.
+    paused: nothing is dispatched, by request.  wait: what it waited for at the last tick.
     requests: of a service run, by number, those that are not all taken.  last_request: highest number so far.
     elastic: seconds of both stages, by which generation workers come and go.
     """
 
     settings: CoreSettings
+    configured: CoreSettings
     now_s: float = 0.0
     outbox: Outbox = msgspec.field(default_factory=Outbox)
     prompts: PromptQueue = msgspec.field(default_factory=PromptQueue)
@@ -101,7 +148,6 @@ class Pipeline(msgspec.Struct, kw_only=True):
     lineage: Lineage = msgspec.field(default_factory=Lineage)
     training: Training = msgspec.field(default_factory=Training)
     retention: Retention = msgspec.field(default_factory=Retention)
-    configured: CoreSettings | None = None
     paused: bool = False
     stop_reason: str = ""
     finish_reason: str = ""
@@ -119,6 +165,11 @@ class Pipeline(msgspec.Struct, kw_only=True):
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of every batch."""
+        return plan_phases(self.settings.mini_batches, self.settings.epochs, self.settings.record_logprobs)
 
     def frozen(self, batch: int) -> bool:
         """Whether nothing more happens for ``batch`` in this life of the run: it was stopped before it started.

@@ -26,7 +26,7 @@ BASE_MODEL = Checkpoint(0, CommandId(0, 0))
 
 
 class Retention(msgspec.Struct, kw_only=True):
-    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: someone wants one.
+    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: one was asked for.
 
     freed: rows of batches below its version, and the rounds log up to its cursor, are freed.
     """

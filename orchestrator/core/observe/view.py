@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from orchestrator.core.model.batches import MISSING, Group, Outcome, Stage
+from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
 from orchestrator.core.model.pipeline import Pipeline, Wait
 from orchestrator.core.model.settings import changeable
 from orchestrator.core.observe.wait_reasons import current_wait
@@ -27,13 +27,13 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     stages: dict[str, int]
     ended: dict[str, int]
     sent: int
-    owed: int
+    pending_refills: int
     closed: bool
     trained: bool
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation worker. fit: whether it loads what it is told to."""
+    """One generation worker. healthy: whether it can be expected to generate."""
 
     worker_id: WorkerId
     capacity: int
@@ -41,7 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     loaded: WeightIdentity | None
     loading: WeightIdentity | None
-    fit: bool
+    healthy: bool
 
 
 class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingView(msgspec.Struct, frozen=True, kw_only=True):
-    """How many generation workers there are to be. draining: who is to leave.
+    """How many generation workers there are to be. draining: workers that are to leave.
 
     changed: batch after which that changed last, -1 before the first change.  reason: why.
     """
@@ -94,7 +94,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     rounds_outstanding: at the trainer, not confirmed.  outstanding: commands whose effect is not certain.
     settings: those that may change while the run goes on, as they are now.
     wait: what is waited for now; a healthy pipeline waits for something too. None once the run is over.
-    ranker: what it was judged last, None where nobody judges it.
+    ranker: what it was judged last, None where there is none.
     scaling: None where the number of generation workers is fixed.
     num_requests: that came so far, None where the run trains.
     damaged_checkpoints: that the trainer could not use when it started last, and why.
@@ -137,7 +137,8 @@ def view(pipeline: Pipeline) -> PipelineView:
     """Summarise ``pipeline``. Costs time linear in groups not yet checkpointed."""
     p = pipeline
     batches = tuple(_batch_view(p, index) for index in p.batches)
-    stages, ready = _stages(p.groups.values()), Stage.READY
+    groups = [group for group in p.groups.values() if group.lane is not Lane.EVAL]
+    stages, ready = _stages(groups), Stage.READY
     return PipelineView(
         seq=p.outbox.seq,
         now_s=p.now_s,
@@ -151,7 +152,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         pending=stages[Stage.PENDING],
         running=stages[Stage.RUNNING],
         scoring=stages[Stage.SCORING],
-        ready=sum([group.stage is ready and not group.sent for group in p.groups.values()]),
+        ready=sum([group.stage is ready and not group.sent for group in groups]),
         in_flight_samples=sum(worker.in_flight for worker in p.fleet.workers.values()),
         rounds_outstanding=len(p.training.rounds),
         outstanding=len(p.outbox.open) + len(p.outbox.rounds),
@@ -189,7 +190,7 @@ def describe_wait(pipeline: Pipeline) -> str:
     return "; ".join(part for part in (blocked, where, *holders, rounds, steps) if part)
 
 
-def rows_told(pipeline: Pipeline, *stages: Stage) -> list[RowId]:
+def rows_reported(pipeline: Pipeline, *stages: Stage) -> list[RowId]:
     """Rows of groups in one of ``stages``, of every group that has not ended where none is named."""
     return [
         row_id(group.group_id, sample)
@@ -208,7 +209,7 @@ def _batch_view(p: Pipeline, index: int) -> BatchView:
         stages={stage.value: count for stage, count in _stages(groups).items()},
         ended={outcome: count for outcome, count in _outcomes(groups).items() if outcome},
         sent=sum(map(_SENT, groups)),
-        owed=len(batch.owed),
+        pending_refills=len(batch.pending_refills),
         closed=index < p.training.batch,
         trained=index < p.training.trained_version,
     )
@@ -230,14 +231,14 @@ def _evaluation_view(p: Pipeline) -> EvaluationView | None:
     current = p.evaluations.current
     if current is None:
         return None
-    running = sum(1 for tried in current.tries.values() if tried.worker_id)
+    running = sum(1 for group_id in current.attempts if p.groups[group_id].stage is Stage.RUNNING)
     return EvaluationView(
         number=current.number,
         weights=current.weights,
         problems=current.num_problems,
         waiting=len(current.waiting),
         running=running,
-        scoring=len(current.tries) - running,
+        scoring=len(current.attempts) - running,
         answered=current.answered,
         seconds=p.now_s - current.opened_s if current.opened_s is not None else 0.0,
         held=current.newer_s is not None,
@@ -275,7 +276,7 @@ def _worker_views(p: Pipeline) -> list[WorkerView]:
             groups=len(worker.groups),
             loaded=worker.loaded,
             loading=worker.loading,
-            fit=worker.fit,
+            healthy=worker.healthy,
         )
         for worker in p.fleet.workers.values()
     ]

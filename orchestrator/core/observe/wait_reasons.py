@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orchestrator.core.model.batches import Group, Stage
+from orchestrator.core.model.groups import Group, Stage
 from orchestrator.core.model.pipeline import Pipeline, Wait, WaitStage
-from orchestrator.core.model.staleness import may_dispatch
+from orchestrator.core.rollout.attempts import is_fresh
 from transport.contracts.types import WorkerKind
 
 NAMED = 4
@@ -39,11 +39,6 @@ def find_wait(p: Pipeline) -> Wait | None:
         or _batch_in_training(p)
         or _wait(p, "deciding", "something that nobody owes it", "orchestrator")
     )
-
-
-def note_wait(p: Pipeline) -> None:
-    """Remember the wait with the time since when it is the same one."""
-    p.wait = current_wait(p)
 
 
 def current_wait(p: Pipeline) -> Wait | None:
@@ -115,7 +110,7 @@ def _sent_and_unready(p: Pipeline) -> list[Group]:
 
 def _batch_in_training(p: Pipeline) -> Wait | None:
     batch = p.batches.get(p.training.batch)
-    if batch is None or batch.owed:
+    if batch is None or batch.pending_refills:
         return _prompts(p)
     return _groups(p, [p.groups[group_id] for group_id in batch.group_ids])
 
@@ -144,29 +139,29 @@ def _groups(p: Pipeline, groups: Iterable[Group]) -> Wait | None:
 
 
 def _dispatch(p: Pipeline, pending: Sequence[Group]) -> Wait:
-    """Why nobody has taken the next group."""
+    """Why no worker has taken the next group."""
     if p.paused:
         return _wait(p, "generation", f"the end of the pause, to dispatch {_count(p, pending)}", PAUSER)
     fleet = p.fleet
     workers = list(fleet.workers.values())
     if not workers:
         return _wait(p, "generation", "a generation worker to join", WorkerKind.GENERATE.value)
-    fit = [worker for worker in workers if worker.fit]
-    if not fit:
+    healthy = [worker for worker in workers if worker.healthy]
+    if not healthy:
         names = _names(worker.worker_id for worker in workers)
         return _wait(p, "weights", f"weights {fleet.newest} to be loaded, which failed everywhere", names)
     batch = pending[0].batch
     if p.plans.awaits(batch, p.now_s):
         return _wait(p, "deciding", f"the plan of {_place(p, batch)}", "orchestrator")
-    fresh = [w for w in fit if may_dispatch(batch, w.loaded, p.lineage.epoch, p.settings.max_staleness)]
+    fresh = [worker for worker in healthy if is_fresh(p, worker, pending[0])]
     if fresh:
         return _wait(p, "generation", f"room for {_count(p, pending)}", _names(worker.worker_id for worker in fresh))
-    kept = [worker for worker in fit if fleet.keeps(worker)]
+    kept = [worker for worker in healthy if fleet.keeps(worker)]
     if kept:
         pinned = f"the evaluation of {fleet.pin}, before newer weights are loaded"
         return _wait(p, "weights", pinned, _names(worker.worker_id for worker in kept))
-    told = [worker for worker in fit if worker.loading is not None] or fit
-    return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in told))
+    loading = [worker for worker in healthy if worker.loading is not None] or healthy
+    return _wait(p, "weights", f"weights {fleet.newest} to be loaded", _names(worker.worker_id for worker in loading))
 
 
 def _count(p: Pipeline, groups: Sequence[Group]) -> str:

@@ -1,44 +1,53 @@
-"""The life of a slot: admission, its one end, and its replacement.
+"""The train lane: slots of batches, from admission to their one end and their replacement.
 
-Owns: what is in a batch. Never: who generates it, when it is trained. Invariant: membership is fixed at admission;
-each slot ends once, as trained | filtered | stale | dead; the last three are replaced while refills remain, and then
-the batch closes short.
+Owns: what is in a batch. Never: which worker generates it, when it is trained. Invariant: a slot ends once, as trained,
+filtered, stale or dead; the last three are replaced while refills remain, and then the batch closes short.
+
+Membership is fixed at admission, or rolling: then a finished group takes the place of one that still runs in an
+earlier batch. Every batch keeps as many places as it was admitted with, and no group is moved behind the staleness
+bound: a long sample is moved on while its oldest tokens may be trained later, and then its batch waits for it.
+
+    batch b    ██ ██ ░░ ██      ░░ runs since version v ──┐ exchanged, if a - v <= max_staleness
+    batch a    ░░ ██ ░░ ░░      ██ is ready ──────────────┘ (a > b)
+
+Source of rolling membership: ours; AReaL and PipelineRL train whatever is finished. Price: a batch is trained on
+shorter responses than it was admitted with, and a later one on longer ones; the close of a batch says by how many
+tokens.
 """
 
 from __future__ import annotations
 
-from orchestrator.core.dispatch.assignments import Assignments
-from orchestrator.core.model.batches import MISSING, Batch, Group, Outcome, Stage
-from orchestrator.core.model.batching import Phase, part_of_slot
-from orchestrator.core.model.deaths import deaths_in_a_row
-from orchestrator.core.model.outbox import AdmissionKey, PromptsKey
-from orchestrator.core.model.pipeline import Pipeline
-from orchestrator.core.model.prompts import WaitingPrompt
-from orchestrator.core.model.staleness import may_admit
+import heapq
+
+from orchestrator.core.model.groups import MISSING, Batch, Group, Outcome, Stage, mini_batch_of_slot
+from orchestrator.core.model.outbox import PromptsKey
+from orchestrator.core.model.pipeline import WaitingPrompt
+from orchestrator.core.model.staleness import is_too_old, may_admit
+from orchestrator.core.rollout.attempts import (
+    announce,
+    confirm_admission,
+    enqueue,
+    mark_exchangeable,
+    requeue,
+    take_back,
+)
+from orchestrator.core.rollout.lifecycle import Cause, GroupLane
 from transport.contracts.messages import (
-    AdmitGroups,
     DropRows,
-    GroupAdmitted,
+    GroupScored,
     PromptRef,
     PromptsArrived,
     RequestPrompts,
+    RolloutFinished,
     SlotOutcome,
 )
-from transport.contracts.types import RowId, group_id
+from transport.contracts.types import group_id
 
 OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
-FAR_APART = 2
-"""Deaths that are far apart mostly have causes of their own; but so many under one prompt have that one."""
 
-
-class Slots:
-    """Works on the pipeline it is given; holds no state of its own."""
-
-    def __init__(self, pipeline: Pipeline, assignments: Assignments, phases: tuple[Phase, ...]) -> None:
-        self._p = pipeline
-        self._assignments = assignments
-        self._phases = phases
+class TrainLane(GroupLane):
+    """A group is a slot of a batch. Holds no state of its own."""
 
     # -- admission
 
@@ -48,35 +57,17 @@ class Slots:
             self._p.outbox.confirm(PromptsKey())
 
     def admit(self) -> None:
-        """Bind waiting prompts to slots: first to replacements that are owed, then to the next batches; ask for more.
+        """Bind waiting prompts to slots: first to pending refills, then to the next batches; request more.
 
         A batch is admitted whole. At the end of the data the last one is admitted with what there is.
         """
         p = self._p
-        debtors = self._batches_in_debt()
-        admitted = self._pay_owed(debtors)
+        short = self._short_batches()
+        admitted = self._refill_pending(short)
         while self._batch_may_open():
             admitted += self._open_batch(p.prompts.take(self._per_batch))
-        self.announce(admitted)
-        self._ask_ahead(debtors)
-
-    def announce(self, groups: list[Group]) -> None:
-        """Have the prompt columns of these groups written; outstanding until a row of each is seen."""
-        if not groups:
-            return
-        outbox, size = self._p.outbox, self._p.settings.group_size
-        key = AdmissionKey(outbox.next_id)
-        for group in groups:
-            self.confirm_admission(group)
-            group.admission = key
-        admitted = [GroupAdmitted(group_id=g.group_id, prompt_id=g.prompt_id, group_size=size) for g in groups]
-        outbox.emit_until(key, AdmitGroups(groups=tuple(admitted)), holders=len(groups))
-
-    def confirm_admission(self, group: Group) -> None:
-        """Its columns exist, or no longer matter."""
-        if group.admission is not None:
-            self._p.outbox.confirm(group.admission)
-            group.admission = None
+        announce(p, admitted)
+        self._request_prompts(short)
 
     @property
     def _per_batch(self) -> int:
@@ -101,27 +92,29 @@ class Slots:
         return self._p.retention.over_budget and self._p.next_batch > self._p.training.trained_version
 
     def _open_batch(self, prompts: list[WaitingPrompt]) -> list[Group]:
-        p = self._p
-        parts = [part_of_slot(slot, len(prompts), p.settings.mini_batches) for slot in range(len(prompts))]
-        unsettled = [parts.count(part) for part in range(p.settings.mini_batches)]
+        p, num_mini_batches = self._p, self._p.settings.mini_batches
+        mini_batches = [mini_batch_of_slot(slot, len(prompts), num_mini_batches) for slot in range(len(prompts))]
+        unsettled = [mini_batches.count(mini_batch) for mini_batch in range(num_mini_batches)]
         batch = Batch(index=p.next_batch, refills_left=p.settings.max_refills, unsettled=unsettled)
         if p.settings.oversampled_groups:
             batch.num_wanted = min(p.settings.groups_per_batch, len(prompts))
         p.batches[batch.index] = batch
         p.next_batch += 1
-        return [self._fill_new(batch, part, waiting) for part, waiting in zip(parts, prompts, strict=True)]
+        return self._fill_new(batch, mini_batches, prompts)
 
-    def _fill_new(self, batch: Batch, part: int, waiting: WaitingPrompt) -> Group:
-        batch.source_ordinal, batch.source_position = waiting.ordinal, waiting.source_position
-        return self._fill(batch, part, waiting.prompt)
+    def _fill_new(self, batch: Batch, mini_batches: list[int], prompts: list[WaitingPrompt]) -> list[Group]:
+        if prompts:
+            batch.source_ordinal, batch.source_position = prompts[-1].ordinal, prompts[-1].source_position
+        slots = zip(mini_batches, prompts, strict=True)
+        return [self._fill(batch, mini_batch, waiting.prompt) for mini_batch, waiting in slots]
 
-    def _fill(self, batch: Batch, part: int, prompt: PromptRef) -> Group:
+    def _fill(self, batch: Batch, mini_batch: int, prompt: PromptRef) -> Group:
         """Put a prompt into the next unused slot."""
         size = self._p.settings.group_size
         group = Group(
             group_id=group_id(batch.index, len(batch.group_ids)),
             batch=batch.index,
-            part=part,
+            mini_batch=mini_batch,
             prompt_id=prompt.prompt_id,
             prompt_tokens=prompt.prompt_tokens,
             predicted_tokens=prompt.predicted_tokens,
@@ -131,151 +124,130 @@ class Slots:
         )
         batch.group_ids.append(group.group_id)
         self._p.groups[group.group_id] = group
-        self._assignments.enqueue(group)
+        enqueue(self._p, group)
         return group
 
-    def _pay_owed(self, debtors: list[Batch]) -> list[Group]:
-        """Give prompts to owed replacements; forgive the debt when no prompt will come."""
-        p = self._p
-        admitted: list[Group] = []
-        for batch in debtors:
-            if p.prompts.ended or p.stopping:
-                self._forgive(batch)
-                continue
-            prompts = p.prompts.take(len(batch.owed))
-            parts, batch.owed = batch.owed[: len(prompts)], batch.owed[len(prompts) :]
-            admitted += [self._fill_new(batch, part, waiting) for part, waiting in zip(parts, prompts, strict=True)]
-            if p.prompts.ended:
-                self._forgive(batch)
-        return admitted
-
-    def _batches_in_debt(self) -> list[Batch]:
-        """Open batches that wait for a prompt, oldest first. Frozen ones stay as they are."""
+    def _short_batches(self) -> list[Batch]:
+        """Open batches with refills that wait for a prompt, oldest first. Frozen ones stay as they are."""
         p = self._p
         indices = range(p.training.batch, p.next_batch)
-        return [p.batches[index] for index in indices if p.batches[index].owed and not p.frozen(index)]
+        return [p.batches[index] for index in indices if p.batches[index].pending_refills and not p.frozen(index)]
 
-    def _forgive(self, batch: Batch) -> None:
-        for part in batch.owed:
-            batch.unsettled[part] -= 1
-        batch.owed.clear()
+    def _refill_pending(self, short: list[Batch]) -> list[Group]:
+        """Give prompts to pending refills; cancel them when no prompt will come."""
+        p = self._p
+        admitted: list[Group] = []
+        for batch in short:
+            if not p.stopping:
+                prompts = p.prompts.take(len(batch.pending_refills))
+                refilled = batch.pending_refills[: len(prompts)]
+                del batch.pending_refills[: len(prompts)]
+                admitted += self._fill_new(batch, refilled, prompts)
+            if p.prompts.ended or p.stopping:
+                self._cancel_refills(batch)
+        return admitted
 
-    def _ask_ahead(self, debtors: list[Batch]) -> None:
+    def _cancel_refills(self, batch: Batch) -> None:
+        for mini_batch in batch.pending_refills:
+            batch.unsettled[mini_batch] -= 1
+        batch.pending_refills.clear()
+
+    def _request_prompts(self, short: list[Batch]) -> None:
         """Keep one batch of prompts waiting beyond what could be admitted now, so that dispatch never starves."""
         p = self._p
         if p.prompts.requested or p.prompts.exhausted or p.stopping or p.finished:
             return
-        per_batch = self._per_batch
         reachable = min(p.training.trained_version + p.settings.max_staleness + 2, p.settings.num_batches)
-        owed = sum(len(batch.owed) for batch in debtors)
-        count = max(0, reachable - p.next_batch) * per_batch + owed - len(p.prompts.waiting)
+        refills = sum(len(batch.pending_refills) for batch in short)
+        count = max(0, reachable - p.next_batch) * self._per_batch + refills - len(p.prompts.waiting)
         if count > 0:
             p.prompts.requested = count
             p.outbox.emit_until(PromptsKey(), RequestPrompts(count=count))
 
-    # -- rows
+    # -- rows and scores
 
-    def row_arrived(self, group: Group, row: RowId) -> None:
-        """A row that was missing exists. Nobody waits for a single one: the trainer takes whole groups."""
+    def why_unusable(self, group: Group, event: RolloutFinished) -> Cause | None:
+        """The trainer waits for rows of a sent group: any will do."""
+        if group.sent:
+            return None
+        cause = super().why_unusable(group, event)
+        if cause is None and is_too_old(group.batch, event.oldest.version, self._p.settings.max_staleness):
+            return Cause.TOO_OLD
+        return cause
 
-    def row_vanished(self, group: Group, row: RowId) -> None:
-        """A row that existed is missing again."""
+    def scored(self, group: Group, event: GroupScored) -> None:
+        """A whole group is scored: it is ready for the trainer, or filtered when it carries no gradient.
+
+        Scores prove that the rows exist, so what the core still waits for was reported and lost, or was wrongly
+        believed missing. Should this be an old report of rows that vanished since, the trainer finds them missing.
+        """
+        p = self._p
+        if group.stage is Stage.READY or not len(event.response_tokens) == len(event.rewards) == len(group.tokens):
+            return
+        if group.num_missing:
+            self._adopt(group, event)
+        p.plans.remove(group)
+        group.score(event.rewards)
+        if group.sent:
+            return  # its rows were generated again for a round that is already on the log
+        filtered = p.settings.drop_no_signal and not event.signal
+        if not filtered:
+            self._pull_forward(group)
+        batch = p.batches[group.batch]
+        batch.add_member(group, p.phases[batch.phase])
+        if filtered:
+            self.end(group, "filtered", "all rewards are equal")
+        elif batch.num_wanted and len(batch.members) >= batch.num_wanted:
+            self._close_full(batch)
+
+    def _adopt(self, group: Group, event: GroupScored) -> None:
+        if group.stage is Stage.RUNNING:
+            take_back(self._p, group, "its rows exist")
+        confirm_admission(self._p, group)
+        group.tokens, group.num_missing = list(event.response_tokens), 0
 
     # -- the end of a slot
 
     def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
-        """The slot of ``group`` ends untrained. free: its replacement does not count against max_refills."""
-        p = self._p
-        batch = p.batches[group.batch]
+        """The slot ends untrained and is replaced. free: its replacement does not count against max_refills."""
+        batch = self._p.batches[group.batch]
         if group.stage is Stage.READY:
             batch.remove_member(group)
-        if group.stage is Stage.RUNNING:
-            self._assignments.take_back(group, reason)
-        self.confirm_admission(group)
-        self._p.plans.remove(group)
-        group.stage, group.outcome = Stage.ENDED, outcome
-        p.outbox.emit(self.outcome_of(group, reason))
-        p.outbox.emit(DropRows(group_ids=(group.group_id,)))
+        self._end(group, outcome, reason)
         self._replace(batch, group, free)
 
-    def close_full(self, batch: Batch) -> None:
-        """Enough groups of an over-sampled batch are ready: the others end, and nobody takes their places.
+    def _end(self, group: Group, outcome: Outcome, reason: str) -> None:
+        p = self._p
+        if group.stage is Stage.RUNNING:
+            take_back(p, group, reason)
+        confirm_admission(p, group)
+        p.plans.remove(group)
+        group.move(Stage.ENDED)
+        group.outcome = outcome
+        p.outbox.emit(outcome_of(group, reason))
+        p.outbox.emit(DropRows(group_ids=(group.group_id,)))
+
+    def _close_full(self, batch: Batch) -> None:
+        """Enough groups of an over-sampled batch are ready: the others end, and none takes their places.
 
         Those are the ones that take longest, so the batch holds shorter responses than its prompts would give.
         """
         for group in [self._p.groups[name] for name in batch.group_ids]:
             if group.stage in (Stage.PENDING, Stage.RUNNING, Stage.SCORING) and not group.sent:
-                self._end_unused(batch, group)
-        self._forgive(batch)
-
-    def _end_unused(self, batch: Batch, group: Group) -> None:
-        if group.stage is Stage.RUNNING:
-            self._assignments.take_back(group, OVERSAMPLED)
-        self.confirm_admission(group)
-        self._p.plans.remove(group)
-        group.stage, group.outcome = Stage.ENDED, "filtered"
-        self._p.outbox.emit(self.outcome_of(group, OVERSAMPLED))
-        self._p.outbox.emit(DropRows(group_ids=(group.group_id,)))
-        batch.unsettled[group.part] -= 1
-
-    def abandon(self, group: Group) -> None:
-        """Rows of ``group`` are not wanted any more: a checkpoint contains it."""
-        self._assignments.take_back(group, "a checkpoint contains its batch")
-
-    def outcome_of(self, group: Group, reason: str = "") -> SlotOutcome:
-        """How the slot ended, for the prompt source."""
-        return SlotOutcome(
-            group_id=group.group_id,
-            prompt_id=group.prompt_id,
-            outcome=group.outcome or "trained",
-            rewards=group.rewards,
-            response_tokens=tuple(tokens for tokens in group.tokens if tokens != MISSING),
-            reason=reason,
-        )
-
-    def retry(self, group: Group, reason: str, *, avoid: bool = False, abort: str = "") -> None:
-        """Generate again what is missing of ``group``, elsewhere if it should; its slot is dead after max_attempts.
-
-        A group that is in a round is tried for ever: the trainer waits for its rows.
-        """
-        group.failures += 1
-        if avoid:
-            group.avoid = group.worker_id
-        if group.failures >= self._p.settings.max_attempts and not group.sent:
-            self.end(group, "dead", f"{reason}, attempt {group.failures}")
-        else:
-            self._assignments.requeue(group, abort)
-
-    def retry_elsewhere(self, group: Group, reason: str) -> None:
-        """Its worker died under it: generate again what is missing; its slot is dead after max_deaths in a row.
-
-        A worker may die of anything, so its death is not counted as an attempt of the group. But a group that kills
-        every worker must be given up before the workers' restarts are used up. So deaths in a row are counted, and the
-        count starts again once a sample of the group arrived or it ran for STABLE_S. A group that kills late is given
-        up after FAR_APART times as many.
-        """
-        p = self._p
-        group.deaths = deaths_in_a_row(group.deaths, p.now_s - group.started_s)
-        group.all_deaths += 1
-        kills = group.deaths >= p.settings.max_deaths or group.all_deaths >= FAR_APART * p.settings.max_deaths
-        if kills and not group.sent:
-            self.end(group, "dead", f"{reason}, as were all {group.all_deaths} workers that ran it last")
-        else:
-            self._assignments.requeue(group)
+                self._end(group, "filtered", OVERSAMPLED)
+                batch.unsettled[group.mini_batch] -= 1
+        self._cancel_refills(batch)
 
     def _replace(self, batch: Batch, group: Group, free: bool) -> None:
         """Fill the mini-batch's place again, with the same prompt if only its rows were at fault."""
         p = self._p
         closing = p.stopping and not p.frozen(batch.index)
         if closing or not (free or batch.refills_left):
-            batch.unsettled[group.part] -= 1
+            batch.unsettled[group.mini_batch] -= 1
             return
         batch.refills_left -= 0 if free else 1
-        self._refill(batch, group)
-
-    def _refill(self, batch: Batch, group: Group) -> None:
         if group.outcome != "stale":
-            batch.owed.append(group.part)
+            batch.pending_refills.append(group.mini_batch)
             return
         prompt = PromptRef(
             prompt_id=group.prompt_id,
@@ -283,4 +255,79 @@ class Slots:
             predicted_tokens=group.predicted_tokens,
             predicted_sigma=group.predicted_sigma,
         )
-        self.announce([self._fill(batch, group.part, prompt)])
+        announce(p, [self._fill(batch, group.mini_batch, prompt)])
+
+    # -- the trainer went back, the run stops
+
+    def drop_lost_versions(self, version: int) -> None:
+        """Versions above ``version`` are lost: restart what runs, and end unsent slots whose rows rest on them.
+
+        What runs is restarted because a sample that goes on would carry a span of lost weights in its middle. Rows that
+        are in a round stay: the trainer replays the log as it is, with the logprobs recorded at generation.
+        """
+        p = self._p
+        for group in self._running():
+            requeue(p, group, Cause.LOST_WEIGHTS)
+        for index in range(p.training.batch, p.next_batch):
+            for name in list(p.batches[index].group_ids):
+                group = p.live(name)
+                if group is not None and not group.sent and group.newest_version > version:
+                    self.end(group, "stale", Cause.LOST_WEIGHTS, free=True)
+
+    def suspend(self) -> None:
+        """The run stops: what runs for frozen batches is stopped and waits for a resumed run."""
+        for group in self._running():
+            if self._p.frozen(group.batch):
+                requeue(self._p, group, "the run stops")
+
+    def _running(self) -> list[Group]:
+        return [self._p.groups[name] for worker in self._p.fleet.workers.values() for name in worker.groups]
+
+    # -- rolling membership
+
+    def _pull_forward(self, ready: Group) -> None:
+        """``ready`` was scored just now: give it the place of a group that still runs for an earlier batch."""
+        p = self._p
+        if p.settings.membership != "rolling" or p.stopping:
+            return
+        for index in range(p.training.batch, ready.batch):
+            runs = self._ends_last(p.batches[index], ready.batch)
+            if runs is not None:
+                self._exchange(runs, ready)
+                return
+
+    def _ends_last(self, batch: Batch, later: int) -> Group | None:
+        """The running group of ``batch`` that is expected to end last, if it may be trained with ``later``."""
+        max_staleness = self._p.settings.max_staleness
+        while batch.exchangeable:
+            group = self._p.groups.get(batch.exchangeable[0].group_id)
+            runs = group is not None and group.stage is Stage.RUNNING and group.batch == batch.index and not group.sent
+            if group is not None and runs and not is_too_old(batch.index + 1, group.oldest_version, max_staleness):
+                return None if is_too_old(later, group.oldest_version, max_staleness) else group
+            heapq.heappop(batch.exchangeable)
+        return None
+
+    def _exchange(self, runs: Group, ready: Group) -> None:
+        """Both batches keep the number of their places, and of those that are not settled."""
+        earlier, later = self._p.batches[runs.batch], self._p.batches[ready.batch]
+        earlier.group_ids[earlier.group_ids.index(runs.group_id)] = ready.group_id
+        later.group_ids[later.group_ids.index(ready.group_id)] = runs.group_id
+        runs.batch, ready.batch = later.index, earlier.index
+        runs.mini_batch, ready.mini_batch = ready.mini_batch, runs.mini_batch
+        gained = ready.loss_tokens - runs.predicted_tokens * len(runs.tokens)
+        earlier.num_moved += 1
+        earlier.moved_tokens += gained
+        later.moved_tokens -= gained
+        mark_exchangeable(self._p, runs)
+
+
+def outcome_of(group: Group, reason: str = "") -> SlotOutcome:
+    """How the slot ended, for the prompt source."""
+    return SlotOutcome(
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        outcome=group.outcome or "trained",
+        rewards=group.rewards,
+        response_tokens=tuple(tokens for tokens in group.tokens if tokens != MISSING),
+        reason=reason,
+    )

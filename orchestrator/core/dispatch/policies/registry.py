@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from orchestrator.core.dispatch.policies.even import even, even_longest_first, shuffled
-from orchestrator.core.dispatch.policies.paced import paced
 from orchestrator.core.dispatch.policies.scored import scored
 from orchestrator.core.dispatch.policies.slicing import slicing
+from orchestrator.core.dispatch.policies.steady import steady_slicing
 from orchestrator.core.dispatch.policies.two_class import two_class_max
 from orchestrator.core.dispatch.problem import Plan, Problem, repaired
 
@@ -27,7 +27,7 @@ PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
         "random": shuffled,
         "two_class_max": two_class_max,
         "slicing": slicing,
-        "paced": paced,
+        "paced": steady_slicing,
         "scored": scored,
     }
 )
@@ -36,7 +36,7 @@ PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
 def plan_dispatch(policy: str, problem: Problem) -> Plan:
     """The plan of ``policy`` for ``problem``.
 
-    Returns: shares for every instance; none where there is no instance, and then nobody gets anything.
+    Returns: shares for every instance; none where there is no instance, and then no worker gets anything.
     Raises:  KeyError: no such policy.
     """
     planner = PLANNERS[policy]

@@ -1,8 +1,8 @@
 """Contiguous slices of the groups, longest first: what deadline slicing and paced slicing have in common.
 
 Owns: filling instances greedily, the search for the tightest limit, and the shares that cuts make. Never: whether a
-slice is within its limit (``slicing.py``, ``paced.py``). Invariant: every group is in one slice, and every instance has
-one, which may be empty.
+slice is within its limit (``slicing.py``, ``steady.py``). Invariant: every group is in one slice, and every instance
+has one, which may be empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paced slicing: deadline slicing for pipelines that overlap, where batches follow one another without a gap.
+"""Steady slicing (the policy "paced"): deadline slicing for pipelines that overlap, whose batches follow without a gap.
 
 Owns: slices for a steady state, and the shortest time from batch to batch that they allow. Never: the ends of one batch
 alone (``slicing.py``). Invariant: sorted by prediction, every instance gets a contiguous slice, whose longest sample is
@@ -43,21 +43,22 @@ HALVINGS = 12
 """Of the interval that is left then: the rest, 0.02%, is far below what predictions are worth."""
 
 
-def paced(problem: Problem, inflation: float = INFLATION) -> Plan:
+def steady_slicing(problem: Problem, inflation: float = INFLATION) -> Plan:
     """Slices for the shortest time from batch to batch in which every sample stays within ``max_staleness``.
 
     Source: ours. Two-class dispatch (StreamRL sec. 5.3) and deadline slicing end one batch soonest, which is what
-    counts where versions are waited for; where batches overlap, no instance is ever empty, and what counts is its pace.
+    counts where versions are waited for; where batches overlap, no instance is ever empty, and what counts is how
+    fast it follows.
     """
     if not problem.groups:
         return Plan(shares=((),) * len(problem.instances), policy="paced")
-    pacer = _Pacer.of(problem, inflation)
-    cuts = tightest_cuts(pacer.cuts, 0.0, 1.0, growth=GROWTH, halvings=HALVINGS)
-    return Plan(shares=shares_of(cuts, pacer.groups, pacer.order), policy="paced")
+    state = _SteadyState.of(problem, inflation)
+    cuts = tightest_cuts(state.cuts, 0.0, 1.0, growth=GROWTH, halvings=HALVINGS)
+    return Plan(shares=shares_of(cuts, state.groups, state.order), policy="paced")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pacer:
+class _SteadyState:
     """A problem, sorted, with sums over its prefixes.
 
     groups: longest first.  longest: the longest sample from each on, inflated.  tokens, context: sums over prefixes, of
@@ -72,7 +73,7 @@ class _Pacer:
     order: list[int]
 
     @classmethod
-    def of(cls, problem: Problem, inflation: float) -> _Pacer:
+    def of(cls, problem: Problem, inflation: float) -> _SteadyState:
         groups = longest_first(problem.groups)
         costs = [instance.cost for instance in problem.instances]
         return cls(
@@ -85,7 +86,7 @@ class _Pacer:
         )
 
     def cuts(self, period_s: float) -> Cuts | None:
-        """The largest slices with which instances keep their pace, or None when batches cannot follow so closely."""
+        """The largest slices with which instances keep up, or None when batches cannot follow so closely."""
         instances = [self.problem.instances[index] for index in self.order]
         return greedy_cuts(
             len(instances),
@@ -94,7 +95,7 @@ class _Pacer:
         )
 
     def _in_time(self, instance: Instance, start: int, stop: int, period_s: float) -> bool:
-        """Whether the instance keeps its pace with the slice [start, stop) of every batch."""
+        """Whether the instance keeps up with the slice [start, stop) of every batch."""
         tokens, context = self.tokens[stop] - self.tokens[start], self.context[stop] - self.context[start]
         step_s = _steady_step_s(instance.cost, tokens / period_s, context / period_s)
         bound_s = REACH * min(MOST_PERIODS, self.problem.max_staleness + 1) * period_s

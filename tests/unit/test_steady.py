@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from orchestrator.core.costs.analytic import decode_cost
 from orchestrator.core.costs.hardware import H800
 from orchestrator.core.costs.llms import QWEN_72B
-from orchestrator.core.dispatch.policies.paced import paced
 from orchestrator.core.dispatch.policies.registry import plan_dispatch
+from orchestrator.core.dispatch.policies.steady import steady_slicing
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.types import GroupId, WorkerId
@@ -42,7 +42,7 @@ def long_tail() -> list[float]:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(1, 20_000), min_size=0, max_size=60), st.integers(1, 5), st.integers(0, 3))
 def test_every_group_is_planned_once_in_contiguous_slices(lengths, num_instances, max_staleness):
-    plan = paced(problem(lengths, costs=[COST] * num_instances, max_staleness=max_staleness, sigma=0.3))
+    plan = steady_slicing(problem(lengths, costs=[COST] * num_instances, max_staleness=max_staleness, sigma=0.3))
     assert sorted(tokens for share in tokens_of(plan) for tokens in share) == sorted(lengths)
     assert len(plan.shares) == num_instances
     slices = [share for share in tokens_of(plan) if share]
@@ -51,7 +51,7 @@ def test_every_group_is_planned_once_in_contiguous_slices(lengths, num_instances
 
 def test_long_samples_get_small_batches():
     """The work of a slice grows as its samples get shorter: their instance may be slower."""
-    shares = tokens_of(paced(problem(long_tail(), costs=[COST] * 4)))
+    shares = tokens_of(steady_slicing(problem(long_tail(), costs=[COST] * 4)))
     counts = [len(share) for share in shares]
     assert counts == sorted(counts)
     assert counts[0] < 60
@@ -59,13 +59,13 @@ def test_long_samples_get_small_batches():
 
 
 def test_a_looser_bound_evens_the_slices_out():
-    tight, loose = (tokens_of(paced(problem(long_tail(), costs=[COST] * 4, max_staleness=s))) for s in (0, 1))
+    tight, loose = (tokens_of(steady_slicing(problem(long_tail(), costs=[COST] * 4, max_staleness=s))) for s in (0, 1))
     assert len(loose[0]) > len(tight[0])
 
 
 def test_the_fastest_instance_gets_the_longest_samples():
     slow = DecodeCost(fixed_s=2 * COST.fixed_s, weights_s=2 * COST.weights_s, kv_token_s=COST.kv_token_s)
-    shares = tokens_of(paced(problem(long_tail(), costs=[slow, COST])))
+    shares = tokens_of(steady_slicing(problem(long_tail(), costs=[slow, COST])))
     assert min(shares[1]) >= max(shares[0])
 
 

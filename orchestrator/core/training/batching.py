@@ -1,54 +1,14 @@
-"""How a batch is cut for the trainer: phases, mini-batches, and rounds balanced over data-parallel ranks.
+"""How a batch is cut into rounds for the trainer, balanced over data-parallel ranks.
 
-Owns: the arithmetic. Never: which groups are ready (``rounds.py``). Invariant: pure functions; a group stays whole on
-one rank, so that its prompt is computed once.
+Pure functions. Invariant: a group stays whole on one rank, so that its prompt is computed once.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-from orchestrator.core.model.lpt import longest_first
-
-Release: TypeAlias = Literal["stream", "mini_batch", "batch"]
-"""What of a batch that is still being generated the trainer may have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """One walk of the trainer over (a part of) a batch.
-
-    part: the mini-batch it covers, None for the whole batch.  Phases of a batch follow one another on the rounds log.
-    """
-
-    kind: Literal["train", "logprobs"]
-    pass_index: int = 0
-    part: int | None = None
-
-
-def plan_phases(mini_batches: int, epochs: int, record_logprobs: bool) -> tuple[Phase, ...]:
-    """Phases of every batch: old logprobs if they are recorded, then each mini-batch of each pass.
-
-    The first phase streams (its groups arrive while it runs); the others find the batch whole.
-    """
-    recording = (Phase(kind="logprobs"),) if record_logprobs else ()
-    passes = [
-        Phase(kind="train", pass_index=pass_index, part=part)
-        for pass_index in range(epochs)
-        for part in range(mini_batches)
-    ]
-    return (*recording, *passes)
-
-
-def part_of_slot(slot: int, num_slots: int, mini_batches: int) -> int:
-    """Mini-batch of a slot: slots in admission order, cut into equal parts.
-
-    Admission order, not order of arrival, or the early mini-batches would hold only short samples.
-    """
-    return slot * mini_batches // num_slots
+from orchestrator.core.model.settings import Release
 
 
 def num_released(release: Release, num_queued: int, num_before: int, mini_batch_groups: int) -> int:
@@ -85,7 +45,7 @@ def pack_round(
              mini-batch is closed, so what counts is the sum of their rounds: a small one need not be even.
     """
     window = _window(group_tokens, num_ranks, max_tokens)
-    longest_order = sorted(range(len(window)), key=lambda index: (longest_first(window[index]), index))
+    longest_order = sorted(range(len(window)), key=lambda index: (-window[index], index))
     loads = list(given) or [0] * num_ranks
     ranks = _place(window, longest_order, loads, max_tokens)
     if window and not any(0 in rank for rank in ranks):

@@ -1,44 +1,29 @@
-"""An evaluation: held-out problems, asked of one version of the weights.
+"""What the eval and the serve lane remember: the evaluation that is under way, and the requests that are open.
 
-Owns: the nouns and their own arithmetic. Never: decisions: when one begins and ends (``evaluation_schedule.py``), who
-answers what (``evaluation_attempts.py``). Invariant: a problem is in exactly one place: it waits, one try at it is
-open, its answer is scored, or its attempts are used up.
-
-    waits ──dispatch──► open try ──row of the pinned weights──► open try, to be scored ──► answered
-      ▲                   │                                       │
-      └── lost, failed, another version, timed out; each try has an id of its own ──► used up after max_attempts
+Owns: the nouns and their own arithmetic. Never: decisions (``lanes/``). Invariant: a problem of an evaluation is in
+exactly one place: it waits, one attempt at it is open, its answer is scored, or its attempts are used up.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from orchestrator.core.model.batches import MISSING
-from orchestrator.core.model.outbox import AdmissionKey, CommandId
 from transport.contracts.messages import EvaluationOutcome, GroupScored, PromptRef
-from transport.contracts.types import GroupId, WeightIdentity, WorkerId
+from transport.contracts.types import GroupId, RowId, WeightIdentity
 
 
-class Try(msgspec.Struct, kw_only=True):
-    """One attempt at one problem. worker_id: who generates it, NOBODY once its row exists.
+class Attempt(msgspec.Struct, kw_only=True):
+    """An open attempt at one problem. deadline_s: of its generation, then of its scoring."""
 
-    tokens: of its row, MISSING before.  deadline_s: when it is taken back.
-    """
-
-    group_id: GroupId
     problem: int
-    worker_id: WorkerId
-    admission: AdmissionKey
-    dispatched: CommandId
     deadline_s: float
-    tokens: int = MISSING
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
     """One that is under way. weights: the pin, under which every token of every answer is sampled.
 
     opened_s: when the first problem was dispatched, None before.  newer_s: since when newer weights wait for it.
-    waiting: problems without a try.  tries: the open ones.  num_slots: tries so far.
+    waiting: problems without an attempt.  attempts: the open ones, by their group.  num_attempts: all so far.
     failures: of each problem.  deaths: of workers while it ran there, for each problem.
     The rest are sums over the answers; tokens and engine_s also count those that could not be used.
     """
@@ -49,10 +34,10 @@ class Evaluation(msgspec.Struct, kw_only=True):
     waiting: list[int]
     opened_s: float | None = None
     newer_s: float | None = None
-    tries: dict[GroupId, Try] = msgspec.field(default_factory=dict[GroupId, Try])
+    attempts: dict[GroupId, Attempt] = msgspec.field(default_factory=dict[GroupId, Attempt])
     failures: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     deaths: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    num_slots: int = 0
+    num_attempts: int = 0
     answered: int = 0
     reward: float = 0.0
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
@@ -63,18 +48,18 @@ class Evaluation(msgspec.Struct, kw_only=True):
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return not self.waiting and not self.tries
+        return not self.waiting and not self.attempts
 
-    def count(self, tried: Try, event: GroupScored) -> None:
-        """The answer is scored."""
+    def count(self, tokens: int, event: GroupScored) -> None:
+        """An answer of so many tokens is scored."""
         self.answered += 1
         self.reward += event.rewards[0]
-        self.response_tokens += tried.tokens
+        self.response_tokens += tokens
         for name, value in event.components.items():
             self.components[name] = self.components.get(name, 0.0) + value
 
     def outcome(self, now_s: float, reason: str) -> EvaluationOutcome:
-        """What is told of it. A component that an answer does not have counts as 0."""
+        """What is reported of it. A component that an answer does not have counts as 0."""
         answered = max(1, self.answered)
         return EvaluationOutcome(
             number=self.number,
@@ -107,3 +92,39 @@ class Evaluations(msgspec.Struct, kw_only=True):
     def due(self, version: int, every: int) -> bool:
         """Whether ``version`` is to be evaluated: the first of all, then the first at or after each multiple."""
         return every > 0 and version // every > self.reached // every
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One request of a service run that is not all taken.
+
+    waiting: groups that the window still holds back, next one last.  started: samples of groups that it let pass.
+    num_samples: of all groups.  results: rows in the order in which they ended; the place is the sample's number.
+    failed: why, for those of ``results`` that have no row.  taken: results that the reader has.
+    untaken: results that the reader lacks, of each group.  remade: results whose row went missing and is made again.
+    active_s: when its reader or its last sample last did something.
+    """
+
+    num_samples: int
+    waiting: list[GroupId] = msgspec.field(default_factory=list[GroupId])
+    started: int = 0
+    results: list[RowId] = msgspec.field(default_factory=list[RowId])
+    failed: dict[RowId, str] = msgspec.field(default_factory=dict[RowId, str])
+    taken: int = 0
+    untaken: dict[GroupId, int] = msgspec.field(default_factory=dict[GroupId, int])
+    remade: dict[RowId, None] = msgspec.field(default_factory=dict[RowId, None])
+    active_s: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Its samples: all, let pass by the window, ended, of those failed, and what the reader has."""
+        return {
+            "samples": self.num_samples,
+            "started": self.started,
+            "ended": len(self.results),
+            "failed": len(self.failed),
+            "taken": self.taken,
+        }
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sample has ended."""
+        return len(self.results) == self.num_samples

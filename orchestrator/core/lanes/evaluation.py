@@ -1,0 +1,282 @@
+"""The eval lane: every ``eval_every`` versions the newest weights are pinned, and every held-out problem is answered
+once under them.
+
+    due ──► pinned ──► problems go out as slots allow ──► rows ──► scores ──► EvaluationOutcome, rows dropped
+                          │ a worker that serves the pin takes no newer weights while it is needed
+                          └ ends short, by name: hold_s after newer weights came, timeout_s after it began, no worker
+                            serves the pin, the trainer started again, the run stops or is over
+
+- **No deadlock with the gate**: whatever waits for newer weights waits ``eval_hold_s`` longer at most.
+- **The pin holds** twice: a worker with an open attempt is not sent to load (``Fleet.keeps``), and a row counts only if
+  its oldest and its newest token are of the pinned weights. Any other is dropped and its problem attempted again.
+- **The budget**: at most ``eval_budget`` of a worker's slots (one at least). Once newer weights wait for the worker, it
+  may also take what training leaves free: the sooner it is through, the sooner they are loaded.
+- **Priority** inside an engine is above training's, so that a full queue cannot keep the pin in service. What training
+  loses is bounded by the budget, not by the priority.
+- **Every attempt is a group of its own** of one sample: a late row of one that was taken back means nothing, and no row
+  is judged twice.
+
+Owns: these. Never: batches; an evaluation is in none, so nothing of it can be in a round. Source: ours.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
+from orchestrator.core.model.lanes import Attempt, Evaluation
+from orchestrator.core.model.outbox import HeldOutPromptsKey
+from orchestrator.core.model.workers import Worker, age
+from orchestrator.core.rollout.attempts import announce, confirm_admission, start, take_back
+from orchestrator.core.rollout.lifecycle import Cause, GroupLane
+from transport.contracts.messages import (
+    DropRows,
+    GroupScored,
+    HeldOutPromptsArrived,
+    RequestHeldOutPrompts,
+    RolloutFinished,
+    ScoringFailed,
+    WorkerLost,
+)
+from transport.contracts.types import FinishReason, RowId, evaluation_id
+
+UNWANTED = "not wanted any more"
+
+
+class EvaluationLane(GroupLane):
+    """A group is one attempt at one held-out problem. Holds no state of its own."""
+
+    @property
+    def current(self) -> Evaluation:
+        """The evaluation that is under way, where there is one: there is a group of it, or it was checked."""
+        assert self._p.evaluations.current is not None
+        return self._p.evaluations.current
+
+    # -- when an evaluation begins
+
+    def advance(self) -> None:
+        """End what is over, begin what is due. Before weights and dispatch, which respect the pin."""
+        p = self._p
+        if p.evaluations.current is not None:
+            self._advance(p.evaluations.current)
+        if p.evaluations.current is None and p.settings.eval_every and self._may_open():
+            self._open()
+
+    def _advance(self, current: Evaluation) -> None:
+        newest = self._p.fleet.newest
+        if self._p.finished:
+            self.give_up("the run is over")
+        elif current.over:
+            whole = current.answered == current.num_problems
+            self._close("" if whole else "attempts at some problems are used up")
+        elif current.newer_s is None and newest is not None and age(newest) > age(current.weights):
+            current.newer_s = self._p.now_s
+
+    def _may_open(self) -> bool:
+        p = self._p
+        newest = p.fleet.newest
+        return (
+            newest is not None
+            and p.evaluations.due(newest.version, p.settings.eval_every)
+            and p.evaluations.problems != []
+            and not (p.finished or p.stopping or p.paused or p.settings.service)
+            and p.training.finish_id is None
+            and not p.retention.over_budget
+        )
+
+    def _open(self) -> None:
+        """Pin the newest weights; request the problems first, if they are not known."""
+        p, evaluations = self._p, self._p.evaluations
+        assert p.fleet.newest is not None
+        if evaluations.problems is None:
+            if not evaluations.requested:
+                evaluations.requested = True
+                p.outbox.emit_until(HeldOutPromptsKey(), RequestHeldOutPrompts(count=p.settings.eval_problems))
+            return
+        problems = evaluations.problems[: p.settings.eval_problems]
+        longest_first = sorted(range(len(problems)), key=lambda place: -problems[place].predicted_tokens)
+        evaluations.current = Evaluation(
+            number=evaluations.num_opened, weights=p.fleet.newest, num_problems=len(problems), waiting=longest_first
+        )
+        evaluations.num_opened += 1
+        p.fleet.pin_to(evaluations.current.weights, wanted=bool(longest_first))
+
+    def problems_arrived(self, event: HeldOutPromptsArrived) -> None:
+        """They are the same for the whole run."""
+        evaluations = self._p.evaluations
+        self._p.outbox.confirm(HeldOutPromptsKey())
+        if evaluations.problems is None:
+            evaluations.problems = list(event.prompts)
+
+    # -- problems go out
+
+    def dispatch(self) -> None:
+        """Hand out problems, to the worker with the most room first. After training's dispatch, which goes first."""
+        p, current = self._p, self._p.evaluations.current
+        if current is None or not current.waiting or p.paused or p.stopping:
+            return
+        room = [(-self._room(worker), place, worker) for place, worker in enumerate(p.fleet.workers.values())]
+        heap = [entry for entry in room if entry[0] < 0 and self._may_take(entry[2])]
+        heapq.heapify(heap)
+        while heap and current.waiting:
+            taken, place, worker = heap[0]
+            self._attempt(current.waiting.pop(0), worker)
+            if taken < -1:
+                heapq.heapreplace(heap, (taken + 1, place, worker))
+            else:
+                heapq.heappop(heap)
+        self._update_pin()
+
+    def _may_take(self, worker: Worker) -> bool:
+        """It serves the pin, and is not on its way to other weights."""
+        serves = worker.loaded is not None and age(worker.loaded) == age(self.current.weights)
+        return serves and worker.loading is None and worker.healthy and worker.worker_id != self._p.fleet.next_to_load
+
+    def _room(self, worker: Worker) -> int:
+        """Problems that may be given to the worker now."""
+        allowed = max(1, int(worker.capacity * self._p.settings.eval_budget))
+        if self._p.fleet.behind(worker):
+            allowed = max(allowed, worker.capacity - (worker.in_flight - worker.evaluating))
+        return allowed - worker.evaluating
+
+    def _attempt(self, problem: int, worker: Worker) -> None:
+        p, current = self._p, self.current
+        assert p.evaluations.problems is not None
+        prompt = p.evaluations.problems[problem]
+        group = Group(
+            group_id=evaluation_id(current.number, current.num_attempts),
+            lane=Lane.EVAL,
+            batch=current.number,
+            prompt_id=prompt.prompt_id,
+            prompt_tokens=prompt.prompt_tokens,
+            predicted_tokens=prompt.predicted_tokens,
+            tokens=[MISSING],
+            num_missing=1,
+        )
+        p.groups[group.group_id] = group
+        current.num_attempts += 1
+        if current.opened_s is None:
+            current.opened_s = p.now_s
+        current.attempts[group.group_id] = Attempt(problem=problem, deadline_s=self._deadline_s())
+        announce(p, [group])
+        start(p, group, worker)
+
+    def _deadline_s(self) -> float:
+        return self._p.now_s + self._p.settings.rollout_timeout_s
+
+    def _update_pin(self) -> None:
+        """Workers without an attempt are kept from newer weights only while one may be given to them."""
+        self._p.fleet.pin_to(self.current.weights, wanted=bool(self.current.waiting))
+
+    # -- what differs in the life of a group
+
+    def finished(self, group: Group, sample: int, event: RolloutFinished) -> None:
+        self.current.tokens += event.response_tokens
+        self.current.engine_s += event.engine_s
+        super().finished(group, sample, event)
+
+    def why_unusable(self, group: Group, event: RolloutFinished) -> Cause | None:
+        """It counts if all of it is of the pinned weights."""
+        if event.finish_reason is FinishReason.ABORT:
+            return Cause.ABORTED
+        pinned = age(event.oldest) == age(event.newest) == age(self.current.weights)
+        return None if pinned else Cause.OTHER_WEIGHTS
+
+    def row_arrived(self, group: Group, event: RolloutFinished) -> None:
+        """From now on the deadline is that of scoring."""
+        self.current.attempts[group.group_id].deadline_s = self._deadline_s()
+
+    def vanished(self, group: Group, sample: int, row: RowId) -> bool:
+        """An answer that is scored needs its row no more; any other is asked for again, under another id."""
+        self.retry(group, "its row went missing")
+        return False
+
+    def scored(self, group: Group, event: GroupScored) -> None:
+        """A score without its row's event (the broker lost it) does not say under which weights: attempted again."""
+        if len(event.rewards) != 1:
+            return
+        if group.num_missing:
+            self.retry(group, "its row was not reported")
+            return
+        self.current.count(group.tokens[0], event)
+        self._drop(group)
+
+    def scoring_failed(self, group: Group, event: ScoringFailed) -> None:
+        self.retry(group, event.reason)
+
+    def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
+        """Whatever ends it unanswered is a failed attempt."""
+        self.retry(group, reason)
+
+    def retry(self, group: Group, reason: str, *, exclude_worker: bool = False, abort: str = "") -> None:
+        """The problem waits for another attempt, unless its attempts are used up."""
+        current, problem = self.current, self._drop(group)
+        failures = current.failures[problem] = current.failures.get(problem, 0) + 1
+        if failures < self._p.settings.max_attempts:
+            self._wait(problem)
+
+    def worker_lost(self, group: Group, lost: WorkerLost) -> None:
+        """The problem goes to others that serve the pin; one that kills workers is given up."""
+        current, problem = self.current, self._drop(group)
+        deaths = current.deaths[problem] = current.deaths.get(problem, 0) + (not lost.left)
+        if deaths < self._p.settings.max_deaths:
+            self._wait(problem)
+
+    def _wait(self, problem: int) -> None:
+        self.current.waiting.append(problem)
+        self._update_pin()
+
+    def _drop(self, group: Group) -> int:
+        """Nothing of this attempt is wanted any more. Returns its problem."""
+        p = self._p
+        if group.stage is Stage.RUNNING:
+            take_back(p, group, "" if p.finished else UNWANTED)
+        confirm_admission(p, group)
+        p.outbox.emit(DropRows(group_ids=(group.group_id,)))
+        del p.groups[group.group_id]
+        return self.current.attempts.pop(group.group_id).problem
+
+    # -- the end of an evaluation
+
+    def expire(self) -> None:
+        """Look at the deadlines, of each attempt and of the whole."""
+        p, current = self._p, self._p.evaluations.current
+        if current is None:
+            return
+        for name in [name for name, attempt in current.attempts.items() if attempt.deadline_s <= p.now_s]:
+            self.retry(p.groups[name], "timed out")
+        waited_s = p.now_s - current.newer_s if current.newer_s is not None else -1.0
+        if current.opened_s is not None and p.now_s - current.opened_s >= p.settings.eval_timeout_s:
+            self._close(f"it took longer than eval.timeout_s ({p.settings.eval_timeout_s:g} s)")
+        elif waited_s >= p.settings.eval_hold_s:
+            self._close(f"newer weights had waited for eval.hold_s ({p.settings.eval_hold_s:g} s)")
+        elif waited_s >= 0 and current.waiting and not self._served(current):
+            self._close(f"no worker serves {current.weights} any more")
+
+    def _served(self, current: Evaluation) -> bool:
+        """Whether some worker serves the pin, or will."""
+        weights = [w for worker in self._p.fleet.workers.values() for w in (worker.loaded, worker.loading)]
+        return any(one is not None and age(one) == age(current.weights) for one in weights)
+
+    def trainer_restarted(self, version: int) -> None:
+        """The pin was of the former trainer; what is evaluated from now on is of this one, from ``version`` on."""
+        self.give_up("the trainer started again")
+        self._p.evaluations.reached = min(self._p.evaluations.reached, version)
+
+    def give_up(self, reason: str) -> None:
+        """End the current evaluation short, so that the same version may be evaluated again if it is still newest."""
+        evaluations = self._p.evaluations
+        if evaluations.current is not None:
+            reached = evaluations.reached
+            self._close(reason)
+            evaluations.reached = reached
+
+    def _close(self, reason: str) -> None:
+        """Report how it went, release the pin."""
+        p, current = self._p, self.current
+        for name in list(current.attempts):
+            self._drop(p.groups[name])
+        p.evaluations.current = None
+        p.evaluations.reached = current.weights.version
+        p.fleet.pin_to(None, wanted=False)
+        p.outbox.emit(current.outcome(p.now_s, reason))

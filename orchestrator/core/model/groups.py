@@ -1,0 +1,257 @@
+"""Prompt groups, the stages of their life, and the batches that they fill.
+
+Owns: the nouns, their own arithmetic, and the table of transitions. Never: decisions. Invariant: a group changes its
+stage in ``move`` alone, along ``TRANSITIONS``; ``Batch.unsettled`` counts, for each mini-batch, the slots that are
+neither ready for the trainer nor ended.
+
+    held ──window──► pending ──dispatch──► running ──all rows──► scoring ──scored──► ready ──round──► trained
+                        ▲                     │                     │                  │
+                        └── lost, failed ─────┴── rows missing ─────┴──────────────────┘   any, unsent ──► ended
+
+A group is in one lane for its whole life. ``train``: a slot of a batch, ended groups are replaced. ``eval``: one
+attempt at a held-out problem, gone once it is scored. ``serve``: a prompt of a request, gone once its reader has all of
+its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from orchestrator.core.model.outbox import AdmissionKey, CommandId
+from transport.contracts.types import GroupId, PromptId, SamplingParams, WorkerId
+
+MISSING = -1
+"""In ``Group.tokens``: this sample has no row."""
+
+NO_WORKER = WorkerId("")
+
+Outcome: TypeAlias = Literal["trained", "filtered", "stale", "dead"]
+
+
+class Lane(StrEnum):
+    """What a group is generated for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    SERVE = "serve"
+
+
+class Stage(StrEnum):
+    """Where a group is. HELD: in the serve lane alone, by the window of its request."""
+
+    HELD = "held"
+    PENDING = "pending"
+    RUNNING = "running"
+    SCORING = "scoring"
+    READY = "ready"
+    ENDED = "ended"
+
+
+TRANSITIONS: Mapping[Stage, frozenset[Stage]] = MappingProxyType(
+    {
+        Stage.HELD: frozenset({Stage.PENDING}),
+        Stage.PENDING: frozenset({Stage.PENDING, Stage.RUNNING, Stage.SCORING, Stage.READY, Stage.ENDED}),
+        Stage.RUNNING: frozenset({Stage.PENDING, Stage.SCORING, Stage.READY, Stage.ENDED}),
+        Stage.SCORING: frozenset({Stage.PENDING, Stage.READY, Stage.ENDED}),
+        Stage.READY: frozenset({Stage.PENDING, Stage.ENDED}),
+        Stage.ENDED: frozenset[Stage](),
+    }
+)
+"""From each stage, those that may follow. PENDING to SCORING or READY: a late report completes a group that waits to be
+generated again."""
+
+
+class BrokenInvariantError(Exception):
+    """The state contradicts itself: a bug of the core. Caught by no one."""
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """One prompt and the samples that are generated for it.
+
+    batch: it is trained in; of the serve lane the number of its request, of the eval lane that of the evaluation.
+    mini_batch: of its slot.  tokens: [group_size] response tokens, MISSING where there is no row.
+    num_missing: samples without a row.  sent: it is in a round, so it can only end trained.
+    attempt: number of its next (or running) dispatch, from 0.  failures: those that count against max_attempts.
+    deaths: of workers in a row that ran it, against max_deaths.  all_deaths: the same however far apart, since a sample
+    of it came.  started_s: of its last dispatch.  excluded_worker: is avoided by its next dispatch.
+    admission: of its prompt columns, until they are known to exist.
+    newest_version: of the newest weights in any of its rows, -1 without rows.
+    oldest_version: of the oldest weights that any of its samples was started under.
+    sampling: how its request wants it sampled, None: as the settings say.
+    predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
+    rank: of the trainer, that got it last.
+    num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
+    """
+
+    group_id: GroupId
+    batch: int
+    prompt_id: PromptId
+    prompt_tokens: int
+    predicted_tokens: float
+    tokens: list[int]
+    num_missing: int
+    lane: Lane = Lane.TRAIN
+    mini_batch: int = 0
+    stage: Stage = Stage.PENDING
+    outcome: Outcome | None = None
+    sent: bool = False
+    attempt: int = 0
+    failures: int = 0
+    deaths: int = 0
+    all_deaths: int = 0
+    started_s: float = 0.0
+    worker_id: WorkerId = NO_WORKER
+    excluded_worker: WorkerId = NO_WORKER
+    dispatched: CommandId = CommandId(0, 0)
+    admission: AdmissionKey | None = None
+    newest_version: int = -1
+    oldest_version: int = -1
+    num_tokens: int = 0
+    loss_tokens: int = 0
+    rewards: tuple[float, ...] = ()
+    sampling: SamplingParams | None = None
+    predicted_sigma: float = 0.0
+    rank: int = 0
+
+    def move(self, stage: Stage) -> None:
+        """Go on to ``stage``. Raises BrokenInvariantError where it may not follow the present one."""
+        if stage not in TRANSITIONS[self.stage]:
+            raise BrokenInvariantError(f"{self.group_id} is {self.stage} and cannot become {stage}")
+        self.stage = stage
+
+    def missing_samples(self) -> tuple[int, ...]:
+        """Sample indices without a row."""
+        return tuple(sample for sample, tokens in enumerate(self.tokens) if tokens == MISSING)
+
+    def lacks(self, sample: int) -> bool:
+        """Whether it has such a sample, and no row of it."""
+        return sample < len(self.tokens) and self.tokens[sample] == MISSING
+
+    def note_start(self, version: int) -> None:
+        """What is missing of it starts under ``version``; the other rows keep theirs."""
+        fresh = self.num_missing == len(self.tokens)
+        self.oldest_version = version if fresh else min(self.oldest_version, version)
+
+    def score(self, rewards: tuple[float, ...]) -> None:
+        """All rows are there and scored."""
+        self.move(Stage.READY)
+        self.rewards = rewards
+        self.loss_tokens = sum(self.tokens)
+        self.num_tokens = self.prompt_tokens + self.loss_tokens
+
+
+class PendingEntry(NamedTuple):
+    """A group in a heap of those that wait for a worker. Obsolete once the group is not pending, or waits elsewhere."""
+
+    batch: int
+    order_key: float
+    ordinal: int
+    group_id: GroupId
+
+
+class Exchangeable(NamedTuple):
+    """A running group in the heap of those that a finished one may replace in its batch (``rollout/membership.py``)."""
+
+    order_key: float
+    group_id: GroupId
+
+
+# -- batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One walk of the trainer over a batch or one of its mini-batches (None: the whole batch)."""
+
+    kind: Literal["train", "logprobs"]
+    pass_index: int = 0
+    mini_batch: int | None = None
+
+
+@lru_cache(maxsize=64)
+def plan_phases(mini_batches: int, epochs: int, record_logprobs: bool) -> tuple[Phase, ...]:
+    """Phases of every batch: old logprobs if they are recorded, then each mini-batch of each pass.
+
+    They follow one another on the rounds log. The first streams (its groups arrive while it runs); the others find the
+    batch whole.
+    """
+    recording = (Phase(kind="logprobs"),) if record_logprobs else ()
+    passes = [
+        Phase(kind="train", pass_index=pass_index, mini_batch=mini_batch)
+        for pass_index in range(epochs)
+        for mini_batch in range(mini_batches)
+    ]
+    return (*recording, *passes)
+
+
+def mini_batch_of_slot(slot: int, num_slots: int, mini_batches: int) -> int:
+    """Mini-batch of a slot: slots in admission order, cut into equal parts.
+
+    Admission order, not order of arrival, or the early mini-batches would hold only short samples.
+    """
+    return slot * mini_batches // num_slots
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """Slots that are trained together and make one version.
+
+    group_ids: every slot it ever had.  members: groups that will be trained, in the order they became ready.
+    unsettled: [mini_batches].  pending_refills: mini-batch of each replacement that waits for a new prompt.
+    phase: index into the run's phases.  queue: groups to put into rounds of this phase.  released: how many of those,
+    from the first on, the trainer may have now.
+    source_ordinal, source_position: of the last prompt that it took.
+    num_wanted: members after which the others end unused; 0: all are wanted (no over-sampling).
+    exchangeable: running groups whose place a finished one may take.  num_moved: groups that were exchanged so for
+    others that were ready.  moved_tokens: response tokens that it gained so, below 0 where it lost.
+    """
+
+    index: int
+    refills_left: int
+    unsettled: list[int]
+    group_ids: list[GroupId] = msgspec.field(default_factory=list[GroupId])
+    members: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
+    pending_refills: list[int] = msgspec.field(default_factory=list[int])
+    phase: int = 0
+    queue: dict[GroupId, None] = msgspec.field(default_factory=dict[GroupId, None])
+    released: int = 0
+    num_rounds: int = 0
+    source_ordinal: int = -1
+    source_position: str = ""
+    outcomes_reported: bool = False
+    num_wanted: int = 0
+    exchangeable: list[Exchangeable] = msgspec.field(default_factory=list[Exchangeable])
+    num_moved: int = 0
+    moved_tokens: float = 0.0
+
+    @property
+    def started(self) -> bool:
+        """Whether the trainer has been sent anything of it."""
+        return self.num_rounds > 0 or self.phase > 0
+
+    def settled(self, phase: Phase) -> bool:
+        """Whether no further group can join ``phase``."""
+        return self.whole() if phase.mini_batch is None else not self.unsettled[phase.mini_batch]
+
+    def whole(self) -> bool:
+        """Whether no further group can join it."""
+        return not any(self.unsettled)
+
+    def add_member(self, group: Group, phase: Phase) -> None:
+        """The group became ready."""
+        self.unsettled[group.mini_batch] -= 1
+        self.members[group.group_id] = None
+        if phase.mini_batch is None or phase.mini_batch == group.mini_batch:
+            self.queue[group.group_id] = None
+
+    def remove_member(self, group: Group) -> None:
+        """The group, not yet in any round, will not be trained as it is."""
+        self.unsettled[group.mini_batch] += 1
+        del self.members[group.group_id]
+        self.queue.pop(group.group_id, None)
