@@ -1,6 +1,6 @@
-"""Entry point of ``streamrl-orchestrator`` and ``python -m orchestrator``.
+"""Entry point of ``streamrl-orchestrator`` and ``python -m orchestrator``: errors become one line and an exit code.
 
-Owns: turning errors into one line and an exit code. A bug is not an error of ours: it keeps its traceback.
+A bug is not an error of ours: it keeps its traceback.
 """
 
 from __future__ import annotations

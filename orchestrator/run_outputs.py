@@ -1,7 +1,4 @@
-"""Files that a user asked for by name: what keeps them from being written is theirs to mend.
-
-Owns: the words. Never: the directory of a run, which has errors of its own (transport/process/files.py).
-"""
+"""Files that a user asked for by name: what keeps them from being written is an error of the command line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Model output is hostile data: what of it may reach a terminal or a drawing.
-
-Owns: the one rule. Never: where text is shown.
-"""
+"""Model output is hostile data: what of it may reach a terminal or a drawing."""
 
 from __future__ import annotations
 

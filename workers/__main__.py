@@ -1,7 +1,6 @@
 """``streamrl-worker``: the command line of every worker process.
 
-Owns: arguments, the environment, exit codes. Invariant: torch is imported only by the command that needs it, so that
-``--help`` is instant.
+torch is imported only by the command that needs it, so that ``--help`` is instant.
 """
 
 from __future__ import annotations

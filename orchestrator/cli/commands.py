@@ -1,7 +1,7 @@
 """``streamrl-orchestrator``: the commands, their help, and which module each of them starts.
 
-Owns: arguments. Never: work; each command imports what it needs when it is called, so that ``--help``, ``--dry-run``
-and a bad configuration answer at once (no torch, no transformers).
+Each command imports what it needs when it is called, so that ``--help``, ``--dry-run`` and a bad configuration answer
+at once (no torch, no transformers).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Configuration:
         return resolve(self.preset or (None if files else DEFAULT_PRESET), files, overrides, os.environ)
 
     def resolve_new(self, overrides: list[str]) -> Resolved:
-        """For a run that begins: a name that nobody chose is numbered when it is taken."""
+        """For a run that begins: a name that was not chosen is numbered when it is taken."""
         resolved = self.resolve(overrides)
         name = resolved.settings.run.name
         free = next_free_name(Path(resolved.settings.run.dir), name)

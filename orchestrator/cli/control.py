@@ -1,7 +1,6 @@
-"""``streamrl-orchestrator pause | resume | drain | checkpoint | set``: ask a running run, and wait until it has heard.
+"""``streamrl-orchestrator pause | resume | drain | checkpoint | set``: ask a running run, and wait for its answer.
 
-Owns: finding the run's broker and saying what became of the request. Never: changes anything itself. Invariant: it
-returns only once the orchestrator has applied the request, and says so when it could not take it.
+Invariant: it returns only once the orchestrator has applied the request, and says so when it could not take it.
 """
 
 from __future__ import annotations

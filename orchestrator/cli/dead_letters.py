@@ -1,13 +1,11 @@
-"""``streamrl-orchestrator retry`` and ``drop``: what becomes of entries that were given up.
+"""``streamrl-orchestrator retry`` and ``drop``: what becomes of units that were given up.
 
-Owns: which dead letters may go back. Never: who gets them; a retried entry is a new one of its queue. Invariant: a
-letter is taken out only in the one atomic step that puts it back or forgets it.
-
-A letter may go back while somebody still wants its unit: its group's rows are in the broker. The core ends the slot of
-a group as soon as it hears that scoring gave it up, drops its rows and takes another prompt, so most letters of a live
-run are only evidence: retrying one is refused. (Were it not, the unit would be acknowledged without effect, because its
-rows are gone; and scores of a group that has ended are ignored.) Worth a retry are rows of a round that the trainer
-waits for, units given up while no orchestrator was alive, and tasks that users declared.
+A letter is taken out only in the one atomic step that puts it back, as a new entry of its queue, or forgets it. It may
+go back while its unit is still wanted: its group's rows are in the broker. The core ends the slot of a group as soon as
+scoring has given it up, drops its rows and takes another prompt, so most letters of a live run are only evidence:
+retrying one is refused. (Were it not, the unit would be acknowledged without effect, because its rows are gone; and
+scores of a group that has ended are ignored.) Worth a retry are rows of a round that the trainer waits for, units given
+up while no orchestrator was alive, and tasks that users declared.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from rich.text import Text
 from orchestrator.cli.audit import AuditReport, audit_run
 from orchestrator.cli.run_broker import run_broker
 from orchestrator.config.run_directory import RunDir, find_run
+from orchestrator.loop.membership import read_statuses
 from orchestrator.observability.live import batch_line, blocked_line, progress, ranker_line, scaling_line
 from orchestrator.observability.metrics_file import read_file
 from orchestrator.terminal_text import printable
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, LogEntry, Pending, parse_entry_id
-from transport.contracts.messages import WorkerStatus, worker_status_decoder
+from transport.contracts.messages import WorkerStatus
 from transport.contracts.settings import Settings
-from transport.errors import BrokerUnavailableError, MessageError
+from transport.errors import BrokerUnavailableError
 
 FOLLOW_S = 2.0
 PIPE_COLUMNS = 200
@@ -122,14 +123,14 @@ OLDEST = 5
 PENDING = 1000
 LETTERS = 20
 FIRST_TIME_MS = 10**12
-"""Ids below it were chosen by a writer and tell no time (the year 2001 in milliseconds)."""
+"""Ids below it were chosen by a writer and hold no time (the year 2001 in milliseconds)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedEntry:
     """One of the oldest entries of a work queue.
 
-    age_s: None where its id tells no time.  lease: None while nobody holds it.
+    age_s: None where its id holds no time.  lease: None while it is not claimed.
     """
 
     entry_id: str
@@ -171,7 +172,7 @@ class BrokerSnapshot:
 
 
 async def take_snapshot(broker: Broker, *, now_ms: int) -> BrokerSnapshot:
-    """Read everything once. now_ms: wall clock, to tell ages from entry ids."""
+    """Read everything once. now_ms: wall clock, to know ages by entry ids."""
     raw = await broker.get_meta(keys.STATUS)
     lengths = await broker.streams()
     return BrokerSnapshot(
@@ -179,7 +180,7 @@ async def take_snapshot(broker: Broker, *, now_ms: int) -> BrokerSnapshot:
         state=(await broker.get_meta(keys.STATE) or b"unknown").decode(),
         status=json.loads(raw) if raw is not None else {},
         streams=[await _stream_snapshot(broker, name, lengths[name], now_ms) for name in sorted(lengths)],
-        workers=_readable((await broker.leases()).values()),
+        workers=[status for _, status in sorted(read_statuses(await broker.leases()).items())],
         letters=await broker.dead_letters(count=LETTERS),
         retained_bytes=await broker.retained_bytes(),
     )
@@ -203,17 +204,6 @@ def _queued(entry: LogEntry, lease: Pending | None, now_ms: int) -> QueuedEntry:
     added_ms = parse_entry_id(entry.entry_id)[0]
     age_s = max(0.0, (now_ms - added_ms) / 1000) if added_ms > FIRST_TIME_MS else None
     return QueuedEntry(entry_id=entry.entry_id, fields=entry.entry.fields, age_s=age_s, lease=lease)
-
-
-def _readable(leases: Iterable[bytes]) -> list[WorkerStatus]:
-    """Statuses of workers that speak our protocol, by name; the orchestrator's log names the others."""
-    statuses: list[WorkerStatus] = []
-    for raw in leases:
-        try:
-            statuses.append(worker_status_decoder.decode(raw))
-        except MessageError:
-            continue
-    return sorted(statuses, key=lambda status: status.worker_id)
 
 
 # -- words

@@ -124,14 +124,14 @@ class MachineLoad:
         self._own_s = own_s()
 
     def share(self) -> float:
-        """Of the CPU time that the machine had, 0 to 1; 0 where it cannot be told."""
+        """Of the CPU time that the machine had, 0 to 1; 0 where that is unknown."""
         others_s = machine_busy_s() - self._busy_s - (own_s() - self._own_s)
         had_s = (time.monotonic() - self._started_s) * (os.cpu_count() or 1)
         return max(0.0, others_s / had_s)
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that anything has used on this machine; 0 where it cannot be told."""
+    """CPU seconds that anything has used on this machine; 0 where that is unknown."""
     if not STAT.is_file():
         return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, STAT.read_text().split()[1:9])

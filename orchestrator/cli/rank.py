@@ -1,6 +1,6 @@
 """``streamrl-orchestrator rank``: train, evaluate and use a length ranker on a user's own log of prompts and lengths.
 
-Owns: arguments and what is printed. Never: what a ranker is (package ranker, imported only when a command runs).
+The package ranker is imported only when a command runs.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ COMBINATIONS: list[tuple[tuple[str, ...], Callable[[Settings], bool], str]] = [
     (
         ("trainer.ranks", "trainer.engine"),
         lambda s: s.trainer.engine != "emulated" or s.trainer.ranks == 1,
-        'must be 1 with trainer.engine "emulated", which is as fast as it is told',
+        'must be 1 with trainer.engine "emulated", whose speed is a setting',
     ),
     (
         ("generation.engine", "trainer.engine"),

@@ -1,9 +1,9 @@
 """From presets, files, ``--set`` and the environment to one checked ``Settings``, and back to TOML.
 
-Owns: precedence, the origin of every value, the wording of errors. Never: starts anything.
-Invariant: what ``resolve`` returns is complete, of the right types, in range and possible; a password is in no message.
-
     defaults  <  preset  <  files, in order  <  --set, in order  <  environment (secrets only)
+
+Every value keeps its origin, for errors. Invariant: what ``resolve`` returns is complete, of the right types, in range
+and possible; a password is in no message.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Resolved:
 
 
 def is_chosen(resolved: Resolved, key: str) -> bool:
-    """Whether the user gave ``key`` a value; a default's or a preset's is nobody's choice."""
+    """Whether the user gave ``key`` a value; a default or a preset is no choice."""
     origin = resolved.origins[key]
     return origin != "default" and not origin.startswith("preset ")
 

@@ -1,7 +1,6 @@
 """TOML with positions: what a configuration file sets, and on which line; and values back to TOML.
 
-Owns: reading files and ``--set`` arguments into one shape, writing one value. Never: knows what a key means.
-Invariant: every value carries where it came from, so that an error can always say it.
+What a key means is not known here. Invariant: every value carries where it came from, so that an error can say it.
 """
 
 from __future__ import annotations

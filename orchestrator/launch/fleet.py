@@ -1,7 +1,4 @@
-"""The processes of a run on one machine: which there are, and how each is started.
-
-Owns: their command lines. Never: starts one (processes.py does). Invariant: no secret stands on a command line.
-"""
+"""The processes of a run on one machine: which there are, and their command lines, on which no secret stands."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class LocalFleet:
         return arguments + (["--server-args", shlex.join(generation.server_args)] if generation.server_args else [])
 
     def _common(self) -> list[str]:
-        """What every process of the run is told."""
+        """The arguments of every process of the run."""
         joined = ["--broker", self.url, "--run", self.settings.run.name]
         return [*joined, "--run-dir", str(self.run_dir), "--model-dir", str(self.model_dir)]
 

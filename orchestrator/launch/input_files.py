@@ -1,7 +1,4 @@
-"""The files that settings name, read once before anything starts: a mistake in them is answered at once.
-
-Owns: which files are read. Never: what they mean. Invariant: nothing is kept, made or started.
-"""
+"""The files that settings name, read once before anything starts: a mistake in them is answered at once."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from transport.errors import LengthFileError
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raises DataError naming the file; ConfigError for a task whose answers nobody may grade.
+    """Raises DataError naming the file; ConfigError for a task whose answers may not be graded.
 
     A run without a trainer has neither data nor a ranker.
     """

@@ -1,12 +1,10 @@
 """The orchestrator as a process of its own: settings, logs, broker, event loop, then ``app.serve``.
 
-Owns: what comes before the first event and after the last. Never: decides. Invariants: what ends it is one
-StreamError, whose exit code tells the supervisor, or whatever else keeps it alive, whether to start it again; when a
-run's control plane by itself has ended the run, its workers have left, so that nobody takes the broker from them
-before they heard of it.
-
     main            a child of ``run``: its directory is there and locked by its supervisor
     main_alone      the control plane by itself: workers join it over the broker, at any time
+
+Invariants: what ends it is one StreamError, whose exit code says whether starting it again is of use; when a control
+plane by itself has ended the run, its workers have left, so that its broker may be stopped.
 """
 
 from __future__ import annotations
@@ -140,7 +138,7 @@ async def _serve(
 
 
 async def see_off(broker: Broker, *, limit_s: float) -> None:
-    """If the run is over, wait until its workers have left. They hear of it at their next heartbeat.
+    """If the run is over, wait until its workers have left. They see it at their next heartbeat.
 
     limit_s: how long the lease of a worker lasts that died. Never raises for a broker that is away or a worker that
     stays: the run is over all the same.
@@ -149,7 +147,7 @@ async def see_off(broker: Broker, *, limit_s: float) -> None:
     try:
         async with asyncio.timeout(limit_s):
             if await broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
-                while staying := sorted(await broker.leases()):  # noqa: ASYNC110 a lease that ends wakes nobody
+                while staying := sorted(await broker.leases()):  # noqa: ASYNC110 a lease that ends wakes no task
                     await asyncio.sleep(POLL_S)
     except (TransientError, TimeoutError):
         log.warning("not all workers are known to have left", workers=staying)

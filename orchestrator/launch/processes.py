@@ -21,13 +21,13 @@ import structlog
 
 from orchestrator.core.model.deaths import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ConfigError, ExitCode
-from orchestrator.loop.membership import SilenceClock
+from orchestrator.loop.membership import SilenceClock, read_statuses
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.contracts.messages import STARTING, worker_status_decoder
+from transport.contracts.messages import STARTING
 from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import WorkerId
-from transport.errors import MessageError, TransientError
+from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.spawn import ending_with_this_process, python_module
 
@@ -108,7 +108,7 @@ class Children:
                 process.kill()
 
     async def keep(self, spec: ChildSpec, *, on_death: Callable[[int], Awaitable[None]] | None = None) -> None:
-        """Run ``spec`` until it exits cleanly, starting it again whenever it dies; ``on_death`` hears of its pid.
+        """Run ``spec`` until it exits cleanly, starting it again whenever it dies; ``on_death`` gets its pid.
 
         Raises: ChildFailedError when it exits with one of NO_USE, or has died too often in a row.
         """
@@ -231,27 +231,18 @@ class Liveness:
     async def _alive(self) -> set[int]:
         """Process ids of this host's children that gave a sign of life."""
         await self._broker.put_meta(keys.TAKES_WRITES, b"")
-        leases = await self._broker.leases()
-        alive = {pid for pid in map(_pid_at_work, leases.values()) if pid is not None}
+        here = [one for one in read_statuses(await self._broker.leases()).values() if one.host == socket.gethostname()]
+        alive = {status.pid for status in here if status.doing != STARTING}
         orchestrator = self._processes.pids().get(ORCHESTRATOR)
         if orchestrator is not None and await self._broker.get_meta(keys.STATUS) is not None:
             alive.add(orchestrator)
         return alive
 
 
-def _pid_at_work(lease: bytes) -> int | None:
-    """The process behind a lease, if it is one of this host and past its start."""
-    try:
-        status = worker_status_decoder.decode(lease)
-    except MessageError:
-        return None
-    return status.pid if status.host == socket.gethostname() and status.doing != STARTING else None
-
-
 async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
     """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
 
-    note: hears what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
+    note: reports what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
     ChildFailedError with its last words, see ``logs``.
     """
     note(f"model {path}")
@@ -281,7 +272,7 @@ async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> P
 
 
 async def _said(process: asyncio.subprocess.Process, still: Callable[[float], None]) -> bytes:
-    """What the preparation prints. It may download for as long as it takes: its user hears that it still does."""
+    """What the preparation prints. It may download for as long as it takes: its user is kept informed."""
     started_s = time.monotonic()
     said = asyncio.create_task(process.communicate(), name="prepare")
     try:

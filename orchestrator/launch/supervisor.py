@@ -33,6 +33,7 @@ from orchestrator.launch.console import RunConsole
 from orchestrator.launch.fleet import LocalFleet
 from orchestrator.launch.processes import Children, ChildSpec, Liveness, Restarts, prepare_model
 from orchestrator.loop.control import append_event
+from orchestrator.loop.membership import read_statuses
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
 from transport.broker import keys
@@ -45,18 +46,15 @@ from transport.contracts.messages import (
     SpawnWorkers,
     WorkerLost,
     WorkerStarted,
-    WorkerStatus,
     encode,
     spawn_decoder,
-    worker_status_decoder,
 )
 from transport.contracts.settings import Settings, public
-from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.contracts.types import RunName, WorkerKind
 from transport.errors import (
     BrokerUnavailableError,
     DirectoryError,
     FatalError,
-    MessageError,
     TransientError,
     first_error,
 )
@@ -69,7 +67,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
 LAST_EVENTS_S = 30.0
-"""After the trainer's end, how long the orchestrator may take to hear of it."""
+"""After the trainer's end, how long the orchestrator may take to read of it."""
 FIRST_ANSWER_S = 5.0
 """A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
@@ -300,7 +298,7 @@ class Supervisor:
         """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
         with suppress(TransientError, TimeoutError):
             async with asyncio.timeout(1.0):
-                for worker_id, status in (await _statuses(broker)).items():
+                for worker_id, status in read_statuses(await broker.leases()).items():
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")
                         await append_event(broker, lost, worker=worker_id)
@@ -349,12 +347,3 @@ async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:
         raw = await broker.get_meta(keys.SPAWN)
         return None if raw is None else spawn_decoder.decode(raw)
     return None
-
-
-async def _statuses(broker: Broker) -> dict[WorkerId, WorkerStatus]:
-    """What the live workers say of themselves; leases that cannot be read are not of ours."""
-    statuses: dict[WorkerId, WorkerStatus] = {}
-    for worker_id, raw in (await broker.leases()).items():
-        with suppress(MessageError):
-            statuses[worker_id] = worker_status_decoder.decode(raw)
-    return statuses

@@ -1,15 +1,13 @@
-"""What people ask of a run while it goes on, as events: from the command line, and over HTTP
-(observability/http/routes.py).
-
-Owns: which requests there are, and whether one can be granted. Never: what follows from it; the core decides, and the
-journal shows it like every other event. Invariant: a request travels on the events log, so it is neither lost nor
-reordered when the orchestrator is just being started again.
+"""Requests to a run while it goes on, as events: from the command line, and over HTTP.
 
     pause        nothing new is dispatched; running samples finish, what is ready is trained
     resume       the end of a pause
     drain        the batch in training finishes, then: last checkpoint, final model, the end (--resume goes on)
     checkpoint   one after the batch in training
     set          another value of a setting in core.settings.CHANGEABLE
+
+What follows from a request, the core decides. Invariant: it travels on the events log, so it is neither lost nor
+reordered when the orchestrator is just being started again, and the journal shows it like every other event.
 """
 
 from __future__ import annotations

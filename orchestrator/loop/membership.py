@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -110,6 +111,15 @@ class Membership:
                 self._decoded[worker] = (raw, _decoded(worker, raw))
         self._decoded = {worker: self._decoded[worker] for worker in leases}
         return {worker: status for worker, (_, status) in self._decoded.items() if status is not None}
+
+
+def read_statuses(leases: Mapping[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
+    """What live workers report of themselves; the orchestrator's log names leases that cannot be read."""
+    statuses: dict[WorkerId, WorkerStatus] = {}
+    for worker, raw in leases.items():
+        with suppress(MessageError):
+            statuses[worker] = worker_status_decoder.decode(raw)
+    return statuses
 
 
 def _decoded(worker: WorkerId, raw: bytes) -> WorkerStatus | None:

@@ -1,8 +1,7 @@
 """Coefficients of the cost model from measured seconds: least squares of relative errors, nothing below zero.
 
-Owns: the fits, and how wrong they are on what they did not see. Never: measuring (``workers/profile/command.py``).
-Invariant: the formulas are those of ``DecodeCost`` and ``TrainCost``, in which every coefficient is linear but the knee
-between memory-bound and compute-bound batches; that one is searched.
+The formulas are those of ``DecodeCost`` and ``TrainCost``, in which every coefficient is linear but the knee between
+memory-bound and compute-bound batches; that one is searched.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ROUNDING = 1e-12
 FEWEST = 4
 """Runs for four coefficients."""
 FEWEST_BATCHES = 3
-"""Sizes of batches, to tell what a sample adds from what every step takes."""
+"""Sizes of batches, to separate what a sample adds from what every step takes."""
 
 
 def fit(measurements: Measurements) -> Profile:

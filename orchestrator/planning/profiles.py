@@ -1,8 +1,4 @@
-"""A profile: what was fitted of one machine with one model, as a file, and as hardware to simulate and to plan with.
-
-Owns: the schema, and what a profile cannot say. Never: fits (``fitting.py``), or measures
-(``workers/profile/command.py``).
-"""
+"""A profile: what was fitted of one machine with one model, as a file, and as hardware to simulate and to plan with."""
 
 from __future__ import annotations
 

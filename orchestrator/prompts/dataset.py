@@ -1,11 +1,10 @@
 """Problems before they become prompts: where questions and answers come from, and which of them are held out.
 
-Owns: the three kinds of data source and the split. Never: tokenises, orders. Invariant: no question is in both parts,
-and the same settings and data give the same problems in the same order.
-
     reasoning_gym   made by seed, with a verifier of their own
     jsonl           one JSON object a line, .gz too, with named columns
     hf              a data set of the ``datasets`` library: hub name, saved directory, or parquet/JSON files
+
+Invariant: no question is in both parts, and the same settings and data give the same problems in the same order.
 """
 
 from __future__ import annotations

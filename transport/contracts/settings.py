@@ -1,4 +1,4 @@
-"""A run's settings as every process reads them: stored once under the run's key, decoded by whoever joins.
+"""A run's settings as every process reads them: stored once under the run's key, decoded by every process that joins.
 
 Owns: the sections, their units, defaults and reasons. ``orchestrator/config/load.py`` reads them from TOML and checks
 them. Invariant: no setting can make a reader import code; ``module:function`` names stay in a worker's local
@@ -126,7 +126,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     workers: AtLeast1 = 1
     timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
-    lease_s: Positive = 15.0  # a unit nobody renewed for so long goes to another worker
+    lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
     reward: FunctionName = (
         ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
     )
@@ -293,7 +293,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     )
     max_requests: Annotated[int, Meta(ge=1, le=128)] = 64  # open, each with at most one reader; more get a 429
     max_prompts: AtLeast1 = 100_000  # of all open requests together: some 500 bytes each in the orchestrator's memory
-    keep_s: Positive = 3600.0  # a finished request that nobody reads for so long is forgotten
+    keep_s: Positive = 3600.0  # a finished request that is not read for so long is forgotten
     weights_dir: str = ""  # what `run` gives its publisher as --weights-dir: where POST /update may take weights from
 
 

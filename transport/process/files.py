@@ -1,7 +1,6 @@
 """Files of ours: replaced whole or not at all, read where they are this user's own, one error for each trouble.
 
-Owns: how a file takes the place of another (every such place in this repository comes here), what "our own" means, and
-the words about disks that are full, read-only or somebody else's. Never: knows what a file means.
+Every place in this repository where a file takes the place of another comes here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def writing(directory: Path) -> Generator[None]:
 def replacing(path: Path, *, mode: int = 0o666) -> Generator[IO[bytes]]:
     """A new file that takes the place of ``path`` when the block ends, or, if anything fails, never.
 
-    A reader sees the old file or the new one, each whole, and so does whoever looks after a kill or a power cut: the
+    A reader sees the old file or the new one, each whole, also after a kill or a power cut: the
     file is on the disk before its name is, and the name before this returns. A link at ``path`` is replaced, not
     followed. mode: as for ``open``, less the umask.  Raises OSError; nothing of the attempt is left then.
     """
@@ -133,7 +132,7 @@ def remove_remains(directory: Path) -> None:
                 path.unlink()
 
 
-# --- our own, and nobody else's ---------------------------------------------------------------------------------------
+# --- our own ----------------------------------------------------------------------------------------------------------
 
 MAX_OWN_BYTES = 4 * 1024 * 1024
 """Of a file that is read whole: settings, a password."""

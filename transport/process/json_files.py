@@ -1,8 +1,7 @@
 """JSON in files from outside: one document, or rows of one object a line, gzipped where the name ends in .gz.
 
 Rows are read as a stream and never held together; a line is bounded, and so is what a small file may unpack to.
-Whatever is in a file, the reader returns a value or raises InputFileError with file and line. Owns: the bounds. Never:
-what a value means.
+Whatever is in a file, the reader returns a value or raises InputFileError with file and line.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Container engines hand a secret over as a file, because a process's environment is shown by many tools: ``read_secret``
 takes the value of a variable, or of the file that ``<variable>_FILE`` names.
 
-Owns: the names, where secrets are read, what is made of them. Never: logs a secret, or sends one anywhere. Invariant: a
-shared secret is used for nothing but keys: whoever learns the key of one purpose (HTTP clients send theirs in clear)
-has neither that of another nor the secret.
+Invariant: a shared secret is logged and sent nowhere, and used for nothing but keys: the key of one purpose (HTTP
+clients send theirs in clear) gives away neither that of another nor the secret.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SHARED_SECRET = "STREAMRL_SECRET"
 ENGINE_KEY = "STREAMRL_ENGINE_KEY"
 """What an inference server that runs elsewhere asks for."""
 MIN_CHARACTERS = 16
-"""Of a shared secret. Whoever has recorded one handshake can try secrets offline, some 10^10 a second: all of 16 random
+"""Of a shared secret. One recorded handshake is enough to try secrets offline, some 10^10 a second: all of 16 random
 hexadecimal digits take 60 years, all of 8 letters 20 seconds."""
 HOW_TO_MAKE = 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
@@ -100,7 +99,7 @@ def _value_of(environ: Mapping[str, str], variable: str) -> str:
 
 
 def own_secret(directories: Sequence[Path] = ()) -> bytes:
-    """The secret of this user on this host, made when it is first asked for, where nobody set one.
+    """The secret of this user on this host, made when it is first asked for, where none was set.
 
     On loopback there are no other machines, only other users; a file that one user alone can read tells them apart, and
     reaches every program of that user, also those that know no run (storage units, the loader inside a server).

@@ -3,8 +3,8 @@
 Several workers start from the same command line (replicas of a container, a shell loop), and each shall have a GPU of
 its own. A worker locks one of the GPUs that it may take, and torch and engine servers see no other.
 
-Owns: the lock, for as long as this process lives: the kernel lets go of it when the process dies. Invariant: no two
-workers with the same lock directory hold the same GPU. Never: imports torch (CUDA_VISIBLE_DEVICES is read at import).
+The kernel lets go of the lock when this process dies. Invariant: no two workers with the same lock directory hold the
+same GPU, and torch is not imported here (CUDA_VISIBLE_DEVICES is read at import).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every worker process does besides its work: join, hold its lease, stop when told.
+"""What every worker process does besides its work: join, hold its lease, stop when asked.
 
-Owns: registration, the heartbeat, signals, the exit code. Never: the work itself, decisions. Invariant: a worker whose
-lease cannot be renewed keeps working (the broker may only be restarting) until the broker was away for ``outage_s``.
+Invariant: a worker whose lease cannot be renewed keeps working (the broker may only be restarting) until the broker was
+away for ``outage_s``.
 
     connect ── settings ── incarnation ── build the worker ──┬── worker.run()      ends: the run is over
                                                              ├── heartbeat loop    forever: lease + state of the run
@@ -130,7 +130,7 @@ async def serve_worker(
 ) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
-    index: None takes a number that nobody has.  heartbeat_file: touched whenever the lease was renewed.
+    index: None takes a free number.  heartbeat_file: touched whenever the lease was renewed.
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
@@ -161,10 +161,10 @@ async def serve_worker(
 
 
 async def free_index(broker: Broker, kind: WorkerKind) -> int:
-    """A number that no live worker of ``kind`` has, and that nobody else is given here."""
+    """A number that no live worker of ``kind`` has, and that no other worker gets here."""
     taken = {worker_id.rpartition(".")[0] for worker_id in await broker.leases()}
     while True:
-        index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each to one who asks
+        index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each number once
         if f"{kind.value}-{index}" not in taken:
             return index
 
@@ -202,7 +202,7 @@ def _stop_on_signal() -> asyncio.Event:
 
 
 class _Lease:
-    """Renews the lease and hears whether the run is over."""
+    """Renews the lease and looks whether the run is over."""
 
     def __init__(
         self,
