@@ -235,7 +235,11 @@ def test_whoever_has_no_key_sees_nothing_and_is_told_where_it_is(page: LivePage,
 
 def coloured_pixels(place: str) -> str:
     """JavaScript: how many pixels of a lane are painted."""
-    canvas = f"document.querySelector('.lane[data-key=\"{place}\"] canvas')"
+    return painted(f"document.querySelector('.lane[data-key=\"{place}\"] canvas')")
+
+
+def painted(canvas: str) -> str:
+    """JavaScript: how many pixels of a canvas are painted."""
     data = f"{canvas}.getContext('2d').getImageData(0, 0, {canvas}.width, {canvas}.height).data"
     return f"{data}.filter((value, index) => index % 4 === 3 && value > 0).length"
 
@@ -274,7 +278,8 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert browser.text("#staleness") == "staleness 0.500, at most 1"
     assert browser.text("#longest tr") == "12/4 (attempt 2)1 min 23 s1 of 8generate-0.1"
     assert "dead letters2" in browser.evaluate("document.querySelector('#queues tr.alarm').textContent")
-    assert browser.evaluate("document.querySelectorAll('#curves path').length") >= 3
+    assert browser.evaluate("document.querySelectorAll('#curves canvas').length") >= 3
+    assert browser.evaluate(painted("document.querySelector('#curves canvas')")) > 500
     assert "no group that it may take" in browser.text("#idle")
     assert browser.text("#bubbles-title") == "Idle time by cause, batches 2 to 10"
     assert "pipeline bubble 30%skew bubble 10%" in browser.text("#bubbles")
@@ -408,7 +413,7 @@ def test_lanes_curves_and_samples_are_reached_and_read_by_keyboard(page: LivePag
     assert browser.evaluate("document.activeElement.closest('.lane').dataset.key") == "generate-0"
     browser.press("ArrowLeft")
     assert browser.text("#lanes-readout") == "generate-0, 1 s ago: waiting, busy 44%"
-    browser.evaluate("document.querySelector('#curves svg').focus()")
+    browser.evaluate("document.querySelector('#curves .chart').focus()")
     browser.press("ArrowLeft")
     assert browser.text("#curves .readout") == f"batch 11: {json.dumps(0.333)}"
     browser.evaluate("document.querySelector('#samples summary').focus()")

@@ -1,15 +1,16 @@
 """What can be asked over HTTP, and the answers.
 
-Owns: routes and their form. Never: state; it reads the board that ``observability/http/status.py`` writes. Invariant:
-an answer costs no broker round trip, so that asking often cannot slow the run; every route asks for the key unless
-the guard is told that it is open.
+Invariant: an answer costs no broker round trip, so that asking often cannot slow the run; every route requires the key
+unless the guard lists it as open.
 
     GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
-    GET /status           what the run is doing now (``observability/http/status.py`` tells its form), and ``age_s``;
-    JSON GET /history          what the live page draws of the past (``observability/http/page_history.py``); JSON GET
-    /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON GET /metrics
-    the same numbers for Prometheus GET /                 the live page, static files: open, and empty until it is
-    given the key POST /control/...     see control.py POST /generate, /update   see http.py
+    GET /status           what the run is doing now (the form is in status.py), and ``age_s``; JSON
+    GET /history          what the live page draws of the past (page_history.py); JSON
+    GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
+    GET /metrics          the same numbers for Prometheus
+    GET /                 the live page, static files: open, and empty until it is given the key
+    POST /control/...     see control.py
+    POST /generate, /update   see serving/http.py
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ HEALTHY_AGE_S = 5.0
 """A status is made twice a second; one that is older says that deciding or the broker stands still."""
 MAX_BATCHES = 1000
 """Lines in one answer; a page asks on from where the answer ended."""
-STATIC = files("orchestrator.observability.http") / "static"
+STATIC = Path(str(files("orchestrator.observability.http") / "static"))
 
 
 class Api:
@@ -89,11 +90,11 @@ def build_app(
     routes: Sequence[BaseRoute], *, host: str, key: str, body_limits: Mapping[str, BodyLimit] | None = None
 ) -> ASGIApp:
     """``routes`` and the live page, behind the guard, whose arguments the others are."""
-    page = Mount("/", StaticFiles(directory=str(STATIC), html=True))
+    page = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
     return Guard(app, host=host, key=key, open_paths=page_paths(), body_limits=body_limits)
 
 
 def page_paths() -> list[str]:
     """Of the files that make the live page."""
-    return ["/", *(f"/{file.name}" for file in STATIC.iterdir() if file.is_file())]
+    return ["/", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*") if file.is_file())]

@@ -1,15 +1,17 @@
-// The run's curves: small multiples over batches, drawn as SVG.
+// The run's curves: small multiples over batches, drawn by uPlot (uplot/), with one cursor for all of them.
 
 import { byId, keyed, make, setText } from "./dom.js";
+import { token } from "./states.js";
 import { number } from "./text.js";
 
-const WIDTH = 360;
 const HEIGHT = 150;
-const LEFT = 42;
-const RIGHT = 8;
-const TOP = 8;
-const BOTTOM = 20;
-const SVG = "http://www.w3.org/2000/svg";
+const MAX_DOTS = 12;
+const LINES = [
+  { tone: "s-decode" },
+  { tone: "s-publish" },
+  { tone: "s-train", dash: [5, 3] },
+  { tone: "s-score", dash: [2, 3] },
+];
 
 const CHARTS = [
   { title: "Reward", names: ["reward", "reward_with_filtered"], labels: ["mean", "with filtered"], floor: 0 },
@@ -21,8 +23,13 @@ const CHARTS = [
   { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "train", "wait", "publish"], floor: 0, robust: true },
   { title: "Tokens a second", names: ["tokens_per_s"], floor: 0, robust: true },
 ];
+const BATCH_STEPS = Array.from({ length: 8 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const NOT_CURVES = /^(batch|version|incarnation|time_s)$/;
-const shared = { batch: null }; // the batch that is read out, in all charts at once
+const drawn = new Map(); // figure -> {plot, labels, chart, batches}
+const cursor = { sync: { key: "batches", scales: ["x", null] }, drag: { x: false, y: false }, y: false };
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) drawn.get(target.parentElement)?.plot.setSize({ width: target.clientWidth, height: HEIGHT });
+});
 
 let last = null;
 
@@ -66,39 +73,48 @@ function drawAll(parent, charts, batches) {
     createChart,
     (figure, _, index) => updateChart(figure, charts[index], batches),
   );
+  for (const [figure, { plot }] of drawn) {
+    if (figure.isConnected) continue;
+    plot.destroy();
+    drawn.delete(figure);
+  }
 }
 
 function createChart(title) {
   const figure = make("figure");
   const caption = make("figcaption");
   caption.append(make("b", "", title), make("span", "readout"));
-  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img" });
-  svg.addEventListener("pointermove", (event) => point(svg, event));
-  svg.addEventListener("pointerleave", () => read(null));
-  svg.addEventListener("blur", () => read(null));
-  svg.addEventListener("keydown", step);
-  const key = make("p", "key");
-  figure.append(caption, svg, key);
+  const host = make("div", "chart");
+  host.tabIndex = 0;
+  host.setAttribute("role", "img");
+  host.append(make("span", "cut"));
+  host.addEventListener("pointermove", (event) => event.pointerType === "touch" && point(figure, event));
+  host.addEventListener("blur", () => moveCursor(figure, null));
+  host.addEventListener("keydown", (event) => step(figure, event));
+  figure.append(caption, host, make("p", "key"));
+  resized.observe(host);
   return figure;
 }
 
-function shape(tag, attributes, text = "") {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  if (text) element.textContent = text;
-  return element;
-}
-
+/** Batches are counted from 1, as people do; the first line is drawn last, on top of the others. */
 function updateChart(figure, chart, batches) {
-  const [caption, svg, key] = figure.children;
-  const at = shared.batch === null ? batches.length - 1 : nearest(batches, shared.batch);
-  const reading = chart.series
-    .map((one) => (chart.series.length > 1 || chart.components ? `${one.label} ` : "") + number(one.values[at]))
-    .join(" · ");
-  const batch = batches.length ? `batch ${batches[at] + 1}: ` : "";
-  setText(caption.lastElementChild, reading ? (shared.batch === null ? reading : batch + reading) : "no batch trained yet");
-  svg.setAttribute("aria-label", `${chart.title}, ${batch}${reading}`);
-  svg.replaceChildren(...marks(chart, batches, at));
+  const [, host, key] = figure.children;
+  const labels = chart.series.map((one) => one.label).join("\n");
+  const before = drawn.get(figure);
+  const data = [batches.map((batch) => batch + 1), ...chart.series.map((one) => one.values).reverse()];
+  if (before && before.labels === labels) {
+    Object.assign(before, { chart, batches });
+    before.plot.setData(data);
+  } else {
+    if (before) before.plot.destroy();
+    const state = { labels, chart, batches };
+    drawn.set(figure, state);
+    state.plot = new uPlot(options(figure, host.clientWidth, chart.series), data, host);
+  }
+  const peak = Math.max(...valuesOf(chart));
+  const { high } = scaleOf(figure);
+  setText(host.firstElementChild, peak > high ? `cut, up to ${tickText(peak)}` : "");
+  readOut(figure);
   keyed(
     key,
     chart.series.length > 1 ? chart.series.map((one) => one.label) : [],
@@ -107,50 +123,42 @@ function updateChart(figure, chart, batches) {
   );
 }
 
-function marks(chart, batches, at) {
-  const values = chart.series.flatMap((one) => one.values).filter((value) => value !== null);
-  const { low, high, ticks } = scale(chart.robust ? withoutPeaks(values) : values, chart.floor);
-  const first = batches[0] ?? 0;
-  const last = Math.max(batches.at(-1) ?? 1, first + 1);
-  const x = (batch) => LEFT + ((batch - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + (1 - (Math.min(value, high) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
-  const parts = ticks.flatMap((tick) => [
-    shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
-    shape("text", { class: "tick", x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, tickText(tick)),
-  ]);
-  if (batches.length) {
-    parts.push(shape("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, `batch ${first + 1}`));
-    if (batches.length > 1) parts.push(shape("text", { class: "tick", x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, String(last + 1)));
-  }
-  for (const one of [...chart.series].reverse()) {
-    parts.push(shape("path", { class: "line", "data-line": one.tone, d: path(one.values, batches, x, y) }));
-    const value = one.values[at];
-    if (typeof value === "number") parts.push(shape("circle", { class: "spot", "data-line": one.tone, cx: x(batches[at]), cy: y(value), r: 3 }));
-  }
-  const peak = Math.max(...values);
-  if (peak > high) {
-    parts.push(shape("text", { class: "tick cut", x: WIDTH - RIGHT, y: TOP + 10, "text-anchor": "end" }, `cut, up to ${tickText(peak)}`));
-  }
-  if (shared.batch !== null && batches.length) {
-    parts.push(shape("line", { class: "cursor", x1: x(batches[at]), x2: x(batches[at]), y1: TOP, y2: HEIGHT - BOTTOM }));
-  }
-  return parts;
+function options(figure, width, series) {
+  const axis = { stroke: () => token("muted"), font: "11px system-ui, sans-serif", grid: { stroke: () => token("line"), width: 1 }, ticks: { show: false } };
+  const lines = series.map(({ tone }) => ({
+    stroke: () => token(LINES[tone].tone),
+    dash: LINES[tone].dash,
+    width: 1.8,
+    points: { show: true, size: 5, fill: () => token(LINES[tone].tone), filter: dotted },
+  }));
+  return {
+    width,
+    height: HEIGHT,
+    padding: [8, 8, 0, 0],
+    legend: { show: false },
+    cursor,
+    scales: {
+      x: { time: false, range: (_, low, high) => [low ?? 1, Math.max(high ?? 2, (low ?? 1) + 1)] },
+      y: { range: () => [scaleOf(figure).low, scaleOf(figure).high] },
+    },
+    axes: [
+      { ...axis, size: 28, gap: 6, space: 60, grid: { show: false }, incrs: BATCH_STEPS, values: (_, ticks) => ticks.map(batchText) },
+      { ...axis, size: 44, gap: 4, splits: () => scaleOf(figure).ticks, values: (_, ticks) => ticks.map(tickText) },
+    ],
+    series: [{}, ...lines.reverse()],
+    hooks: { setCursor: [() => readOut(figure)] },
+  };
 }
 
-/** An SVG path; a batch without the number is a gap. */
-function path(values, batches, x, y) {
-  let pen = "M";
-  return values
-    .map((value, index) => {
-      if (value === null) {
-        pen = "M";
-        return "";
-      }
-      const part = `${pen}${x(batches[index]).toFixed(1)} ${y(value).toFixed(1)}`;
-      pen = "L";
-      return part;
-    })
-    .join("");
+/** Batches that have a dot: all of a few, of more the newest. */
+const dotted = (plot) => plot.data[0].map((_, index) => index).slice(plot.data[0].length > MAX_DOTS ? -1 : 0);
+const valuesOf = (chart) => chart.series.flatMap((one) => one.values).filter((value) => value !== null);
+
+/** The vertical scale of a figure's chart: {low, high, ticks}. */
+function scaleOf(figure) {
+  const { chart } = drawn.get(figure);
+  const values = valuesOf(chart);
+  return scale(chart.robust ? withoutPeaks(values) : values, chart.floor);
 }
 
 /** Without rare peaks, such as the start of the run in its first batch: they would press everything else flat. */
@@ -185,36 +193,42 @@ function tickText(tick) {
   return size >= 1e4 ? `${Number((tick / 1e3).toPrecision(3))}k` : String(Number(tick.toPrecision(4)));
 }
 
+const batchText = (batch, place) => (place ? String(batch) : `batch ${batch}`);
+
 // -- reading: one cursor for all charts
 
-function nearest(batches, batch) {
-  let best = 0;
-  batches.forEach((one, index) => {
-    if (Math.abs(one - batch) < Math.abs(batches[best] - batch)) best = index;
-  });
-  return best;
+/** The values under the cursor, else the newest. */
+function readOut(figure) {
+  const { plot, chart, batches } = drawn.get(figure);
+  if (!plot) return; // it is being made
+  const [caption, host] = figure.children;
+  const at = plot.cursor.idx ?? batches.length - 1;
+  const reading = chart.series
+    .map((one) => (chart.series.length > 1 || chart.components ? `${one.label} ` : "") + number(one.values[at]))
+    .join(" · ");
+  const batch = batches.length ? `batch ${batches[at] + 1}: ` : "";
+  setText(caption.lastElementChild, reading ? (plot.cursor.idx == null ? reading : batch + reading) : "no batch trained yet");
+  host.setAttribute("aria-label", `${chart.title}, ${batch}${reading}`);
 }
 
-function point(svg, event) {
-  const batches = last.curves.batch || [];
-  if (!batches.length) return;
-  const box = svg.getBoundingClientRect();
-  const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
-  read(batches[0] + Math.min(1, Math.max(0, share)) * (batches.at(-1) - batches[0]));
+function point(figure, event) {
+  const { plot } = drawn.get(figure);
+  plot.setCursor({ left: event.clientX - plot.over.getBoundingClientRect().left, top: 1 }, true, true);
 }
 
-function step(event) {
-  const batches = last.curves.batch || [];
+function step(figure, event) {
+  const { plot, batches } = drawn.get(figure);
   const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -batches.length, End: batches.length };
   if (!(event.key in steps) || !batches.length) return;
   event.preventDefault();
-  const at = shared.batch === null ? batches.length - 1 : nearest(batches, shared.batch);
-  read(batches[Math.min(batches.length - 1, Math.max(0, at + steps[event.key]))]);
+  const at = plot.cursor.idx ?? batches.length - 1;
+  moveCursor(figure, Math.min(batches.length - 1, Math.max(0, at + steps[event.key])));
 }
 
-function read(batch) {
-  shared.batch = batch;
-  if (last) showCurves(last.curves, last.components);
+function moveCursor(figure, at) {
+  const { plot } = drawn.get(figure);
+  plot.setCursor(at === null ? { left: -10, top: -10 } : { left: plot.valToPos(plot.data[0][at], "x"), top: 1 }, true, true);
 }
 
 byId("more").addEventListener("toggle", () => last && showCurves(last.curves, last.components));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(({ plot }) => plot.redraw(false)));

@@ -39,8 +39,11 @@ export const isMetered = (doing) => ["decode", "score", "train", "step", "wait"]
 let cache = new Map();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (cache = new Map()));
 
-/** The tone's colour in the current theme, for a canvas. */
-export function colour(tone) {
-  if (!cache.has(tone)) cache.set(tone, getComputedStyle(document.documentElement).getPropertyValue(`--s-${tone}`).trim());
-  return cache.get(tone);
+/** A colour of the style sheet in the current theme, for a canvas. */
+export function token(name) {
+  if (!cache.has(name)) cache.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return cache.get(name);
 }
+
+/** Of a tone. */
+export const colour = (tone) => token(`s-${tone}`);
