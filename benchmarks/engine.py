@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
-from workers.generation.embedded.model_loading import load_model
+from workers.generation.embedded.engine import load_model
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
 from workers.models.resolve import model_cache, prepare_model

@@ -153,8 +153,7 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn a model path into a local Hugging Face directory, try its chat template, and print the directory."""
-    from workers.models.chat_template import try_chat_template
-    from workers.models.resolve import model_cache, prepare_model
+    from workers.models.resolve import model_cache, prepare_model, try_chat_template
 
     directory = prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
     try_chat_template(directory)

@@ -20,8 +20,7 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
 from transport.process.clock import Clock, MonotonicClock
 from workers.commands.build import publishing_worker
-from workers.generation.emulated import EmulatedEngine
-from workers.generation.slow_link import SlowLink
+from workers.generation.emulated import EmulatedEngine, EmulatedLink
 from workers.generation.worker import GenerationWorker
 from workers.leases.lifecycle import Worker
 
@@ -98,7 +97,7 @@ class ServiceRun:
         clock = clock or MonotonicClock()
         engine = EmulatedEngine(self.settings.emulated, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
-        link = SlowLink(0.0, clock)
+        link = EmulatedLink(0.0, clock)
         self._run(
             worker_id, WorkerKind.GENERATE, GenerationWorker(broker, engine, self.settings, worker_id, link, clock)
         )

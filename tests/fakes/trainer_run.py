@@ -34,8 +34,8 @@ from transport.contracts.types import Column, RunName, WeightIdentity, WorkerId
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import BrokerRows, encode_array
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
+from workers.trainer.learner import PromptGroup
 from workers.trainer.policy.policy_learner import PolicyLearner
-from workers.trainer.samples import PromptGroup
 from workers.trainer.worker import TrainerWorker
 from workers.weights.publish import dtype_name
 

@@ -36,7 +36,7 @@ from transport.contracts.lengths import read_lengths
 from transport.contracts.messages import JournalRecord, StepDone
 from transport.contracts.model_identity import identify_model
 from transport.errors import FatalError, LengthFileError
-from workers.generation.embedded.stop_tokens import stop_token_ids
+from workers.models.facts import stop_token_ids
 from workers.models.resolve import check_model_dir
 from workers.trainer.checkpoint import META_FILE, STEPS_FILE, CheckpointMeta, CheckpointStore, _mark
 

@@ -14,8 +14,8 @@ from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
 from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from workers.generation.embedded.slots import SlotDecoder
-from workers.generation.embedded.stop_tokens import stop_token_ids
 from workers.generation.engine import EngineFailure, GenerationRequest
+from workers.models.facts import stop_token_ids
 from workers.models.random_model import build_qwen3_tiny
 from workers.models.resolve import check_model_dir
 

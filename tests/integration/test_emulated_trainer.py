@@ -23,7 +23,7 @@ from transport.contracts.messages import (
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import WorkerId
 from transport.process.clock import MonotonicClock
-from workers.generation.slow_link import SlowLink
+from workers.generation.emulated import EmulatedLink
 from workers.trainer.emulated import EmulatedLearner
 from workers.trainer.worker import TrainerWorker
 from workers.weights.publish import WeightPublisher
@@ -113,7 +113,7 @@ async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_
     learner = EmulatedLearner(COSTS, publisher, lambda seconds: None)
     try:
         clock = MonotonicClock()
-        link = SlowLink(0.5, clock)
+        link = EmulatedLink(0.5, clock)
         manifest = learner.publish(1, 1)
         started_s = clock.now_s()
         for _ in range(2):
@@ -127,7 +127,7 @@ async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_
 def test_workers_of_a_replay_import_no_torch():
     """Or they would take seconds to start."""
     modules = (
-        "workers.commands.build, workers.generation.emulated, workers.generation.slow_link, workers.generation.worker, "
+        "workers.commands.build, workers.generation.emulated, workers.generation.emulated, workers.generation.worker, "
         "workers.trainer.emulated, workers.weights.publish, workers.trainer.worker"
     )
     code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"

@@ -28,7 +28,7 @@ from transport.tensors.shm import SHARED_MEMORY
 from workers.trainer.emulated import EmulatedLearner
 from workers.trainer.worker import TrainerWorker
 from workers.weights.publish import WeightPublisher
-from workers.weights.publisher import PublishingWorker
+from workers.weights.publishing_worker import PublishingWorker
 
 NEVER_S = 1000.0
 """What is begun is not over when its process ends."""

@@ -19,8 +19,8 @@ from transport.contracts.types import (
 )
 from transport.process.clock import ManualClock
 from transport.rows.columns import BrokerRows, decode_scalar, encode_array
-from workers.leases.consumer import Outcome, TaskConsumer, Unit
 from workers.leases.lifecycle import BusyMeter
+from workers.scoring.consumer import Outcome, TaskConsumer, Unit
 
 
 @pytest.fixture

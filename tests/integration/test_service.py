@@ -43,7 +43,7 @@ from workers.client.weights import WeightChannel
 from workers.errors import ClientError
 from workers.models.resolve import prepare_model
 from workers.weights.publish import WeightPublisher
-from workers.weights.publisher import MAX_REASON_CHARACTERS
+from workers.weights.publishing_worker import MAX_REASON_CHARACTERS
 
 DAY_S = 86_400.0
 

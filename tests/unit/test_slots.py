@@ -9,8 +9,7 @@ import torch
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
 from transport.process.clock import ManualClock
-from workers.generation.embedded.forward import FusedForward, can_fuse
-from workers.generation.embedded.hf_forward import ModuleForward
+from workers.generation.embedded.forward import FusedForward, ModuleForward, can_fuse
 from workers.generation.embedded.kv import FIRST_CAPACITY, KVShape, SlotKV
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest

@@ -97,8 +97,8 @@ def generation_worker(
         lengths = await asyncio.to_thread(_forced_lengths, settings)
         if settings.generation.engine == "emulated":
             return _emulated_worker(broker, settings, worker_id, lengths, secret)
-        from workers.generation.embedded.stop_tokens import stop_token_ids
         from workers.generation.worker import GenerationWorker
+        from workers.models.facts import stop_token_ids
         from workers.weights.pull import WeightPuller
 
         clock = MonotonicClock()
@@ -164,13 +164,12 @@ def _emulated_worker(
     broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None, secret: bytes
 ) -> Worker:
     """Without torch, so that it starts in well under a second."""
-    from workers.generation.emulated import EmulatedEngine
-    from workers.generation.slow_link import LinkedWorker, SlowLink
+    from workers.generation.emulated import EmulatedEngine, EmulatedLink, LinkedWorker
     from workers.generation.worker import GenerationWorker
 
     clock = MonotonicClock()
     engine = EmulatedEngine(settings.emulated, settings.generation.slots, clock)
-    link = SlowLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
+    link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
     worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     return LinkedWorker(worker, link, broker)
 
@@ -238,9 +237,8 @@ def publishing_worker(
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
         import torch
 
-        from workers.weights.checkpoint_files import read_tensors
         from workers.weights.publish import WeightPublisher
-        from workers.weights.publisher import PublishingWorker
+        from workers.weights.publishing_worker import PublishingWorker, read_tensors
 
         if settings.trainer.engine != "none":
             raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")

@@ -18,12 +18,12 @@ from transport.contracts.types import GroupId, SamplingParams, Struct
 from transport.process.clock import MonotonicClock
 from workers.errors import EvaluationError
 from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
-from workers.generation.embedded.stop_tokens import stop_token_ids
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
+from workers.models.facts import stop_token_ids
 from workers.models.resolve import prepare_model
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import Reward, RewardSpec, reward_spec
-from workers.scoring.sample import load_detokenizer
+from workers.scoring.tasks import load_detokenizer
 
 
 class HeldOut(Struct, frozen=True, kw_only=True):

@@ -15,15 +15,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Broker
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Sample
+from transport.contracts.messages import WeightManifest, manifest_decoder
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
+from transport.errors import MessageError, first_error
 from transport.process.clock import Clock
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -35,6 +41,9 @@ from workers.generation.engine import (
     Result,
     ResultQueue,
 )
+from workers.generation.worker import GenerationWorker
+from workers.leases.lifecycle import Activity
+from workers.weights.pull import WeightPuller
 
 if TYPE_CHECKING:
     import torch
@@ -193,3 +202,71 @@ def _spans(spans: Sequence[tuple[WeightIdentity, int]]) -> tuple[VersionSpan, ..
         start = found[-1].end if found else 0
         found.append(VersionSpan(start=start, end=start + tokens, weights=weights))
     return tuple(found)
+
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+READ_WAIT_S = 1.0
+READ_COUNT = 64
+KEPT = 64
+"""Versions whose arrival is remembered; a worker loads one of the newest."""
+
+
+class EmulatedLink:
+    """A Puller (workers/weights): a version sets out when it is published and arrives ``transfer_s`` (ours) later.
+
+    Generation goes on meanwhile, as in the papers (StreamRL sec. 4.1, AsyncFlow sec. 4.2.2): a load waits for what is
+    still on its way. What was not seen on the log sets out when it is asked for, so a load is never early.
+    """
+
+    def __init__(self, transfer_s: float, clock: Clock, *, secret: bytes = b"") -> None:
+        self._transfer_s = transfer_s
+        self._clock = clock
+        self._puller = WeightPuller(secret=secret)
+        self._arrives_s: dict[WeightIdentity, float] = {}
+
+    async def watch(self, broker: Broker) -> None:
+        """Let every version that is published set out, forever."""
+        cursor = ZERO_ID
+        while True:
+            for entry in await broker.read(keys.WEIGHTS, cursor, count=READ_COUNT, wait_s=READ_WAIT_S):
+                cursor = entry.entry_id
+                try:
+                    self._arrival_s(manifest_decoder.decode(entry.entry.payload).weights)
+                except MessageError:
+                    continue  # it is reported where it is loaded
+
+    def _arrival_s(self, weights: WeightIdentity) -> float:
+        arrives_s = self._arrives_s.setdefault(weights, self._clock.now_s() + self._transfer_s)
+        while len(self._arrives_s) > KEPT:
+            del self._arrives_s[next(iter(self._arrives_s))]
+        return arrives_s
+
+    @contextmanager
+    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
+        time.sleep(max(0.0, self._arrival_s(manifest.weights) - self._clock.now_s()))
+        with self._puller.opened(manifest):
+            yield {}
+
+
+class LinkedWorker:
+    """A generation worker behind an emulated link."""
+
+    def __init__(self, worker: GenerationWorker, link: EmulatedLink, broker: Broker) -> None:
+        self._worker = worker
+        self._link = link
+        self._broker = broker
+
+    async def run(self) -> None:
+        """Generate until cancelled, or until the worker is drained."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._link.watch(self._broker), name="link")
+                await self._worker.run()
+                watching.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_error(failures) from None
+
+    def activity(self) -> Activity:
+        return self._worker.activity()

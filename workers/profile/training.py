@@ -26,8 +26,8 @@ from transport.contracts.measurements import TrainRun
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, row_id
 from workers.profile.engine import ENOUGH_S, TOKEN_ID
+from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy.policy_learner import PolicyLearner
-from workers.trainer.samples import PromptGroup, TrainingSample
 from workers.weights.publish import WeightPublisher
 
 REPEATS = 3

@@ -3,7 +3,8 @@
     data        the answer is compared with what the entry holds; only full marks count, which theirs gives for no more
     expression  the answer is read by ``Reader``, which walks Python's syntax tree and evaluates no text
 
-Owns: what is right in these tasks. Invariant: nothing that comes with an answer or an entry is evaluated, and what
+Owns: what is right in these tasks; and, for the whole process, that no text is compiled into code while an answer is
+graded (``forbid_code_from_text``). Invariant: nothing that comes with an answer or an entry is evaluated, and what
 an answer can make us compute is bounded by MAX_CHARACTERS and MAX_BITS, or by the reward's limits of time and memory.
 """
 
@@ -12,8 +13,11 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import FrameType
 from typing import Any
 
 Entry = Mapping[str, Any]
@@ -26,7 +30,7 @@ MAX_CHARACTERS = 500
 MAX_BITS = 4096
 """Of a number in an expression: 9**9**9**9 does not fit into memory."""
 EXPRESSION = "<expression>"
-"""File name that ``Reader`` gives to the text it parses: text_guard.py lets nothing else be parsed."""
+"""File name that ``Reader`` gives to the text it parses: ``forbid_code_from_text`` lets nothing else be parsed."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -200,3 +204,42 @@ OUR_GRADERS: dict[str, Grade] = {
     "string_insertion": _equals_answer,
 }
 """By task, the same tasks as ``transport.contracts.gym_tasks.OURS``."""
+
+
+# --- no text becomes code ---------------------------------------------------------------------------------------------
+
+# The scorers that are used were read, and none evaluates an answer (transport/contracts/gym_tasks.py). An audit hook
+# (PEP 578), which cannot be removed, enforces it, also for what a library does inside: sympy's parser evaluates text,
+# and its ``lambdify`` compiles names of symbols. It does not confine code that runs already (that is jail.py's).
+
+_ONE_NUMBER = re.compile(rb"from sympy import \*|Integer \(\d+ *\)|Float \('[\d.eE+-]+' *\)")
+"""What sympy evaluates for a number that math_verify has read: it cannot be more than a number."""
+_MAKES_CODE = ("sympy/polys/monomials.py",)
+"""Compiles products of exponents for a number of variables. No name and no text gets into them."""
+
+
+class CodeFromTextError(RuntimeError):
+    """Something tried to compile text into code while an answer was graded."""
+
+
+def forbid_code_from_text() -> None:
+    """From now on, in the whole process and for good."""
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "compile" and not is_harmless(arguments[0], arguments[1], sys._getframe(1)):
+        raise CodeFromTextError("grading an answer would execute text: refused")
+
+
+def is_harmless(source: object, filename: object, frame: FrameType | None) -> bool:
+    """Whether what ``frame`` compiles is a module, a number, or read without being executed (``Reader``)."""
+    if filename == EXPRESSION or (isinstance(source, bytes) and _ONE_NUMBER.fullmatch(source)):
+        return True
+    if frame is not None and frame.f_code.co_filename.endswith(_MAKES_CODE):
+        return True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True  # a module is imported for the first time
+        frame = frame.f_back
+    return False

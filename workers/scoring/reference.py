@@ -22,8 +22,8 @@ from transport.broker.base import RowWrite
 from transport.contracts.settings import Settings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId
 from transport.rows.columns import RowStore, decode_array, encode_array
-from workers.leases.consumer import Outcome, Unit
-from workers.scoring.sample import lost_row
+from workers.scoring.consumer import Outcome, Unit
+from workers.scoring.tasks import lost_row
 from workers.trainer.policy.head import target_logprobs
 from workers.trainer.policy.load import choose_device, choose_dtype, load_module
 from workers.trainer.policy.model import plain_head, predictor_hidden

@@ -21,9 +21,9 @@ import msgspec
 
 from transport.contracts.types import Struct
 from workers.errors import RewardError, RewardSetupError
+from workers.scoring.graders import forbid_code_from_text
 from workers.scoring.jail import confine
 from workers.scoring.rewards import Reward, RewardSpec, Scorer, UserReward, build_reward, read_entry
-from workers.scoring.text_guard import forbid_code_from_text
 
 
 class Setup(Struct, frozen=True, kw_only=True):

@@ -20,13 +20,12 @@ from transport.contracts.types import WorkerId
 from transport.errors import first_error
 from transport.process.clock import Clock
 from transport.rows.columns import BrokerRows, RowStore
-from workers.leases.consumer import Handle, TaskConsumer
 from workers.leases.lifecycle import Activity, BusyMeter
-from workers.scoring.advantages import AdvantageTask
+from workers.scoring.consumer import Handle, TaskConsumer
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.reward_process import Sample
 from workers.scoring.rewards import reward_spec
-from workers.scoring.sample import Detokenize, RewardTask, load_detokenizer
+from workers.scoring.tasks import AdvantageTask, Detokenize, RewardTask, load_detokenizer
 
 REWARD_PROCESSES = 2
 """A reward that hangs blocks one of them; rewards are cheap beside generation, so more would idle."""

@@ -24,8 +24,7 @@ from transport.contracts.settings import EmulatedSettings
 from transport.tensors.base import SegmentWriter
 from transport.tensors.manifest import checksum, plan_layout
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
-from workers.trainer.learner import InThread, PieceDone
-from workers.trainer.samples import PromptGroup
+from workers.trainer.learner import InThread, PieceDone, PromptGroup
 from workers.weights.publish import WeightPublisher
 
 LAYOUT = plan_layout([("version", (1,), "int64")])

@@ -1,6 +1,6 @@
-"""What the trainer worker trains: one interface, behind which is torch, or an emulation that takes its time.
+"""What the trainer worker trains, and on what: one interface, behind which is torch, or an emulation.
 
-The worker (worker.py) owns the log, the ledger, epochs, checkpoints and what is told; a learner owns weights. All
+The worker (worker.py) owns the log, the ledger, epochs, checkpoints and reports; a learner owns weights. All
 methods but ``join`` and ``follow`` are synchronous, and all but ``retract`` called on one thread, in the order of the
 rounds log.
 """
@@ -12,13 +12,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest
+from transport.contracts.types import GroupId, RowId
 from workers.trainer.checkpoint import Checkpoint, TensorFile
-from workers.trainer.samples import PromptGroup
 
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """Runs a function on the learner's thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One row as the trainer needs it.
+
+    response_ids: [R] int32, R >= 1.  rollout_logprobs: [R] float32.  loss_mask: [R] uint8, None for all ones.
+    reference_logprobs, old_logprobs: [R] float32 or None.
+    """
+
+    row_id: RowId
+    response_ids: NDArray[np.int32]
+    rollout_logprobs: NDArray[np.float32]
+    advantage: float
+    loss_mask: NDArray[np.uint8] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    old_logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroup:
+    """Samples of one prompt that are trained together. prompt_ids: [P] int32, P >= 1."""
+
+    group_id: GroupId
+    prompt_ids: NDArray[np.int32]
+    samples: Sequence[TrainingSample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

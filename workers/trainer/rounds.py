@@ -33,7 +33,7 @@ from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.errors import RoundsError
 from workers.leases.events import event_entry
-from workers.trainer.samples import PromptGroup, TrainingSample
+from workers.trainer.learner import PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)
 

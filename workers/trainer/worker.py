@@ -47,10 +47,9 @@ from workers.errors import CheckpointError, RoundsError
 from workers.leases.announce import ROLE, StepAnnouncer
 from workers.leases.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
-from workers.trainer.learner import Learner, PieceDone
+from workers.trainer.learner import Learner, PieceDone, PromptGroup
 from workers.trainer.meeting import DONE, leave_after_rank_0
 from workers.trainer.rounds import Fetched, RoundsReader
-from workers.trainer.samples import PromptGroup
 
 log = structlog.get_logger(__name__)
 

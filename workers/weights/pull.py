@@ -30,7 +30,7 @@ SHOWN_NAMES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulledTensors(Mapping[str, "torch.Tensor"]):
-    """A version's tensors as views of ``buffer``. For whoever hands the bytes on: ``manifest`` says where they lie.
+    """A version's tensors as views of ``buffer``; ``manifest`` says where they lie, to hand the bytes on.
 
     buffer: [total_bytes] uint8.
     """
@@ -64,7 +64,7 @@ class WeightPuller:
     def pull(self, manifest: WeightManifest, *, verify: bool = True) -> Iterator[PulledTensors]:
         """Give the tensors of ``manifest``, verified; they are valid inside the ``with`` and must be copied there.
 
-        Shared memory is mapped, not copied: writing to a view changes nobody else's bytes.  verify: False only for
+        Shared memory is mapped, not copied: writing to a view changes no other process's bytes.  verify: False only for
         bytes that were verified on this host just now.
 
         Raises: MessageError: the manifest contradicts itself.  PeerUnavailableError: no source answers (superseded by

@@ -1,7 +1,7 @@
-"""New weights for an engine: find their manifest, pull the bytes, load them, and say how it went.
+"""New weights for an engine: find their manifest, pull the bytes, load them, and report how it went.
 
 Owns: which weights the engine serves, as this worker knows it. Never: decides which to load (the core commands it).
-Invariant: WeightsLoaded is said only once the engine serves what was asked for.
+Invariant: WeightsLoaded is reported only once the engine serves what was asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANIFESTS_LOOKED_AT = 64
 READ_WAIT_S = 1.0
 
 LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
-"""What leaves the old weights in service and is told as WeightsFailed; anything else ends the worker."""
+"""What leaves the old weights in service and is reported as WeightsFailed; anything else ends the worker."""
 
 
 class Puller(Protocol):
@@ -43,7 +43,7 @@ class Puller(Protocol):
 
 
 class TakesWeights(Protocol):
-    """What is asked of an engine here (generation/engine.py)."""
+    """An engine, as far as new weights concern it (GenerationEngine)."""
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -61,7 +61,7 @@ class WeightUpdates:
         self.loading = False
 
     async def load(self, weights: WeightIdentity) -> WeightsLoaded | WeightsFailed:
-        """Make the engine serve ``weights``. Returns the event to tell; what is served already is only told."""
+        """Make the engine serve ``weights``. Returns the event to report, also where it is served already."""
         started_s, self.loading = self._clock.now_s(), True
         try:
             if weights != self.served:

@@ -7,15 +7,10 @@ the server is what the run needs and holds the version that was last loaded here
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import structlog
 
-from transport.errors import InputFileError
 from transport.process.clock import Clock
-from transport.process.json_files import read_json
 from workers.errors import (
     EngineCrashedError,
     ModelError,
@@ -26,38 +21,13 @@ from workers.errors import (
 from workers.generation.server.client import BASE_LABEL, ServerClient, ServerFacts, ServerKind, ServerSettings
 from workers.generation.server.process import HEALTH_POLL_S, ServerProcess, wait_healthy
 from workers.generation.server.weights import HeldWeights, WeightOrders
+from workers.models.facts import ModelFacts, model_facts
 
 log = structlog.get_logger(__name__)
 
 MAX_STARTS = 3
 """Starts of a server in a row; then the worker ends, and what started it decides."""
 HEALTH_CHECKS_PER_SILENCE = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What a model's own config.json says. max_context: tokens, 0 where it names no limit."""
-
-    model_type: str
-    vocab_size: int
-    max_context: int
-
-
-def model_facts(directory: Path) -> ModelFacts:
-    """Raises ModelError when config.json is missing or names no vocabulary."""
-    path = directory / "config.json"
-    try:
-        config = read_json(path, dict[str, Any])
-    except InputFileError as error:
-        raise ModelError(str(error)) from error
-    text: dict[str, Any] = config.get("text_config") or config
-    if not isinstance(text.get("vocab_size"), int):
-        raise ModelError(f"{path} has no vocab_size")
-    return ModelFacts(
-        model_type=str(config.get("model_type", "")),
-        vocab_size=text["vocab_size"],
-        max_context=int(text.get("max_position_embeddings") or 0),
-    )
 
 
 async def check_server(client: ServerClient, kind: ServerKind, model: ModelFacts) -> ServerFacts:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from transport.contracts.types import GroupId, RowId
 from workers.errors import ModelError
 from workers.models.resolve import check_model_dir
-from workers.trainer.policy import attention
+from workers.trainer.policy import packing
 from workers.trainer.policy.head import target_logprobs
 from workers.trainer.policy.model import plain_head, predictor_hidden
 from workers.trainer.policy.packing import PromptGroup, TrainingSample, pack
@@ -32,13 +32,13 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
     Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed.
     """
     check_model_dir(model_dir)
-    attention.register()
+    packing.register_attention()
     transformers_logging.disable_progress_bar()  # its monitor thread outlives the call, and logs are no terminals
     try:
         module = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=torch.float32,
-            attn_implementation=attention.NAME,
+            attn_implementation=packing.ATTENTION,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
@@ -102,7 +102,7 @@ def check_packing(module: PreTrainedModel) -> None:
         logits = cast(Any, module)(input_ids=row, use_cache=False).logits
         logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         theirs.append(logprobs.gather(1, row[0, len(prompt) :, None])[:, 0])
-    module.set_attn_implementation(attention.NAME)
+    module.set_attn_implementation(packing.ATTENTION)
     error = (ours - torch.cat(theirs)).abs().max().item()
     if not error < PROBE_TOLERANCE:
         raise ModelError(

@@ -52,14 +52,34 @@ RECLAIM_S = 60.0
 """An update that a publisher claimed and did not answer for so long goes to the one that took its place."""
 MAX_DELIVERIES = 3
 MAX_REASON_CHARACTERS = 1000
-"""Of what is told of a refused update: a path in it may be as long as its sender likes."""
+"""Of the report of a refused update: a path in it may be as long as its sender likes."""
 
 Tensors = Mapping[str, "torch.Tensor"]
 ReadTensors = Callable[[Path], Tensors]
 
 
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory or one safetensors file, mapped; nothing that could run code is opened.
+
+    Raises CheckpointRefusedError: there are none, or they cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise CheckpointRefusedError(f"{path} has no *.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointRefusedError(f"{file} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
 class _Newest(Struct, frozen=True, kw_only=True):
-    """The newest version that was announced. path: of its checkpoint, "" where somebody else serves it."""
+    """The newest version that was announced. path: of its checkpoint, "" where another process serves it."""
 
     weights: WeightIdentity
     path: str
@@ -111,7 +131,7 @@ class PublishingWorker:
     async def _begin(self) -> None:
         """The bytes of a publisher that went away went with it: serve its newest version again.
 
-        Weights that somebody else published, also meanwhile, stay.
+        Weights that another process published, also meanwhile, stay.
         """
         newest = await self._newest()
         if newest is not None and not newest.path:
@@ -198,7 +218,7 @@ class PublishingWorker:
             self._doing = "waiting"
 
     async def _take_role(self) -> None:
-        """Each version under an epoch of its own: a name is never used twice, whoever published in between."""
+        """Each version under an epoch of its own: a name is never used twice, whatever was published in between."""
         newest = await self._newest()
         self._epoch = await self._broker.acquire_epoch(ROLE, at_least=newest.weights.epoch if newest else 0)
 
@@ -207,13 +227,13 @@ class PublishingWorker:
     ) -> None:
         """One step: the manifest on the weights log, the event, the ack.
 
-        Raises CheckpointRefusedError: somebody else took the role since.
+        Raises CheckpointRefusedError: another publisher took the role since.
         """
         weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
         ours = msgspec.structs.replace(manifest, weights=weights)
         try:
             await self._announcer.announce_weights(ours, path=path, update=update, acks=acks)
         except FencedError as error:
-            raise CheckpointRefusedError(f"somebody else published meanwhile ({error}): ask again") from error
+            raise CheckpointRefusedError(f"another publisher published meanwhile ({error}): ask again") from error
         self._serving = weights
         log.info("published", weights=str(weights), path=path)

@@ -1,13 +1,41 @@
-"""The tokens that end a response, as the model's own files name them."""
+"""What a model's own files say of it: its kind, its vocabulary, its limit, the tokens that end a response."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transport.contracts.types import Struct
 from transport.errors import InputFileError
 from transport.process.json_files import read_json
 from workers.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's own config.json says. max_context: tokens, 0 where it names no limit."""
+
+    model_type: str
+    vocab_size: int
+    max_context: int
+
+
+def model_facts(directory: Path) -> ModelFacts:
+    """Raises ModelError when config.json is missing or names no vocabulary."""
+    path = directory / "config.json"
+    try:
+        config = read_json(path, dict[str, Any])
+    except InputFileError as error:
+        raise ModelError(str(error)) from error
+    text: dict[str, Any] = config.get("text_config") or config
+    if not isinstance(text.get("vocab_size"), int):
+        raise ModelError(f"{path} has no vocab_size")
+    return ModelFacts(
+        model_type=str(config.get("model_type", "")),
+        vocab_size=text["vocab_size"],
+        max_context=int(text.get("max_position_embeddings") or 0),
+    )
 
 
 class _Config(Struct, frozen=True, kw_only=True):
