@@ -12,7 +12,7 @@ SEED ?= 0
 BIN := .venv/bin
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
+.PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLA
 
 test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
 	@$(BIN)/python -m pytest tests/integration/test_server_engines.py -k vllm $(ARGS)
+
+explore: .venv/.ready-dev ## events in any order for MINUTES, from a fresh SEED on: a run loses nothing and trains nothing twice
+	@$(BIN)/python -m tests.property --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 fuzz: .venv/.ready-dev ## hostile input of every kind for MINUTES, drawn from SEED
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)

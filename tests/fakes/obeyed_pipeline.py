@@ -1,13 +1,17 @@
 """``PipelineState`` and what its commands leave in the world, checked as a reader of the streams would.
 
-Now and then an event is also told to a state restored from a snapshot: it must decide the same.
+Now and then an event is also sent to a state restored from a snapshot: it must decide the same. The orchestrator may
+die at an event (``dies_at_next``) and recovers as the live one does: from the newest snapshot and the journal after it,
+with everything outstanding carried out again. Entries of streams are appended once an id, as the broker does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-from orchestrator.core.model.outbox import CommandId, entry_id
+from orchestrator.core.model.outbox import CommandId, parse_entry_id
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from transport.contracts.messages import (
@@ -17,17 +21,23 @@ from transport.contracts.messages import (
     Command,
     ComputePlan,
     DispatchGroups,
+    DrainWorker,
     DropRows,
     EvaluationOutcome,
     Event,
     FinishRun,
     FinishTraining,
     GroupPlan,
+    HeldOutPromptsArrived,
     LoadWeights,
+    PlanComputed,
+    PromptsArrived,
     RequestHeldOutPrompts,
     RequestPrompts,
     SlotOutcome,
+    SpawnWorkers,
     TrainRound,
+    TrimRounds,
 )
 from transport.contracts.types import (
     GroupId,
@@ -42,17 +52,41 @@ HELD_OUT = 5
 """Held-out problems."""
 RESTORE_EVERY = 5
 """Events between two such checks: often enough to meet every kind of state, and rare enough to be quick."""
+SNAPSHOT_EVERY = 20
+"""Events between two snapshots that a recovery may begin from."""
+
+Death: TypeAlias = Literal["applied", "journaled"]
+"""Where the orchestrator dies: its last event is not in the journal, or is and its commands were not carried out."""
+_ASKED_FOR = PromptsArrived | HeldOutPromptsArrived | PlanComputed
+"""Answers to what a recovered orchestrator asks for again; it hears of other events again from where they came."""
+_ON_STREAMS = DispatchGroups | AbortRollouts | LoadWeights | DrainWorker | TrainRound | CloseMiniBatch | FinishTraining
 
 
 @dataclass
 class FakeWorker:
-    """A generation worker: plans it holds with the weights they began under, weights it serves and is to load."""
+    """A generation worker: plans it holds with the weights they began under, weights it serves and is to load.
+
+    queue: plans on its stream that it has not claimed.  drained: it was commanded to leave.
+    """
 
     weights: WeightIdentity | None = None
     to_load: WeightIdentity | None = None
+    to_load_id: CommandId | None = None
     plans: dict[GroupId, tuple[GroupPlan, WeightIdentity]] = field(default_factory=dict)
+    queue: dict[CommandId, GroupPlan] = field(default_factory=dict)
     cursor: str = "0-0"
     capacity: int = 0
+    drained: bool = False
+
+    def claim(self) -> None:
+        """Take the oldest plan off its stream; one that is in its hands already goes on."""
+        command_id = min(self.queue)
+        plan = self.queue.pop(command_id)
+        assert self.weights is not None
+        held = self.plans.get(plan.group_id)
+        if held is None or held[0].attempt < plan.attempt:
+            self.plans[plan.group_id] = (plan, self.weights)
+        self.cursor = max(self.cursor, command_id.entry, key=parse_entry_id)
 
 
 @dataclass
@@ -79,6 +113,8 @@ class ObeyedPipeline:
         self.sizes: dict[GroupId, int] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.rows: dict[RowId, int] = {}
+        self.oldest: dict[RowId, WeightIdentity] = {}
+        self.loosest_staleness = settings.max_staleness
         self.told: list[Event] = []
         self.unscored: list[GroupId] = []
         self.admitted: set[GroupId] = set()
@@ -88,6 +124,12 @@ class ObeyedPipeline:
         self.trainer = FakeTrainer()
         self.checkpoints = [(0, CommandId(0, 0))]
         self.finished, self.failed = "", False
+        self.claims_at_once = True
+        self.dispatched: list[CommandId] = []
+        self.spawn_total, self.num_spawned = 0, 0
+        self.dies_at_next: Death | None = None
+        self.carried_out: set[CommandId] = set()
+        self._kept, self._journal = self.state.snapshot(), list[tuple[Event, float]]()
 
     @property
     def saved(self) -> tuple[int, CommandId]:
@@ -95,6 +137,7 @@ class ObeyedPipeline:
         return self.checkpoints[-1]
 
     def tell(self, event: Event) -> list[Command]:
+        dies, self.dies_at_next = self.dies_at_next, None
         restored = PipelineState.restore(self.state.snapshot()) if self.state.seq % RESTORE_EVERY == 0 else None
         commands = self.state.handle(event, self.now_s)
         if restored is not None:
@@ -102,9 +145,58 @@ class ObeyedPipeline:
             assert restored.snapshot() == self.state.snapshot()
         self.state.check_invariants()
         self.told = [*self.told[-20:], event]
-        for number, command in enumerate(commands):
-            self._obey(CommandId(self.state.seq, number), command)
+        if dies == "applied":
+            self._recover()
+            return [] if isinstance(event, _ASKED_FOR) else self.tell(event)
+        self.loosest_staleness = max(self.loosest_staleness, self.state.settings.max_staleness)
+        self._journal.append((event, self.now_s))
+        if dies == "journaled":
+            for command in commands:
+                if isinstance(command, EvaluationOutcome | TrainRound):  # what does not depend on those before it
+                    self._check(command)
+            self._recover()
+        else:
+            for number, command in enumerate(commands):
+                self._check(command)
+                self._carry_out([(CommandId(self.state.seq, number), command)])
+        self._check_freed(commands)
+        if len(self._journal) >= SNAPSHOT_EVERY:
+            self._kept, self._journal = self.state.snapshot(), []
         return commands
+
+    # -- recovery
+
+    def _recover(self) -> None:
+        """An orchestrator starts where the journal ends, and carries out again what may not have been."""
+        self.state = PipelineState.restore(self._kept)
+        again: list[tuple[CommandId, Command]] = []
+        for event, now_s in self._journal:
+            commands = self.state.handle(event, now_s)
+            again += [
+                (CommandId(self.state.seq, number), command)
+                for number, command in enumerate(commands)
+                if isinstance(command, DropRows | TrimRounds | SlotOutcome)
+            ]
+        self.requests, self.plan_requests, self.held_out_asked = [], [], False
+        self.seek_source()
+        self._carry_out([*self.state.outstanding(), *again])
+
+    def seek_source(self) -> None:
+        """The prompt source of a new orchestrator goes on where the state says."""
+
+    def restate(self, lost: Iterable[CommandId]) -> None:
+        """The broker lost these commands' entries: everything outstanding is carried out again."""
+        self.carried_out -= set(lost)
+        ours = RequestPrompts | RequestHeldOutPrompts | ComputePlan
+        self._carry_out(issued for issued in self.state.outstanding() if not isinstance(issued[1], ours))
+
+    # -- what commands do
+
+    def _carry_out(self, issued: Iterable[tuple[CommandId, Command]]) -> None:
+        for command_id, command in list(issued):
+            if command_id not in self.carried_out or not isinstance(command, _ON_STREAMS | SlotOutcome):
+                self.carried_out.add(command_id)
+                self._obey(command_id, command)
 
     def _obey(self, command_id: CommandId, command: Command) -> None:
         match command:
@@ -114,19 +206,24 @@ class ObeyedPipeline:
                 self.plan_requests.append(command)
             case RequestHeldOutPrompts():
                 self.held_out_asked = True
-            case EvaluationOutcome():
-                self._check_evaluation(command)
             case AdmitGroups():
                 self.sizes |= {group.group_id: group.group_size for group in command.groups}
                 self.admitted |= {group.group_id for group in command.groups if not is_evaluation(group.group_id)}
-            case DispatchGroups():
-                self._take_plan(command_id, command)
+            case DispatchGroups() if command.worker_id in self.workers:
+                worker = self.workers[command.worker_id]
+                worker.queue[command_id] = command.plans[0]
+                self.dispatched.append(command_id)
+                if self.claims_at_once:
+                    worker.claim()
             case AbortRollouts():
                 self._abort(command)
-            case LoadWeights():
-                if command.worker_id in self.workers:
-                    self._check_load(command)
-                    self.workers[command.worker_id].to_load = command.weights
+            case LoadWeights() if command.worker_id in self.workers:
+                worker = self.workers[command.worker_id]
+                worker.to_load, worker.to_load_id = command.weights, command_id
+            case DrainWorker() if command.worker_id in self.workers:
+                self.workers[command.worker_id].drained = True
+            case SpawnWorkers():
+                self.spawn_total = command.total
             case TrainRound() | CloseMiniBatch() | FinishTraining():
                 assert not self.log or self.log[-1][0] < command_id
                 self.log.append((command_id, command))
@@ -142,54 +239,16 @@ class ObeyedPipeline:
             case _:
                 pass
 
-    def _take_plan(self, command_id: CommandId, command: DispatchGroups) -> None:
-        (plan,) = command.plans
-        worker = self.workers[command.worker_id]
-        assert not self.state.paused, "dispatched during a pause"
-        assert plan.group_id in self.sizes
-        assert plan.group_id not in self.dropped
-        assert worker.weights is not None
-        assert worker.weights.epoch == self.trainer.epoch, "dispatched to weights of another epoch"
-        if is_evaluation(plan.group_id):
-            self._check_evaluating(command.worker_id, worker)
-        else:
-            assert plan.batch - worker.weights.version <= self.state.settings.max_staleness, (
-                "staleness is past its bound"
-            )
-        assert all(row_id(plan.group_id, sample) not in self.rows for sample in plan.samples)
-        worker.plans[plan.group_id] = (plan, worker.weights)
-        worker.cursor = entry_id(*command_id)
-
-    def _check_evaluating(self, worker_id: WorkerId, worker: FakeWorker) -> None:
-        """A problem goes to a worker that serves the pin and is not told to load; never to more slots than are its."""
-        current = self.state.evaluation()
-        assert current is not None
-        assert worker.weights == current.weights, "asked of other weights than the pinned ones"
-        assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
-        share = max(1, int(worker.capacity * self.state.settings.eval_budget))
-        allowed = share if current.newer_s is None else max(share, worker.capacity)
-        asked = sum(map(is_evaluation, worker.plans)) + 1
-        assert asked <= allowed, f"{worker_id} answers {asked} problems at once, {allowed} of its slots are for them"
-
-    def _check_load(self, command: LoadWeights) -> None:
-        """The pin is kept in service while an answer under it is being generated."""
-        evaluating = [group_id for group_id in self.workers[command.worker_id].plans if is_evaluation(group_id)]
-        assert not evaluating, f"told to load {command.weights} in the middle of {evaluating}"
-
-    def _check_evaluation(self, outcome: EvaluationOutcome) -> None:
-        """Each number once, in order; nothing is left of it; short of all problems only with a reason."""
-        assert outcome.number == len(self.evaluations)
-        assert outcome.answered == outcome.problems or outcome.reason
-        assert outcome.answered <= outcome.problems == HELD_OUT
-        left = [group_id for group_id in self.sizes if group_id.startswith(f"eval{outcome.number}/")]
-        assert set(left) <= self.dropped, "rows of an evaluation are left"
-        self.evaluations.append(outcome)
-
     def _abort(self, command: AbortRollouts) -> None:
         worker = self.workers.get(command.worker_id, FakeWorker())
         for group_id, attempt in zip(command.group_ids, command.attempts, strict=True):
             if group_id in worker.plans and worker.plans[group_id][0].attempt <= attempt:
                 del worker.plans[group_id]
+            worker.queue = {
+                command_id: plan
+                for command_id, plan in worker.queue.items()
+                if plan.group_id != group_id or plan.attempt > attempt
+            }
 
     def _drop(self, command: DropRows) -> None:
         """What was trained may go once a checkpoint contains the batch that it was sent in, whatever its id says."""
@@ -200,6 +259,76 @@ class ObeyedPipeline:
                 continue
             assert self.outcomes[group_id].outcome != "trained", f"{group_id} is dropped too early"
         self.dropped |= set(command.group_ids)
+
+    # -- what must hold of a command when it is decided
+
+    def _check(self, command: Command) -> None:
+        match command:
+            case EvaluationOutcome():
+                self._check_evaluation(command)
+            case DispatchGroups() if command.worker_id in self.workers:
+                self._check_dispatch(command)
+            case LoadWeights() if command.worker_id in self.workers:
+                self._check_load(command)
+            case TrainRound():
+                self._check_staleness(command)
+            case _:
+                pass
+
+    def _check_dispatch(self, command: DispatchGroups) -> None:
+        (plan,) = command.plans
+        worker = self.workers[command.worker_id]
+        assert not self.state.paused, "dispatched during a pause"
+        assert not worker.drained, "dispatched to a worker that was commanded to leave"
+        assert plan.group_id not in self.dropped
+        assert worker.weights is not None
+        assert worker.weights.epoch == self.trainer.epoch, "dispatched to weights of another epoch"
+        if is_evaluation(plan.group_id):
+            self._check_evaluating(command.worker_id, worker)
+        else:
+            assert plan.batch - worker.weights.version <= self.state.settings.max_staleness, (
+                "staleness is past its bound"
+            )
+        assert all(row_id(plan.group_id, sample) not in self.rows for sample in plan.samples)
+
+    def _check_staleness(self, command: TrainRound) -> None:
+        """What is trained was sampled under weights that are not too old, wherever the batch it is trained in."""
+        for group_id in groups_of([command]):
+            for sample in range(self.settings.group_size):
+                oldest = self.oldest.get(row_id(group_id, sample))
+                old = command.batch - oldest.version if oldest is not None else 0
+                assert old <= self.loosest_staleness, f"{group_id} is trained too late"
+
+    def _check_evaluating(self, worker_id: WorkerId, worker: FakeWorker) -> None:
+        """A problem goes to a worker that serves the pin and is not told to load; never to more slots than are its."""
+        current = self.state.evaluation()
+        assert current is not None
+        assert worker.weights == current.weights, "asked of other weights than the pinned ones"
+        assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
+        share = max(1, int(worker.capacity * self.state.settings.eval_budget))
+        allowed = share if current.newer_s is None else max(share, worker.capacity)
+        held = [*worker.plans, *(plan.group_id for plan in worker.queue.values())]
+        asked = sum(map(is_evaluation, held))
+        assert asked < allowed, f"{worker_id} answers {asked + 1} problems at once, {allowed} of its slots are for them"
+
+    def _check_load(self, command: LoadWeights) -> None:
+        """The pin is kept in service while an answer under it is being generated."""
+        evaluating = [group_id for group_id in self.workers[command.worker_id].plans if is_evaluation(group_id)]
+        assert not evaluating, f"told to load {command.weights} in the middle of {evaluating}"
+
+    def _check_evaluation(self, outcome: EvaluationOutcome) -> None:
+        """Each number once, in order; short of all problems only with a reason."""
+        assert outcome.number == len(self.evaluations)
+        assert outcome.answered == outcome.problems or outcome.reason
+        assert outcome.answered <= outcome.problems == HELD_OUT
+        self.evaluations.append(outcome)
+
+    def _check_freed(self, commands: list[Command]) -> None:
+        """Nothing is left of an evaluation that ended."""
+        for outcome in commands:
+            if isinstance(outcome, EvaluationOutcome):
+                left = [group_id for group_id in self.sizes if group_id.startswith(f"eval{outcome.number}/")]
+                assert set(left) <= self.dropped, "rows of an evaluation are left"
 
     def rounds_of(self, batch: int, kind: str = "train") -> list[TrainRound]:
         return [c for _, c in self.log if isinstance(c, TrainRound) and c.batch == batch and c.kind == kind]

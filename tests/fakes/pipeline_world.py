@@ -24,6 +24,7 @@ from transport.contracts.messages import (
     RolloutFinished,
     RoundDone,
     RowsMissing,
+    RunResumed,
     StepDone,
     Tick,
     TrainerReady,
@@ -31,6 +32,7 @@ from transport.contracts.messages import (
     WeightsFailed,
     WeightsLoaded,
     WorkerJoined,
+    WorkerLost,
     WorkerReported,
 )
 from transport.contracts.types import (
@@ -41,8 +43,12 @@ from transport.contracts.types import (
     WeightIdentity,
     WorkerId,
     WorkerKind,
+    parse_row_id,
     row_id,
 )
+
+PATIENCE = 100
+"""Turns after which a world whose run has not ended lets time pass faster: what is waited for may be minutes away."""
 
 
 class PipelineWorld(ObeyedPipeline):
@@ -50,9 +56,11 @@ class PipelineWorld(ObeyedPipeline):
 
     def __init__(self, settings: CoreSettings, prompts: int = 1000) -> None:
         super().__init__(settings)
+        self.num_prompts = prompts
         self.prompts_left, self.prompts_made = prompts, 0
         self.num_held_out = HELD_OUT
         self.num_joined = 0
+        self.killed: list[tuple[str, int]] = []
         self.dp_size = 1
 
     @classmethod
@@ -88,6 +96,10 @@ class PipelineWorld(ObeyedPipeline):
         exhausted = self.prompts_left == 0
         self.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
 
+    def seek_source(self) -> None:
+        self.prompts_made = int(self.state.source_position or 0)
+        self.prompts_left = self.num_prompts - self.prompts_made
+
     def answer_plan(self) -> None:
         """Answer the oldest request for a plan."""
         self.tell(compute_plan(self.plan_requests.pop(0), self.state.settings))
@@ -102,16 +114,70 @@ class PipelineWorld(ObeyedPipeline):
         self.tell(HeldOutPromptsArrived(prompts=tuple(prompts)))
 
     def join(self, capacity: int = 4) -> WorkerId:
-        worker_id = WorkerId(f"generate-{self.num_joined}.1")
         self.num_joined += 1
+        return self._enter(WorkerId(f"generate-{self.num_joined - 1}.1"), capacity)
+
+    def _enter(self, worker_id: WorkerId, capacity: int) -> WorkerId:
         self.workers[worker_id] = FakeWorker(capacity=capacity)
         self.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=capacity))
         return worker_id
 
+    def lose_worker(self, worker_id: WorkerId, *, left: bool = False) -> None:
+        """The worker is killed, or was asked to go by somebody, or does what it was commanded: it leaves."""
+        worker = self.workers.pop(worker_id)
+        if worker.drained:
+            assert not worker.plans, "a worker that holds groups was commanded to leave"
+        elif not left:
+            self.killed.append((worker_id, worker.capacity))
+        self.tell(WorkerLost(worker_id=worker_id, reason="gone", left=left or worker.drained))
+
+    def resume(self) -> None:
+        """The run is started again. Workers of one that was over had gone with it."""
+        gone = list(self.workers) if self.finished else []
+        for worker_id in gone:
+            del self.workers[worker_id]
+        self.finished = ""
+        self.tell(RunResumed())
+        for worker_id in gone:
+            self.tell(WorkerLost(worker_id=worker_id, reason="the run was over", left=True))
+
+    def supervise(self) -> None:
+        """Start again who was killed, and start who was asked for."""
+        while self.killed:
+            worker_id, capacity = self.killed.pop()
+            place, _, incarnation = worker_id.rpartition(".")
+            self._enter(WorkerId(f"{place}.{int(incarnation) + 1}"), capacity)
+        while self.num_spawned < self.spawn_total:
+            self.num_spawned += 1
+            self.join()
+
+    def lose_tail(self, num_rows: int, num_plans: int, num_rounds: int, num_controls: int) -> None:
+        """The broker comes back without what was written last: rows, plans, rounds that were not read, commands to
+        workers. What was lost is written again, and rows that are gone are found out."""
+        self._lose(num_rows, num_plans, num_rounds, num_controls)
+        if missing := tuple(row for row in self.state.rows_reported() if row not in self.rows):
+            self.tell(RowsMissing(row_ids=missing))
+        self.report_trainer()
+
+    def _lose(self, num_rows: int, num_plans: int, num_rounds: int, num_controls: int) -> None:
+        for row in list(self.rows)[len(self.rows) - num_rows :]:
+            del self.rows[row]
+            self.unscored = [group_id for group_id in self.unscored if group_id != parse_row_id(row)[0]]
+        unread = [at for at, _ in self.unread()]
+        rounds = unread[max(0, len(unread) - num_rounds) :]
+        self.log = [(at, command) for at, command in self.log if at not in rounds]
+        lost = [*rounds, *sorted(self.dispatched)[len(self.dispatched) - num_plans :]]
+        for worker in self.workers.values():
+            worker.queue = {at: plan for at, plan in worker.queue.items() if at not in lost}
+            if num_controls and worker.to_load_id is not None:
+                lost.append(worker.to_load_id)
+                worker.to_load = worker.to_load_id = None
+        self.restate(lost)
+
     def load(self, worker_id: WorkerId, *, fails: bool = False) -> None:
         """The worker loads what it was told to."""
         worker = self.workers[worker_id]
-        weights, worker.to_load = worker.to_load, None
+        weights, worker.to_load, worker.to_load_id = worker.to_load, None, None
         assert weights is not None
         if fails:
             self.tell(WeightsFailed(worker_id=worker_id, weights=weights, reason="checksum"))
@@ -148,6 +214,7 @@ class PipelineWorld(ObeyedPipeline):
         newest = self.workers[worker_id].weights
         assert newest is not None
         self.rows[row] = 3 + sample
+        self.oldest[row] = oldest
         if all(row_id(group_id, index) in self.rows for index in range(self.sizes[group_id])):
             self.unscored.append(group_id)
         self.tell(
@@ -254,9 +321,10 @@ class PipelineWorld(ObeyedPipeline):
 
     def run_to_end(self, max_turns: int = 300) -> None:
         """Everyone works until the run ends. Raises AssertionError if it does not."""
-        for _ in range(max_turns):
+        for number in range(max_turns):
             if self.finished:
                 return
+            self.now_s += 0.0 if number < PATIENCE else 10.0
             self.turn()
         raise AssertionError(f"the run hangs: {self.state.view()}")
 
@@ -267,7 +335,12 @@ class PipelineWorld(ObeyedPipeline):
             self.report_trainer()
         else:
             self.start_trainer()
-        if not any(worker.healthy for worker in self.state.view().workers):
+        self.supervise()
+        for worker_id in [worker_id for worker_id, worker in self.workers.items() if worker.drained]:
+            self.lose_worker(worker_id)
+        view = self.state.view()
+        elastic = self.settings.scaling is not None and view.trained_version > 0  # then the run asks for workers itself
+        if not elastic and not any(worker.healthy for worker in view.workers):
             self.join()
         self.answer_requests()
         while self.plan_requests:
@@ -286,6 +359,8 @@ class PipelineWorld(ObeyedPipeline):
         worker = self.workers[worker_id]
         if worker.to_load is not None:
             self.load(worker_id)
+        while worker.queue and worker.weights is not None:
+            worker.claim()
         for group_id in list(worker.plans):
             while group_id in worker.plans:
                 self.finish_sample(worker_id, group_id)

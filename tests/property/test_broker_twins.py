@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
+from tests.property.exploring import SEED
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Delivery, Entry, Fence, GroupWrite, RowWrite
 from transport.broker.redis_link import RedisLink
@@ -214,9 +215,8 @@ async def compare(url: str, operations: list[Write | Call]) -> None:
         await real.close()
 
 
-@settings(
-    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@seed(SEED)
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(writes | calls, max_size=40))
 def test_twins_agree(server: ServerProcess, operations: list[Write | Call]) -> None:
     asyncio.run(compare(server.url, operations))

@@ -1,4 +1,5 @@
-"""Events in adversarial orders: workers come and go, reports repeat, rows vanish, trainers restart, loads fail.
+"""Events in adversarial orders: workers come and go, reports repeat, rows vanish, trainers restart, loads fail, the
+orchestrator dies and recovers, the broker loses its tail.
 
 After every event the state's own invariants hold, a restored snapshot decides the same, and the commands obey what a
 reader of the streams relies on (``tests/fakes/pipeline_world.py``). From wherever the faults led, the run then ends.
@@ -6,31 +7,33 @@ reader of the streams relies on (``tests/fakes/pipeline_world.py``). From wherev
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.dispatch.policies.registry import PLANNERS
+from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
 from tests.fakes.obeyed_pipeline import HELD_OUT, groups_of
 from tests.fakes.pipeline_world import PipelineWorld
+from tests.property.exploring import explore
+from tests.property.fleet_rules import FleetRules
 from transport.contracts.messages import (
     BrokerUsage,
     CheckpointRequested,
-    PauseRequested,
     ResumeRequested,
-    RolloutFailed,
-    RolloutFinished,
-    RowsMissing,
-    RunResumed,
     ScoringFailed,
     SettingChanged,
     StopRequested,
-    Tick,
     TrainRound,
-    WorkerJoined,
-    WorkerLost,
 )
 from transport.contracts.types import UpdateMode, parse_row_id
+
+SCALING = st.builds(
+    ScalingSettings,
+    min_workers=st.integers(1, 2),
+    max_workers=st.integers(2, 4),
+    confirm=st.integers(1, 2),
+    rest=st.integers(0, 1),
+)
 
 
 def core_settings() -> st.SearchStrategy[CoreSettings]:
@@ -62,9 +65,10 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         eval_budget=st.sampled_from([0.25, 1.0]),
         eval_hold_s=st.sampled_from([0.0, 5.0]),
         eval_timeout_s=st.sampled_from([8.0, 60.0]),
-        dispatch=st.sampled_from(["least_loaded", "even", "two_class_max", "slicing", "scored"]),
+        dispatch=st.sampled_from([LEAST_LOADED, *PLANNERS]),
         plan_wait_s=st.sampled_from([0.0, 5.0]),
         migrate_running=st.booleans(),
+        scaling=st.none() | SCALING,
     ).filter(lambda core: core.rollout_batches <= core.max_staleness + 1)
 
 
@@ -79,34 +83,16 @@ SETTING_CHANGES = st.one_of(
 """Good ones, and ones that the core must not take."""
 
 
-def holds_plans(machine: PipelineMachine) -> bool:
-    return any(worker.plans for worker in machine.world.workers.values())
-
-
-class PipelineMachine(RuleBasedStateMachine):
-    world: PipelineWorld
-
-    @initialize(core=core_settings(), prompts=st.sampled_from([7, 1000]), stops=st.integers(0, 1))
-    def begin(self, core, prompts, stops):
+class PipelineMachine(FleetRules):
+    @initialize(
+        core=core_settings(), prompts=st.sampled_from([7, 1000]), stops=st.integers(0, 1), claims_at_once=st.booleans()
+    )
+    def begin(self, core, prompts, stops, claims_at_once):
         self.stops_left = stops
         self.world = PipelineWorld(core, prompts)
+        self.world.claims_at_once = claims_at_once
         self.world.start_trainer()
         self.world.join()
-
-    @rule()
-    def nothing_goes_wrong_for_a_while(self):
-        """Gets the run far enough for the faults to meet every stage of it."""
-        self.world.turn()
-
-    def draw_plan(self, data):
-        workers = [worker_id for worker_id, worker in self.world.workers.items() if worker.plans]
-        worker_id = data.draw(st.sampled_from(workers))
-        return worker_id, data.draw(st.sampled_from(list(self.world.workers[worker_id].plans)))
-
-    @precondition(lambda self: self.world.num_joined < 6)
-    @rule(capacity=st.integers(1, 5))
-    def join(self, capacity):
-        self.world.join(capacity)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
@@ -127,19 +113,6 @@ class PipelineMachine(RuleBasedStateMachine):
         else:
             self.world.answer_plan()
 
-    @precondition(holds_plans)
-    @rule(data=st.data())
-    def finish_sample(self, data):
-        worker_id, group_id = self.draw_plan(data)
-        self.world.finish_sample(worker_id, group_id)
-
-    @precondition(holds_plans)
-    @rule(data=st.data())
-    def finish_group(self, data):
-        worker_id, group_id = self.draw_plan(data)
-        while group_id in self.world.workers[worker_id].plans:
-            self.world.finish_sample(worker_id, group_id)
-
     @precondition(lambda self: self.world.unscored)
     @rule(signal=st.booleans())
     def score(self, signal):
@@ -153,37 +126,6 @@ class PipelineMachine(RuleBasedStateMachine):
         if group_id not in groups_of(sent):  # rows that the trainer waits for can be scored again, not replaced
             self.world.unscored.pop(0)
             self.world.tell(ScoringFailed(group_id=group_id, reason="a reward hangs"))
-
-    @precondition(holds_plans)
-    @rule(data=st.data(), retryable=st.booleans())
-    def rollout_fails(self, data, retryable):
-        worker_id, group_id = self.draw_plan(data)
-        plan, _ = self.world.workers[worker_id].plans.pop(group_id)
-        samples = plan.samples
-        self.world.tell(
-            RolloutFailed(group_id=group_id, worker_id=worker_id, samples=samples, reason="oom", retryable=retryable)
-        )
-
-    @precondition(lambda self: self.world.workers)
-    @rule(data=st.data(), left=st.booleans())
-    def lose_worker(self, data, left):
-        worker_id = data.draw(st.sampled_from(list(self.world.workers)))
-        del self.world.workers[worker_id]
-        self.world.tell(WorkerLost(worker_id=worker_id, reason="killed", left=left))
-
-    @precondition(holds_plans)
-    @rule(data=st.data())
-    def forget_plan(self, data):
-        """A worker drops a group without a word; its next report shows it."""
-        worker_id, group_id = self.draw_plan(data)
-        del self.world.workers[worker_id].plans[group_id]
-        self.world.report(worker_id)
-
-    @precondition(lambda self: any(worker.to_load for worker in self.world.workers.values()))
-    @rule(data=st.data(), fails=st.integers(0, 3))
-    def load(self, data, fails):
-        workers = [worker_id for worker_id, worker in self.world.workers.items() if worker.to_load]
-        self.world.load(data.draw(st.sampled_from(workers)), fails=fails == 3)
 
     @rule(dp_size=st.integers(1, 2), damaged=st.booleans())
     def trainer_starts(self, dp_size, damaged):
@@ -204,24 +146,6 @@ class PipelineMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(sorted(self.world.rows)))
         self.world.lose_row(row, parse_row_id(row)[0])
 
-    @precondition(lambda self: self.world.told)
-    @rule(data=st.data())
-    def tell_again(self, data):
-        """At-least-once: anything may be told twice, as long as what it says of rows still holds."""
-        event = data.draw(st.sampled_from(self.world.told))
-        untrue = (
-            isinstance(event, RowsMissing)
-            or (isinstance(event, RolloutFinished) and event.row_id not in self.world.rows)
-            or (isinstance(event, WorkerJoined) and event.worker_id not in self.world.workers)
-        )
-        if not untrue:
-            self.world.tell(event)
-
-    @rule(seconds=st.sampled_from([0.1, 11.0]))
-    def tick(self, seconds):
-        self.world.now_s += seconds
-        self.world.tell(Tick())
-
     @rule(used=st.sampled_from([10, 1000, 2000]))
     def usage(self, used):
         self.world.tell(BrokerUsage(retained_bytes=used))
@@ -232,12 +156,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.stops_left -= 1
         self.world.tell(StopRequested(reason="ctrl-c"))
         if resume:
-            self.world.finished = ""
-            self.world.tell(RunResumed())
-
-    @rule(paused=st.booleans())
-    def pause(self, paused):
-        self.world.tell(PauseRequested() if paused else ResumeRequested())
+            self.world.resume()
 
     @rule()
     def checkpoint_now(self):
@@ -261,21 +180,15 @@ class PipelineMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        world.dies_at_next = None
         world.tell(BrokerUsage(retained_bytes=0))
         world.tell(ResumeRequested())
-        world.run_to_end()
+        world.run_to_end(max_turns=250)
         view = world.state.view()
         assert world.trainer.version == view.trained_version
         if not view.stop_reason:
             assert set(world.outcomes) == world.admitted, "a slot did not end"
 
 
-TestPipelineState = PipelineMachine.TestCase
-TestPipelineState.settings = settings(
-    max_examples=25,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    print_blob=False,
-)
+def test_a_run_survives_events_in_any_order():
+    explore(PipelineMachine)

@@ -9,6 +9,7 @@ from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.model.settings import CoreSettings
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
+    BrokerUsage,
     ComputePlan,
     DispatchGroups,
     PlanComputed,
@@ -205,3 +206,15 @@ def test_a_restored_state_dispatches_as_planned():
     for one in (world.state, state):
         commands = one.handle(WorkerLost(worker_id=FIRST, reason="killed"), 1.0)
         assert any(isinstance(command, DispatchGroups) and command.worker_id == SECOND for command in commands)
+
+
+def test_a_batch_that_was_trained_and_freed_before_its_plan_came_is_not_planned_again():
+    world = world_with(8, plan_wait_s=0.0, eval_every=0, checkpoint_every=1, keep_checkpoints=1)
+    groups = [f"0/{slot}" for slot in range(4)]
+    world.make_ready(*groups)
+    while world.unread():
+        world.train()
+    world.tell(BrokerUsage(retained_bytes=10**10))
+    assert 0 not in {batch.batch for batch in world.state.view().batches}, "it is freed"
+    world.load(world.join(8))
+    assert 0 not in {command.batch for command in world.plan_requests[1:]}

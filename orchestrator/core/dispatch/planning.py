@@ -37,6 +37,8 @@ def request_plans(p: Pipeline) -> None:
     workers = p.fleet.serving()
     if not workers:
         return
+    for index in [index for index in p.plans.awaited if index not in p.batches]:
+        _settle(p, index)  # trained and freed before its plan came
     for index in p.plans.awaited:
         asked = _open_request(p, index)
         if asked is not None and [one.worker_id for one in asked.workers] != [one.worker_id for one in workers]:
