@@ -3,7 +3,7 @@
     <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (profiles.read_profile)
     <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
 
-A child measures (torch stays out of this process), ``planning/fitting.py`` fits.
+A child measures (torch stays out of this process), ``planning/profiles.py`` fits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import msgspec
 
 from orchestrator.config.toml_source import to_toml
 from orchestrator.errors import ChildFailedError
-from orchestrator.planning.fitting import fit
-from orchestrator.planning.profiles import Errors, Profile
+from orchestrator.planning.profiles import Errors, Profile, fit
 from orchestrator.run_outputs import check_place, writing_out
 from transport.contracts.measurements import Measurements
 from transport.contracts.settings import Settings

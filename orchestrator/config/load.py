@@ -43,6 +43,7 @@ RENAMED = {
     "replay": "emulated",
     "pipeline.move_running": "pipeline.migrate_running",
     'generation.engine = "replay"': 'generation.engine = "emulated"',
+    'pipeline.dispatch = "two_class_sum"': 'pipeline.dispatch = "two_class_max"',
 }
 """What 0.1 called a section, a setting or a value -> its name since 0.2. The old name is an error that says the new."""
 
@@ -193,7 +194,7 @@ def _renamed(old: str) -> str | None:
     """What to say of a section, setting or value of 0.1 that has another name now."""
     section, dot, key = old.partition(".")
     new = RENAMED.get(old) or (RENAMED[section] + dot + key if section in RENAMED else None)
-    return new and f"{old} is called {new} since version 0.2"
+    return new and f"{old} is {new} since version 0.2"
 
 
 def _unknown(setting: Setting) -> ConfigError:

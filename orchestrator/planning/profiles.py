@@ -1,17 +1,28 @@
-"""A profile: what was fitted of one machine with one model, as a file, and as hardware to simulate and to plan with."""
+"""A profile: what one machine with one model takes, fitted, as a file, and as hardware to simulate and to plan with.
+
+Coefficients come from measured seconds by least squares of relative errors, nothing below zero. The formulas are those
+of ``DecodeCost`` and ``TrainCost``, in which every coefficient is linear but the knee between memory-bound and
+compute-bound batches; that one is searched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
+from typing import TypeVar
 
 import msgspec
 
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.costs.hardware import GPUS, Gpu, Measured, profiled
-from orchestrator.core.costs.llms import Llm
+from orchestrator.core.costs.llms import Llm, UnknownModelError, from_config
 from orchestrator.core.model.settings import decode_cost_of
 from orchestrator.errors import ConfigError
+from transport.contracts.continuous_batching import DecodeCost
+from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.settings import DecodeCostSettings
 from transport.errors import InputFileError
 from transport.process.json_files import read_json
@@ -20,6 +31,16 @@ NAME = "measured"
 """Of the hardware that a profile defines, beside the names of GPUs."""
 GOOD_FIT = 0.15
 """Held-out errors above it are worth a warning."""
+FOLDS = 4
+"""A quarter of the runs at a time tells how good the fit of the others is."""
+KNEE_GAIN = 0.8
+"""A knee has one parameter more; it must make the errors so much smaller, or there is none."""
+ROUNDING = 1e-12
+"""Of a sum of squared relative errors."""
+FEWEST = 4
+"""Runs for four coefficients."""
+FEWEST_BATCHES = 3
+"""Sizes of batches, to separate what a sample adds from what every step takes."""
 
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,3 +138,179 @@ def extrapolated(
     for what, errors in (("decode steps", profile.held_out), ("micro-batches", profile.train_held_out)):
         if errors.worst > GOOD_FIT:
             yield f"the profile's fit of {what} is off by {errors.worst:.0%} at worst: profile again on a quiet machine"
+
+
+# -- fitting
+
+
+def fit(measurements: Measurements) -> Profile:
+    """All coefficients. Raises ConfigError: too few decode runs to fit anything."""
+    found = measurements
+    batches = {run.batch for run in found.decode}
+    if len(batches) < FEWEST_BATCHES or len(found.decode) < FEWEST:
+        raise ConfigError(
+            f"{len(batches)} sizes of batches are too few to fit a decode step: generation.slots must be at least 4",
+            key="generation.slots",
+        )
+    train = fit_train(found.train, found.optimizer_s) if found.train else None
+    cost = fit_decode(found.decode, found.prefill)
+    fields = {name: getattr(cost, name) for name in cost.__struct_fields__ if name != "kv_capacity_tokens"}
+    return Profile(
+        model=found.model,
+        llm=_shape(found),
+        engine=found.engine,
+        host=found.host,
+        decode_cost=DecodeCostSettings(
+            engine=found.engine, model=found.model, **fields, train_token_s=train.token_s if train else 0.0
+        ),
+        train=train,
+        publish_s=median(found.publish_s) if found.publish_s else 0.0,
+        load_s=median(found.load_s) if found.load_s else 0.0,
+        slots=max(batches),
+        context_tokens=found.context_tokens,
+        micro_batch_tokens=max((run.tokens for run in found.train), default=0),
+        decode_beside=_slowdown(found.beside_training),
+        train_beside=_slowdown(found.beside_decoding),
+        held_out=_errors(held_out_errors(found.decode)),
+        train_held_out=_errors(held_out_train_errors(found.train)),
+    )
+
+
+def _shape(found: Measurements) -> Llm | None:
+    try:
+        return from_config(found.model, found.config)
+    except UnknownModelError:
+        return None
+
+
+def _slowdown(ratios: Sequence[float]) -> float:
+    """Nothing is faster for company: below 1 it is noise."""
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+def _errors(errors: Sequence[float]) -> Errors:
+    return Errors(median=median(errors), worst=max(errors)) if errors else Errors()
+
+
+def held_out_errors(runs: Sequence[DecodeRun]) -> list[float]:
+    """Relative errors of a fit on what it did not see: each run is held back once, one in FOLDS at a time."""
+    return [
+        abs(cost.steps_s(run.batch, _read_tokens(run, cost.padded), run.steps) / run.seconds - 1)
+        for seen, held_back in _folds(runs)
+        for cost in [fit_decode(seen, [])]
+        for run in held_back
+    ]
+
+
+def held_out_train_errors(runs: Sequence[TrainRun]) -> list[float]:
+    """The same of micro-batches."""
+    return [
+        abs(cost.micro_batch_s(run.tokens, _attended(run, cost.padded)) / run.seconds - 1)
+        for seen, held_back in _folds(runs)
+        for cost in [fit_train(seen, [])]
+        for run in held_back
+    ]
+
+
+Run = TypeVar("Run", DecodeRun, TrainRun)
+
+
+def _folds(runs: Sequence[Run]) -> Iterator[tuple[list[Run], list[Run]]]:
+    """(seen, held back), on the diagonal: of every batch and every prompt length some are held back at a time."""
+    fold_of = [(place + place // FOLDS) % FOLDS for place in range(len(runs))]
+    for fold in range(FOLDS):
+        seen = [run for run, of in zip(runs, fold_of, strict=True) if of != fold]
+        if len(seen) >= FEWEST:
+            yield seen, [run for run, of in zip(runs, fold_of, strict=True) if of == fold]
+
+
+def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun]) -> DecodeCost:
+    """Coefficients of decode steps; the knee is at one of the measured batches, or there is none."""
+    best, error = min((_fit_steps(runs, 0, padded) for padded in (False, True)), key=itemgetter(1))
+    for knee in sorted({run.batch for run in runs})[1:-1]:
+        cost, knee_error = _fit_steps(runs, knee, best.padded)
+        if knee_error < KNEE_GAIN * error - ROUNDING:
+            best, error = cost, knee_error
+    return msgspec.structs.replace(best, prefill_token_s=_fit_prefill(best, prefill))
+
+
+def _read_tokens(run: DecodeRun, padded: bool) -> float:
+    return run.padded_tokens if padded else run.context_tokens
+
+
+def _attended(run: TrainRun, padded: bool) -> float:
+    return run.padded_tokens if padded else run.squared_tokens
+
+
+def _fit_steps(runs: Sequence[DecodeRun], knee: int, padded: bool) -> tuple[DecodeCost, float]:
+    """(coefficients, sum of squared relative errors). Up to ``knee`` samples the weights hide the arithmetic."""
+    rows = [
+        (
+            run.steps,
+            run.steps * max(knee, run.batch) if knee else 0.0,
+            run.steps * run.batch,
+            run.steps * _read_tokens(run, padded) + 0.5 * run.batch * run.steps * (run.steps - 1),
+        )
+        for run in runs
+    ]
+    (fixed, gemm, sample, kv), error = non_negative(rows, [run.seconds for run in runs])
+    cost = DecodeCost(
+        fixed_s=max(fixed, 1e-9),
+        weights_s=gemm * knee,
+        gemm_sample_s=gemm,
+        sample_s=sample,
+        kv_token_s=kv,
+        padded=padded,
+    )
+    return cost, error
+
+
+def _fit_prefill(cost: DecodeCost, runs: Sequence[PrefillRun]) -> float:
+    """What a prompt token takes, above what a step takes in any case."""
+    slopes = [
+        (long.seconds - short.seconds) / (long.tokens - short.tokens)
+        for short, long in itertools.combinations(sorted(runs, key=lambda run: run.tokens), 2)
+        if long.tokens > 2 * short.tokens
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+def fit_train(runs: Sequence[TrainRun], optimizer_s: Sequence[float]) -> TrainCost:
+    """Coefficients of micro-batches; the first optimizer step, which allocates, does not count."""
+    later = optimizer_s[1:] or optimizer_s
+    best, _ = min((_fit_micro_batches(runs, padded) for padded in (False, True)), key=itemgetter(1))
+    return msgspec.structs.replace(best, optimizer_s=median(later) if later else 0.0)
+
+
+def _fit_micro_batches(runs: Sequence[TrainRun], padded: bool) -> tuple[TrainCost, float]:
+    """(coefficients, sum of squared relative errors)."""
+    rows = [(1.0, run.tokens, _attended(run, padded)) for run in runs]
+    (round_s, token_s, squared_s), error = non_negative(rows, [run.seconds for run in runs])
+    return TrainCost(round_s=round_s, token_s=token_s, squared_token_s=squared_s, padded=padded), error
+
+
+def non_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """(coefficients >= 0 that minimise the sum of squared relative errors, that sum).
+
+    Args: rows: [N, K] what each coefficient is multiplied by, K small.  seconds: [N] measured, > 0.
+    """
+    import numpy as np  # here: `plan` and `simulate` read profiles and fit none
+
+    weighted = np.array(rows) / np.array(seconds)[:, None]
+    count = weighted.shape[1]
+    best, least = [0.0] * count, float("inf")
+    for used in _subsets(count):
+        if not np.any(weighted[:, used], axis=0).all():
+            continue
+        found = np.linalg.lstsq(weighted[:, used], np.ones(len(seconds)), rcond=None)[0]
+        error = float(np.sum((weighted[:, used] @ found - 1.0) ** 2))
+        if (found >= 0).all() and error < least:
+            best, least = [0.0] * count, error
+            for place, value in zip(used, found, strict=True):
+                best[place] = float(value)
+    return best, least
+
+
+def _subsets(count: int) -> list[list[int]]:
+    """Every choice of columns but none: with four of them the exact answer is this cheap."""
+    return [list(used) for size in range(1, count + 1) for used in itertools.combinations(range(count), size)]

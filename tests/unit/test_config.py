@@ -164,9 +164,9 @@ def test_nearest_key(argument: str, meant: str):
 @pytest.mark.parametrize(
     ("argument", "answer"),
     [
-        ("replay.step_s=1", "replay.step_s is called emulated.step_s since version 0.2"),
-        ("pipeline.move_running=true", "pipeline.move_running is called pipeline.migrate_running since"),
-        ("generation.engine=replay", 'generation.engine = "replay" is called generation.engine = "emulated" since'),
+        ("replay.step_s=1", "replay.step_s is emulated.step_s since version 0.2"),
+        ("pipeline.move_running=true", "pipeline.move_running is pipeline.migrate_running since"),
+        ("generation.engine=replay", 'generation.engine = "replay" is generation.engine = "emulated" since'),
     ],
 )
 def test_a_name_of_the_version_before_is_answered_with_the_new_one(argument: str, answer: str):
@@ -175,7 +175,7 @@ def test_a_name_of_the_version_before_is_answered_with_the_new_one(argument: str
 
 def test_an_old_name_in_a_file_is_answered_with_its_line(tmp_path: Path):
     error = file_error(tmp_path, "[run]\nseed = 1\n[replay]\nload_s = 1.0\n")
-    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:4: replay.load_s is called emulated.load_s since")
+    assert str(error).startswith(f"{tmp_path / 'mine.toml'}:4: replay.load_s is emulated.load_s since")
 
 
 def test_old_names_are_free_and_new_ones_are_real():

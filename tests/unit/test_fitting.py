@@ -13,8 +13,14 @@ from orchestrator.config.load import resolve
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
-from orchestrator.planning.fitting import fit, fit_decode, fit_train, held_out_errors, held_out_train_errors
-from orchestrator.planning.profiles import read_profile
+from orchestrator.planning.profiles import (
+    fit,
+    fit_decode,
+    fit_train,
+    held_out_errors,
+    held_out_train_errors,
+    read_profile,
+)
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
 
