@@ -12,11 +12,8 @@ from typing import assert_never
 
 import msgspec
 
-from orchestrator.core.dispatch import migration, planning
-from orchestrator.core.dispatch.handout import dispatch
-from orchestrator.core.dispatch.prediction_feedback import observe_speed
-from orchestrator.core.fleet import elastic, weights
-from orchestrator.core.fleet import reports as worker_reports
+from orchestrator.core.dispatch import handout, planning
+from orchestrator.core.fleet import elastic, workers
 from orchestrator.core.invariants import check
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.lanes.service import ServeLane
@@ -25,8 +22,14 @@ from orchestrator.core.model.lanes import Evaluation, Request
 from orchestrator.core.model.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.model.pipeline import Pipeline, Wait
 from orchestrator.core.model.settings import CoreSettings, changed, core_settings, reconfigured
-from orchestrator.core.observe.in_flight import RunningView, longest_running
-from orchestrator.core.observe.view import PipelineView, describe_wait, rows_reported, view
+from orchestrator.core.observe.view import (
+    PipelineView,
+    RunningView,
+    describe_wait,
+    longest_running,
+    rows_reported,
+    view,
+)
 from orchestrator.core.observe.wait_reasons import current_wait
 from orchestrator.core.rollout.admission import TrainLane
 from orchestrator.core.rollout.lifecycle import Lifecycle
@@ -154,11 +157,11 @@ class PipelineState:
             rounds.release(p)
         self._evaluation.advance()
         if not p.finished:
-            weights.choose_next_to_load(p)
+            workers.choose_next_to_load(p)
             planning.request_plans(p)
-            dispatch(p)
+            handout.dispatch(p)
             self._evaluation.dispatch()
-            weights.load_newest(p)
+            workers.load_newest(p)
             elastic.release_drained(p)
         return p.outbox.take()
 
@@ -258,7 +261,7 @@ class PipelineState:
             # groups
             case RolloutFinished():
                 elastic.note_sample(p, event)
-                observe_speed(p, event)
+                planning.observe_speed(p, event)
                 self._life.finished(event)
             case GroupScored():
                 self._life.scored(event)
@@ -282,15 +285,15 @@ class PipelineState:
                 trainer_reports.broker_used(p, event.retained_bytes)
             # generation workers
             case WorkerReported():
-                worker_reports.reported(p, self._life, event)
+                workers.reported(p, self._life, event)
             case WorkerJoined():
-                worker_reports.joined(p, event)
+                workers.joined(p, event)
             case WorkerLost():
-                worker_reports.lost(p, self._life, event)
+                workers.lost(p, self._life, event)
             case WeightsLoaded():
-                weights.loaded(p, event)
+                workers.weights_loaded(p, event)
             case WeightsFailed():
-                weights.failed(p, event)
+                workers.weights_failed(p, event)
             # prompts, plans, predictions
             case PromptsArrived():
                 self._train.prompts_arrived(event)
@@ -334,10 +337,10 @@ class PipelineState:
         p = self._p
         self._life.expire()
         planning.expire_plans(p)
-        migration.migrate(p)
+        handout.migrate(p)
         self._service.expire()
         rounds.expire_pacing(p)
-        weights.expire(p)
+        workers.expire_loads(p)
         self._evaluation.expire()
         elastic.keep_minimum(p)
         p.wait = current_wait(p)

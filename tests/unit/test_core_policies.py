@@ -22,7 +22,7 @@ from orchestrator.core.model.groups import (
 from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
 from orchestrator.core.model.workers import Worker
 from orchestrator.core.rollout.attempts import plan_priority
-from orchestrator.core.training.batching import pack_round
+from orchestrator.core.training.rounds import pack_round
 from transport.contracts.types import GroupId, PromptId, WeightIdentity, WorkerId
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.core.observe.in_flight import MAX_SHOWN
+from orchestrator.core.observe.view import MAX_SHOWN
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import Tick
 from transport.contracts.types import GroupId, WorkerId

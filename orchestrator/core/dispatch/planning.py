@@ -7,13 +7,20 @@ deadline; a plan that comes later, names what has changed meanwhile, or never co
 
 from __future__ import annotations
 
-from orchestrator.core.model.groups import Group, Lane, Stage
+from orchestrator.core.model.groups import MISSING, Batch, Group, Lane, Stage
 from orchestrator.core.model.outbox import BatchPlanKey
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.workers import Worker
 from orchestrator.core.rollout.attempts import enqueue_for
-from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker, PlanShare
-from transport.contracts.types import GroupId
+from transport.contracts.messages import (
+    ComputePlan,
+    PlanComputed,
+    PlannedGroup,
+    PlannedWorker,
+    PlanShare,
+    RolloutFinished,
+)
+from transport.contracts.types import GroupId, parse_row_id
 
 RUNNING_SHARE = 0.5
 """Of what a running sample is expected to have: on average it is in the middle."""
@@ -148,3 +155,33 @@ def expire_plans(p: Pipeline) -> None:
 def _settle(p: Pipeline, batch: int) -> None:
     p.plans.awaited.pop(batch, None)
     p.outbox.confirm(BatchPlanKey(batch))
+
+
+# -- what plans learn from samples that ended
+
+
+def observe_speed(p: Pipeline, event: RolloutFinished) -> None:
+    """The seconds of a sample, over those of its steps at the batch that ran meanwhile.
+
+    The batch is taken as the mean of what its share began with and what is left now.
+    """
+    if not (p.settings.plans or p.settings.migrate_running):
+        return
+    group, worker = p.groups.get(parse_row_id(event.row_id)[0]), p.fleet.workers.get(event.worker_id)
+    if group is None or worker is None or group.worker_id != event.worker_id or group.lane is Lane.EVAL:
+        return
+    in_flight = min(worker.capacity, worker.in_flight)
+    batch = (p.plans.limits.get(worker.worker_id, in_flight) + in_flight) / 2
+    context = batch * (group.prompt_tokens + event.response_tokens / 2)
+    expected_s = event.response_tokens * p.settings.decode_cost.step_s(batch, context)
+    p.plans.observe_slowdown(worker.worker_id, event.engine_s, expected_s)
+
+
+def compare_lengths(p: Pipeline, batch: Batch) -> None:
+    """What was predicted for a whole batch with what came: what comes first of a batch are its short samples."""
+    calibration = p.plans.calibration
+    calibration.fade()
+    for group in (p.groups[group_id] for group_id in batch.members):
+        for tokens in group.tokens:
+            if tokens != MISSING:
+                calibration.add(group.predicted_tokens, group.predicted_sigma, tokens)

@@ -22,7 +22,7 @@ UNKNOWN_SIGMA = 1.0
 class GroupLength:
     """One prompt group to be placed.
 
-    mean_tokens: expected response length of one sample; not finite or <= 0 where nobody knows.
+    mean_tokens: expected response length of one sample; not finite or <= 0 where it is not known.
     sigma: standard deviation of a sample's log length around it, 0 for a prediction that is taken as certain.
     """
 

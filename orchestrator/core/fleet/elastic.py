@@ -1,4 +1,4 @@
-"""Workers come and go while a run goes on: the rule of ``model/autoscale.py``, fed with what the core hears.
+"""Workers come and go while a run goes on: the rule of ``model/autoscale.py``, fed with what is reported.
 
 Owns: the seconds of both stages from one version to the next, and which workers are to leave. Never: the rule, nor
 processes: a supervisor starts them, a worker that is asked to leave ends itself. Invariant: a worker is asked to leave

@@ -28,7 +28,7 @@ from orchestrator.core.model.lanes import Attempt, Evaluation
 from orchestrator.core.model.outbox import HeldOutPromptsKey
 from orchestrator.core.model.workers import Worker, age
 from orchestrator.core.rollout.attempts import announce, confirm_admission, start, take_back
-from orchestrator.core.rollout.lifecycle import Cause, GroupLane
+from orchestrator.core.rollout.lifecycle import UNWANTED, Cause, GroupLane
 from transport.contracts.messages import (
     DropRows,
     GroupScored,
@@ -39,8 +39,6 @@ from transport.contracts.messages import (
     WorkerLost,
 )
 from transport.contracts.types import FinishReason, RowId, evaluation_id
-
-UNWANTED = "not wanted any more"
 
 
 class EvaluationLane(GroupLane):

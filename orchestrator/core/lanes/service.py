@@ -20,7 +20,7 @@ from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
 from orchestrator.core.model.lanes import Request
 from orchestrator.core.model.workers import age
 from orchestrator.core.rollout.attempts import announce, confirm_admission, enqueue, take_back
-from orchestrator.core.rollout.lifecycle import GroupLane
+from orchestrator.core.rollout.lifecycle import UNWANTED, GroupLane
 from transport.contracts.messages import (
     DropRows,
     PromptsSubmitted,
@@ -143,7 +143,7 @@ class ServeLane(GroupLane):
     def _forget(self, request: Request, group_id: GroupId) -> None:
         group = self._p.groups[group_id]
         if group.stage is Stage.RUNNING:
-            take_back(self._p, group, "nobody wants it any more")
+            take_back(self._p, group, UNWANTED)
         confirm_admission(self._p, group)
         del request.untaken[group_id]
         del self._p.groups[group_id]
@@ -164,7 +164,7 @@ class ServeLane(GroupLane):
         limit_s = p.now_s - p.settings.service_keep_s
         for number in [number for number, request in p.requests.items() if request.whole]:
             if p.requests[number].active_s < limit_s:
-                self.cancelled(RequestCancelled(request=number, reason="nobody read it"))
+                self.cancelled(RequestCancelled(request=number, reason="it was not read in time"))
 
     def reopen(self) -> None:
         """A resumed run goes on: what was held back while it stopped may start."""

@@ -93,7 +93,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
     dispatch: policy, see ``dispatch/policies/registry.py``.  plan_wait_s: a batch waits so long for its plan.
-    migrate_running: running groups of slow workers start over on idle ones, see ``migration.py``.
+    migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
     scaling: when generation workers come and go; None: never.

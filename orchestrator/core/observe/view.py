@@ -5,6 +5,7 @@ Owns: the summary. Never: decisions. Invariant: a value; it shares nothing with 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
@@ -13,11 +14,11 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
-from orchestrator.core.model.pipeline import Pipeline, Wait
+from orchestrator.core.model.pipeline import Deadline, Pipeline, Wait
 from orchestrator.core.model.settings import changeable
 from orchestrator.core.observe.wait_reasons import current_wait
 from transport.contracts.messages import RankerJudged
-from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
+from transport.contracts.types import GroupId, RowId, WeightIdentity, WorkerId, row_id
 
 
 class BatchView(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +188,7 @@ def describe_wait(pipeline: Pipeline) -> str:
     rounds = f"{len(p.training.rounds)} rounds at the trainer" if p.training.rounds else ""
     untrained = p.training.batch - p.training.trained_version
     steps = f"{untrained} closed batches wait for the trainer's step" if untrained else ""
-    return "; ".join(part for part in (blocked, where, *holders, rounds, steps) if part)
+    return "; ".join(text for text in (blocked, where, *holders, rounds, steps) if text)
 
 
 def rows_reported(pipeline: Pipeline, *stages: Stage) -> list[RowId]:
@@ -280,3 +281,41 @@ def _worker_views(p: Pipeline) -> list[WorkerView]:
         )
         for worker in p.fleet.workers.values()
     ]
+
+
+# -- what has been generated for the longest, read from the deadlines that the state keeps anyway
+
+
+MAX_SHOWN = 8
+
+
+class RunningView(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that a worker generates. running_s: since it was dispatched.  missing: samples that have not come yet."""
+
+    group_id: GroupId
+    worker_id: WorkerId
+    running_s: float
+    missing: tuple[int, ...]
+    group_size: int
+    predicted_tokens: float
+    attempt: int
+
+
+def longest_running(pipeline: Pipeline) -> tuple[RunningView, ...]:
+    """At most MAX_SHOWN groups, the one that was dispatched first at the head. Linear in dispatched groups."""
+    running = (deadline for deadline in pipeline.deadlines if pipeline.awaited_by(deadline) is not None)
+    return tuple(_running_view(pipeline, deadline) for deadline in heapq.nsmallest(MAX_SHOWN, running))
+
+
+def _running_view(pipeline: Pipeline, deadline: Deadline) -> RunningView:
+    group = pipeline.groups[deadline.group_id]
+    dispatched_s = deadline.at_s - pipeline.settings.rollout_timeout_s
+    return RunningView(
+        group_id=group.group_id,
+        worker_id=group.worker_id,
+        running_s=max(0.0, pipeline.now_s - dispatched_s),
+        missing=group.missing_samples(),
+        group_size=len(group.tokens),
+        predicted_tokens=group.predicted_tokens,
+        attempt=group.attempt,
+    )

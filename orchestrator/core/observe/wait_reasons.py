@@ -22,7 +22,7 @@ from transport.contracts.types import WorkerKind
 NAMED = 4
 """Workers named in one sentence."""
 UNREADY = (Stage.PENDING, Stage.RUNNING, Stage.SCORING)
-PAUSER = "whoever asked for it: streamrl-orchestrator resume"
+PAUSER = "the person who paused it: streamrl-orchestrator resume"
 PROMPT_SOURCE = "the prompt source"
 
 
@@ -37,7 +37,7 @@ def find_wait(p: Pipeline) -> Wait | None:
         or _groups(p, _sent_and_unready(p))
         or _trainer(p)
         or _batch_in_training(p)
-        or _wait(p, "deciding", "something that nobody owes it", "orchestrator")
+        or _wait(p, "deciding", "something unknown: this is a bug", "orchestrator")
     )
 
 

@@ -43,6 +43,7 @@ MAX_DEATHS_FACTOR = 2
 """Deaths that are far apart mostly have causes of their own; but so many times max_deaths under one prompt have that
 one."""
 TIMED_OUT = "rollout timed out"
+UNWANTED = "not wanted any more"
 
 
 class Cause(StrEnum):

@@ -9,7 +9,7 @@ before it that were lost.
 
 from __future__ import annotations
 
-from orchestrator.core.dispatch.prediction_feedback import compare_lengths
+from orchestrator.core.dispatch.planning import compare_lengths
 from orchestrator.core.fleet import elastic
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.model.groups import Batch

@@ -18,7 +18,7 @@ from orchestrator.core.dispatch.problem import Instance
 class Pricing:
     """One instance.
 
-    base_s: of a step, whoever is in it.  sample_s: what a sample adds to a step.  token_s: what a context token adds.
+    base_s: of a step, whatever is in it.  sample_s: what a sample adds to a step.  token_s: what a context token adds.
     free: samples whose arithmetic hides behind the weights.  gemm_s: of each sample beyond those, a step.
     max_running, kv_tokens: its own limit of samples, and the context that memory has room for.
     hand_s, hand_steps: what is in hand adds to every plan: work, and the steps that its longest sample still takes.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from orchestrator.core.dispatch.policies.slices import (
+from orchestrator.core.dispatch.policies.slicing import (
     Cuts,
     greedy_cuts,
     longest_from,

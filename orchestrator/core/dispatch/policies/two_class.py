@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from orchestrator.core.dispatch.policies.even import even, shares_by_speed
-from orchestrator.core.dispatch.policies.slices import by_instance
+from orchestrator.core.dispatch.policies.slicing import by_instance
 from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
 
 TAIL = 0.2

@@ -1,16 +1,26 @@
-"""Workers load weights: which is sent to, what it answers, what it serves.
+"""Generation workers join, load weights, report what they hold, and go.
 
-Owns: loads that are under way. Never: when a worker is ready for one (``model/workers.py``). Invariant: a worker is
-believed to serve a version only after it said so, and it never goes back to an older one.
+Owns: loads that are under way. Never: when a worker is ready for one (``model/workers.py``). Invariant: a worker is in
+the fleet from the event of its joining to that of its loss, and then nothing is expected of it; it is believed to serve
+a version only after it said so, and it never goes back to an older one.
 """
 
 from __future__ import annotations
 
+from orchestrator.core.fleet import elastic
 from orchestrator.core.model.outbox import LoadKey
 from orchestrator.core.model.pipeline import Pipeline
 from orchestrator.core.model.workers import Worker, age
-from transport.contracts.messages import LoadWeights, WeightsFailed, WeightsLoaded
-from transport.contracts.types import UpdateMode, WeightIdentity
+from orchestrator.core.rollout.lifecycle import Lifecycle
+from transport.contracts.messages import (
+    LoadWeights,
+    WeightsFailed,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
+from transport.contracts.types import UpdateMode, WeightIdentity, WorkerKind
 
 
 def choose_next_to_load(p: Pipeline) -> None:
@@ -30,13 +40,13 @@ def load_newest(p: Pipeline) -> None:
         p.outbox.emit_until(LoadKey(worker.worker_id), command)
 
 
-def loaded(p: Pipeline, event: WeightsLoaded) -> None:
+def weights_loaded(p: Pipeline, event: WeightsLoaded) -> None:
     worker = p.fleet.workers.get(event.worker_id)
     if worker is not None:
-        serve(p, worker, event.weights)
+        _serve(p, worker, event.weights)
 
 
-def serve(p: Pipeline, worker: Worker, weights: WeightIdentity) -> None:
+def _serve(p: Pipeline, worker: Worker, weights: WeightIdentity) -> None:
     """The worker serves ``weights``; older ones than it is known to serve are a repeated report."""
     if worker.loaded is None or age(weights) > age(worker.loaded):
         worker.loaded = weights
@@ -48,13 +58,13 @@ def serve(p: Pipeline, worker: Worker, weights: WeightIdentity) -> None:
         p.outbox.confirm(LoadKey(worker.worker_id))
 
 
-def failed(p: Pipeline, event: WeightsFailed) -> None:
+def weights_failed(p: Pipeline, event: WeightsFailed) -> None:
     worker = p.fleet.workers.get(event.worker_id)
     if worker is not None and worker.loading is not None and age(worker.loading) == age(event.weights):
         _give_up(p, worker)
 
 
-def expire(p: Pipeline) -> None:
+def expire_loads(p: Pipeline) -> None:
     """A load without an answer counts as failed."""
     for worker in p.fleet.workers.values():
         if worker.loading is not None and worker.load_deadline_s <= p.now_s:
@@ -67,3 +77,36 @@ def _give_up(p: Pipeline, worker: Worker) -> None:
     worker.load_failures += 1
     p.fleet.loads_pending = True
     p.outbox.confirm(LoadKey(worker.worker_id))
+
+
+# -- workers that join, report what they hold, and go
+
+
+def joined(p: Pipeline, report: WorkerJoined) -> None:
+    fleet = p.fleet
+    if report.kind is not WorkerKind.GENERATE:
+        fleet.others[report.worker_id] = report.kind
+    elif report.worker_id not in fleet.workers:
+        capacity = max(1, report.capacity)
+        fleet.join(Worker(worker_id=report.worker_id, capacity=capacity, loaded=report.weights))
+        elastic.join(p, report.worker_id)
+
+
+def reported(p: Pipeline, life: Lifecycle, report: WorkerReported) -> None:
+    worker = p.fleet.workers.get(report.worker_id)
+    if worker is None:
+        return
+    if report.weights is not None:
+        _serve(p, worker, report.weights)
+    if report.capacity:
+        worker.capacity = report.capacity
+    life.reconcile(worker, report)
+
+
+def lost(p: Pipeline, life: Lifecycle, report: WorkerLost) -> None:
+    p.fleet.others.pop(report.worker_id, None)
+    worker = p.fleet.workers.get(report.worker_id)
+    if worker is not None:
+        life.worker_lost(worker, report)
+        p.outbox.confirm(LoadKey(worker.worker_id))
+        elastic.forget(p, worker.worker_id)
