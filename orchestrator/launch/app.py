@@ -40,9 +40,8 @@ from orchestrator.loop.planner import Planner
 from orchestrator.loop.prompt_server import PromptServer
 from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
 from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.http.control import ControlRoutes
 from orchestrator.observability.http.page_history import PageHistory
-from orchestrator.observability.http.routes import Api, build_app
+from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.server import open_listener, run_key, serve_http
 from orchestrator.observability.http.status import StatusBoard, publish_status
 from orchestrator.observability.metrics import MetricsLog

@@ -1,7 +1,6 @@
 """The terminal while a run is on: one table where there is a terminal, plain lines where there is none.
 
-Owns: how numbers look. Never: where they come from. Invariant: whatever a model wrote is stripped of control characters
-before a terminal sees it.
+Invariant: whatever a model wrote is stripped of control characters before a terminal sees it.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
 RANKER_STATES = {
     "trusted": "dispatch may rely on it",
     "not_trusted": "not trusted: plans are even",
-    "not_yet_measured": "too few to tell: plans are even",
+    "not_yet_measured": "too few to judge: plans are even",
 }
 
 

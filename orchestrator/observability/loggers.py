@@ -1,9 +1,8 @@
 """Lines of ``metrics.jsonl`` to the services that people watch runs with: TensorBoard, Weights & Biases, MLflow.
 
-Each is an extra of its own (``pip install 'streamrl[tensorboard]'``), chosen with ``run.loggers``. Owns: what is sent:
-the numbers of a line, and the settings without secrets; never samples. Never: delays or ends the run. They are fed from
-a thread of the supervisor, and one that fails is said once and left out. Invariant: without ``run.loggers`` nothing is
-imported or sent anywhere.
+Each is an extra of its own (``pip install 'streamrl[tensorboard]'``), chosen with ``run.loggers``. Sent are the numbers
+of a line, and the settings without secrets; never samples. A thread of the supervisor feeds them, so that they delay
+nothing; one that fails is reported once and left out. Without ``run.loggers`` nothing is imported or sent anywhere.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -160,30 +159,33 @@ def numbers(line: Line) -> dict[str, float]:
 # --- the three --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _naming(service: str, *errors: type[Exception]) -> Generator[None]:
+    """Turns what the service raises into LoggerError."""
+    try:
+        yield
+    except (*errors, OSError) as error:
+        raise LoggerError(f"{service}: {error}") from error
+
+
 class TensorBoardLogger:
-    """Event files in ``<run-dir>/tensorboard``: ``tensorboard --logdir runs`` shows all runs."""
+    """Event files in ``<run-dir>/tensorboard``."""
 
     def __init__(self, run: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         from tensorboard.summary import Writer
 
-        try:
+        with _naming("tensorboard"):
             self._writer = Writer(str(run_dir / "tensorboard"))
-        except OSError as error:
-            raise LoggerError(f"tensorboard: {error}") from error
 
     def log(self, line: Line) -> None:
-        try:
+        with _naming("tensorboard"):
             for name, value in numbers(line).items():
                 self._writer.add_scalar(name, value, step_of(line))
             self._writer.flush()
-        except OSError as error:
-            raise LoggerError(f"tensorboard: {error}") from error
 
     def close(self) -> None:
-        try:
+        with _naming("tensorboard"):
             self._writer.close()
-        except OSError as error:
-            raise LoggerError(f"tensorboard: {error}") from error
 
 
 class WandbLogger:
@@ -191,9 +193,8 @@ class WandbLogger:
 
     def __init__(self, run: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._errors = (self._wandb.Error, OSError)
         identity = run_dir / "wandb.id"
-        try:
+        with _naming("wandb", self._wandb.Error):
             if not identity.exists():
                 replace(identity, uuid.uuid4().hex[:12])
             self._run = self._wandb.init(
@@ -206,21 +207,15 @@ class WandbLogger:
                 settings=self._wandb.Settings(silent=True, console="off"),  # the terminal is the run's, and is not sent
             )
             self._run.define_metric("*", step_metric="batch")  # a batch that is trained again goes back on this axis
-        except self._errors as error:
-            raise LoggerError(f"wandb: {error}") from error
 
     def log(self, line: Line) -> None:
-        try:
+        with _naming("wandb", self._wandb.Error):
             self._run.log({**numbers(line), "batch": step_of(line)})
-        except self._errors as error:
-            raise LoggerError(f"wandb: {error}") from error
 
     def close(self) -> None:
-        try:
+        with _naming("wandb", self._wandb.Error):
             self._run.finish()
             self._wandb.teardown()  # ends the process that it sends from
-        except self._errors as error:
-            raise LoggerError(f"wandb: {error}") from error
 
 
 class MlflowLogger:
@@ -229,8 +224,8 @@ class MlflowLogger:
     def __init__(self, run: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
-        self._errors = (mlflow.MlflowException, OSError)
-        try:
+        self._error = mlflow.MlflowException
+        with _naming("mlflow", self._error):
             self._client = mlflow.MlflowClient()
             known = self._client.get_experiment_by_name(PROJECT)
             experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
@@ -238,19 +233,13 @@ class MlflowLogger:
             params = [self._entities.Param(key, str(value)[:500]) for key, value in config.items()]
             for start in range(0, len(params), 100):  # the server's limit for one request
                 self._client.log_batch(self._run_id, params=params[start : start + 100])
-        except self._errors as error:
-            raise LoggerError(f"mlflow: {error}") from error
 
     def log(self, line: Line) -> None:
         now_ms = int(time.time() * 1000)
         metrics = [self._entities.Metric(name, value, now_ms, step_of(line)) for name, value in numbers(line).items()]
-        try:
+        with _naming("mlflow", self._error):
             self._client.log_batch(self._run_id, metrics=metrics)
-        except self._errors as error:
-            raise LoggerError(f"mlflow: {error}") from error
 
     def close(self) -> None:
-        try:
+        with _naming("mlflow", self._error):
             self._client.set_terminated(self._run_id)
-        except self._errors as error:
-            raise LoggerError(f"mlflow: {error}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.observability.http.control import Change
+from orchestrator.observability.http.routes import Change
 from orchestrator.serving.http import Generate, Taken, Update
 from tests.fakes.service_run import ServiceRun, service_run
 from tests.fuzz.harness import Check, CheckFailedError, Target

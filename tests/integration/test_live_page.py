@@ -345,7 +345,7 @@ def test_old_news_are_called_old_and_the_page_recovers_by_itself(page: LivePage,
     top = browser.evaluate(height)
     page.stop()
     browser.wait_for("document.querySelector('#link').textContent === 'away'")
-    assert "nobody answers" in browser.text("#wait")
+    assert "no answer" in browser.text("#wait")
     assert browser.text("#reward") == "0.432", "the last that was known stays"
     assert browser.evaluate(height) == top, "the page jumps"
     page.start()

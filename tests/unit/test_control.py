@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.loop.control import REQUESTS, append_event, change
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.answers import name_error
-from orchestrator.observability.http.control import ControlRoutes
+from orchestrator.observability.http.routes import ControlRoutes
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld

@@ -52,7 +52,10 @@ def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
     ("judged", "words"),
     [
         (RankerJudged(trusted=False), "nothing judged yet"),
-        (RankerJudged(trusted=False, num_groups=16), "recall 0.00/0.00/0.00 at 20/10/5% of 16 groups, too few to tell"),
+        (
+            RankerJudged(trusted=False, num_groups=16),
+            "recall 0.00/0.00/0.00 at 20/10/5% of 16 groups, too few to judge",
+        ),
         (RankerJudged(trusted=False, num_groups=300, measured=True), "of 300 groups, not trusted: plans are even"),
         (RankerJudged(trusted=True, num_groups=16), "of 16 groups, dispatch may rely on it"),
     ],

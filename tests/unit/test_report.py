@@ -14,8 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.journal import Journal
 from orchestrator.observability.metrics_file import read_lines, read_metrics
 from orchestrator.observability.report import finish
-from orchestrator.observability.report.curves import Series, draw_chart, series_of
-from orchestrator.observability.report.drawing import to_svg
+from orchestrator.observability.report.drawing import Series, draw_chart, series_of, to_svg
 from orchestrator.observability.report.page import differing_settings, labels, render_comparison, render_report
 from orchestrator.observability.report.record import read_run
 from orchestrator.observability.samples import MAX_OF_BATCH, SampleKeeper, read_samples

@@ -15,7 +15,7 @@ NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def number_of(text: str) -> int | None:
-    """A whole number from 0 on that somebody sent, None for anything else."""
+    """A whole number from 0 on that a client sent, None for anything else."""
     return int(text) if NUMBER.fullmatch(text) else None
 
 

@@ -1,7 +1,6 @@
 """A run's status as Prometheus text.
 
-Owns: the names of the series. Never: counting; every number is read off the status at the moment it is asked for, so
-nothing is counted twice and nothing is kept.
+Every number is read off the status at the moment it is asked for: nothing is counted twice, and nothing is kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Who may ask, and how much: the door in front of every HTTP route.
 
-Owns: the checks of host, origin and key, of a body's size and time, and the headers of every answer. Never: what a
-route does. Invariant: without the run's key nothing is answered but ``/health`` and the files of the live page, which
-tell nothing of a run. That holds on loopback too, because a machine has other users. Open paths are listed, so a new
-route asks for the key by default.
+It checks host, origin and key, and a body's size and time, and sets the headers of every answer. Invariant: without the
+run's key nothing is answered but ``/health`` and the files of the live page, which say nothing of a run; that holds on
+loopback too, because a machine has other users. Open paths are listed, so a new route requires the key by default.
 Source: ours (DESIGN, trust).
 
     everywhere  a request carries ``Authorization: Bearer <key>``; no browser adds it by itself, as it does with cookies
@@ -39,7 +38,7 @@ class BodyLimit(NamedTuple):
 SMALL_BODY = BodyLimit()
 """More than anything that most routes read."""
 HEALTH = "/health"
-"""Open to everybody, because a container's health check has no key. It says only whether the run is well."""
+"""Open to all, because a container's health check has no key. It says only whether the run is well."""
 READING = ("GET", "HEAD")
 KEY_WANTED = (
     "the key is missing or wrong: send 'Authorization: Bearer KEY'; it is in the file api.secret of the run's directory"
@@ -142,7 +141,7 @@ class Guard:
 
 
 def _stays(scope: Scope) -> bool:
-    """Tell the listener that this client has shown the key."""
+    """Report to the listener that this client has shown the key. Returns whether it may stay connected."""
     prove: Callable[[], bool] | None = scope.get("state", {}).get(PROVE)
     return prove is None or prove()
 
@@ -161,7 +160,7 @@ def _refuse(status: int, reason: str, headers: dict[str, str] | None = None) -> 
 
 
 def _bounded(receive: Receive, limit: BodyLimit) -> Receive:
-    """``receive`` until the body is over its limit, also where its length was not told, or takes too long."""
+    """``receive`` until the body is over its limit, also where no length was sent, or takes too long."""
     received = 0
     whole = False
     deadline_s: float | None = None

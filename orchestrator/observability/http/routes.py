@@ -9,8 +9,13 @@ unless the guard lists it as open.
     GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
     GET /metrics          the same numbers for Prometheus
     GET /                 the live page, static files: open, and empty until it is given the key
-    POST /control/...     see control.py
+    POST /control/pause | resume | drain | checkpoint
+    POST /control/set     {"key": "run.batches", "value": 80}
     POST /generate, /update   see serving/http.py
+
+A request to change the run is answered with 202 {"asked": ..., "entry": id}: it is on the events log, and applied once
+``events_cursor`` in ``/status`` has reached the entry. 400: it cannot be asked, and why. 503: the broker does not
+answer, and whether the request was taken is not known.
 """
 
 from __future__ import annotations
@@ -19,8 +24,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,11 +36,18 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from orchestrator.core.observe.view import PipelineView
+from orchestrator.errors import ConfigError
+from orchestrator.loop.control import REQUESTS, append_event, change
 from orchestrator.observability.http.answers import answer, name_error, number_of
 from orchestrator.observability.http.exposition import exposition
 from orchestrator.observability.http.guard import BodyLimit, Guard
 from orchestrator.observability.http.status import StatusBoard
 from orchestrator.observability.metrics_file import BatchLines
+from transport.broker.base import Broker
+from transport.contracts.messages import Event
+from transport.contracts.settings import Settings
+from transport.errors import TransientError
 
 HEALTHY_AGE_S = 5.0
 """A status is made twice a second; one that is older says that deciding or the broker stands still."""
@@ -84,6 +97,57 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         return Response(exposition(self._board.latest), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+# --- requests to change the run ---------------------------------------------------------------------------------------
+
+APPEND_S = 5.0
+"""How long a client waits for a broker that is away."""
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``set``."""
+
+    key: str
+    value: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] | float | str
+
+
+class ControlRoutes:
+    """The route that appends requests to the events log; what may be asked is in ``loop/control.py``."""
+
+    def __init__(self, broker: Broker, settings: Settings, view: Callable[[], PipelineView]) -> None:
+        """view: the run as it is now."""
+        self._broker = broker
+        self._settings = settings
+        self._view = view
+
+    def routes(self) -> list[Route]:
+        return [Route("/control/{request}", self.ask, methods=["POST"])]
+
+    async def ask(self, request: Request) -> Response:
+        name = request.path_params["request"]
+        event = await self._event(name, request)
+        try:
+            async with asyncio.timeout(APPEND_S):
+                entry_id = await append_event(self._broker, event, by="http")
+        except (TimeoutError, TransientError) as error:
+            raise HTTPException(503, "the broker does not answer") from error
+        return answer({"asked": name, "entry": entry_id}, 202)
+
+    async def _event(self, name: str, request: Request) -> Event:
+        if name in REQUESTS:
+            return REQUESTS[name]()
+        if name != "set":
+            raise HTTPException(404, f"there is no {name!r}; there are {', '.join([*REQUESTS, 'set'])}")
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=Change)
+            view = self._view()
+            return change(self._settings, view.settings, view.num_admitted, wanted.key, wanted.value)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+            raise HTTPException(400, str(error)) from error
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
 
 
 def build_app(

@@ -1,7 +1,7 @@
 """The HTTP listener inside the orchestrator's process: its address, its key, its connections, its one task.
 
-Owns: the socket and uvicorn's life. Never: signals (the orchestrator has them) nor what is answered (routes.py).
-Invariant: when the task ends, also by cancellation, no connection and no task of it is left.
+Signals are left to the orchestrator. Invariant: when the task ends, also by cancellation, no connection and no task of
+it is left.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _port_in(address_file: Path) -> int:
-    """The port of a former life, 0 where none is told."""
+    """The port of an earlier start, 0 where there was none."""
     text = address_file.read_text(encoding="ascii", errors="replace") if address_file.exists() else ""
     port = number_of(text.strip().rpartition(":")[2])
     return port if port is not None and port < 1 << 16 else 0

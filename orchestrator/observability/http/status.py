@@ -1,4 +1,4 @@
-"""What the run is doing now, as one JSON object: for the live view, ``/status`` and whoever asks with redis-cli.
+"""What the run is doing now, as one JSON object: for the live view, ``/status`` and redis-cli.
 
 run, elapsed_s       name; seconds on the run's clock
 events_cursor        id of the last entry of the events log that is applied
@@ -74,7 +74,7 @@ class StatusBoard:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the newest status, or since there was nobody to make one."""
+        """Seconds since the newest status, or since the start where there was none."""
         return self._clock.now_s() - self._at_s
 
 

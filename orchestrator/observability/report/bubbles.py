@@ -2,7 +2,7 @@
 
 A generation worker with C slots that runs r samples is idle by the share ``1 - r / C``: half-empty slots are half an
 idle worker. C is the most that it ever ran at once, at most its capacity: slots that the run's settings can never fill
-are nobody's bubble. The first that holds names the cause:
+are no bubble. The first that holds names the cause:
 
     weights    it is loading new weights, whatever runs beside that
     other      samples that it has claimed wait for a slot (admission, prompts being computed)
@@ -23,7 +23,7 @@ The trainer is idle whenever it neither accumulates nor steps:
     other      none of these
 
 A worker counts from joining to its loss or the end, the trainer from its first TrainerReady. Source: the two kinds of
-bubble are StreamRL's (section 3); the split of the rest is ours, because "idle" alone names nobody who could act.
+bubble are StreamRL's (section 3); the split of the rest is ours, because "idle" alone does not say what to change.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Usage:
 
 
 NOTHING = Usage()
-"""Of a window in which a track was not there; nobody adds to it."""
+"""Of a window in which a track was not there; never changed."""
 
 
 def usage_by_window(timeline: Timeline, edges: Sequence[float]) -> dict[str, list[Usage]]:

@@ -22,7 +22,7 @@ from transport.process.files import replace
 
 REPORT = "report.html"
 LONG_RUN = 50_000
-"""Spans from which on the user is told what is being written: it takes longer than a few seconds."""
+"""Spans from which on the user is shown what is being written: it takes longer than a few seconds."""
 
 
 def finish_run(rundir: RunDir, note: Callable[[str], None] = lambda _: None) -> Path:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from orchestrator.observability.report.bubbles import Cause, Usage
-from orchestrator.observability.report.curves import Series, draw_chart, series_of
-from orchestrator.observability.report.drawing import to_svg
+from orchestrator.observability.report.drawing import Series, draw_chart, series_of, to_svg
 from orchestrator.observability.report.record import RunRecord
 from orchestrator.observability.report.timeline_drawing import CAUSE_COLORS, draw_timeline
 from orchestrator.terminal_text import printable

@@ -1,7 +1,7 @@
 """Everything a report says of one run, read from its directory: journal, metrics, configuration, samples.
 
-Owns: reading and joining. Never: how it looks, and never changes a file. Invariant: what is missing (no trained batch
-yet, no samples kept, an old journal) is left out, not guessed; only a directory without a journal is refused.
+No file is changed. What is missing (no trained batch yet, no samples kept) is left out, not guessed; only a directory
+without a journal is refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A run as spans: what was done where, from when to when, rebuilt from its journal.
 
-Owns: turning events into spans. Never: I/O, payloads, drawing. Invariant: the same journal gives the same timeline,
-also while the run goes on and after a crash; work that did not finish (its worker died, or it still runs) has no span.
+Invariant: the same journal gives the same timeline, also while the run goes on and after a crash; work that did not
+finish (its worker died, or it still runs) has no span.
 
 Times are the run's clock when the orchestrator applied the event, starts are those less the seconds that the event
-tells of. A span can therefore lie too late by the delay of its event, milliseconds as a rule, and by as long as the
+reports. A span can therefore lie too late by the delay of its event, milliseconds as a rule, and by as long as the
 orchestrator was away after its restart.
 """
 
@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from transport.contracts.messages import (
     CheckpointSaved,
@@ -44,7 +45,7 @@ from transport.contracts.types import (
 )
 
 TRAINER = "trainer"
-"""Track of the trainer: rank 0 tells for all, and the ranks meet at every step."""
+"""Track of the trainer: rank 0 reports for all, and the ranks meet at every step."""
 SCORING = "scoring"
 """Track of all scoring workers together."""
 ORCHESTRATOR = "orchestrator"
@@ -155,7 +156,7 @@ class _Builder:
     last_sample_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
     trainer_ids: set[WorkerId] = field(default_factory=set[WorkerId])
     trainer_spans: list[Span] = field(default_factory=list[Span])
-    told: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+    known: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
 
     def finish(self) -> Timeline:
         for track in list(self.present):
@@ -209,16 +210,16 @@ class _Builder:
 
     def _scored(self, event: GroupScored) -> None:
         since_s = self.last_sample_s.pop(event.group_id, None)
-        if since_s is not None:  # told again after a restart of the broker: scored once
+        if since_s is not None:  # reported again after a restart of the broker: scored once
             batch, name = _batch(event.group_id), f"score {event.group_id}"
             self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
 
     def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
-        """Spans in the order in which they ended; those that are told again after a restart of the broker only once."""
+        """Spans in the order in which they ended, each once: after a restart of the broker some are reported again."""
         key = self._key(event)
-        if key in self.told:
+        if key in self.known:
             return
-        self.told.add(key)
+        self.known.add(key)
         match event:
             case RoundDone():
                 batch = int(event.round_id.partition(".")[0])
@@ -285,30 +286,10 @@ class _Builder:
     def _mark(self, track: str, name: str, *, trouble: bool = False) -> None:
         self.marks.append(Mark(track=track, at_s=self.now_s, name=name, trouble=trouble))
 
-    def _span(
-        self,
-        track: str,
-        kind: SpanKind,
-        seconds: float,
-        name: str,
-        *,
-        batch: int = NO_BATCH,
-        tokens: int = 0,
-        queued_s: float = 0.0,
-    ) -> None:
+    def _span(self, track: str, kind: SpanKind, seconds: float, name: str, **about: Any) -> None:
         """A span that ended now."""
-        self.spans.append(
-            Span(
-                track=track,
-                kind=kind,
-                start_s=max(0.0, self.now_s - seconds),
-                end_s=self.now_s,
-                name=name,
-                batch=batch,
-                tokens=tokens,
-                queued_s=queued_s,
-            )
-        )
+        start_s = max(0.0, self.now_s - seconds)
+        self.spans.append(Span(track=track, kind=kind, start_s=start_s, end_s=self.now_s, name=name, **about))
 
 
 def _batch(group_or_row: str) -> int:

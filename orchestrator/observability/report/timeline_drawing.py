@@ -61,7 +61,7 @@ LEGEND = {
 
 @style()
 def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
-    """The whole run on one page, from when somebody could first work: starting up is not drawn."""
+    """The whole run on one page, from when a worker could first work: starting up is not drawn."""
     from matplotlib.patches import Patch
 
     workers = timeline.workers[:MAX_WORKERS]

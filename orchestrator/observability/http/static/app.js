@@ -1,7 +1,7 @@
 // The live page: asks for the status every second and for the history every two, and says so when no answer comes.
 //
 // Owns: polling and the head of the page. Invariant: what is shown is either fresh or marked as old, and the page
-// recovers by itself as soon as somebody answers again.
+// recovers by itself as soon as there is an answer again.
 
 import { byId, setText } from "./dom.js";
 import { authorization, forgetKey, hasKey, onKey } from "./key.js";
@@ -36,7 +36,7 @@ async function ask(path) {
   return response.json();
 }
 
-/** Call `work` now and forever, `every` ms after it ended; less often while nobody looks. */
+/** Call `work` now and forever, `every` ms after it ended; less often while the page is hidden. */
 async function repeat(work, every) {
   for (;;) {
     await work();
@@ -62,7 +62,7 @@ async function pollStatus() {
     problem = "";
     showStatus();
   } catch (error) {
-    problem = error instanceof TypeError || error.name === "TimeoutError" ? "nobody answers at this address" : error.message;
+    problem = error instanceof TypeError || error.name === "TimeoutError" ? "no answer from this address" : error.message;
   }
   showLink();
 }

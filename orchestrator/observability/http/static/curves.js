@@ -38,9 +38,9 @@ export function showCurves(curves, components) {
   last = { curves, components };
   const charts = CHARTS.map((chart) => (chart.components ? { ...chart, names: components } : chart));
   const present = charts.map((chart) => withSeries(chart, curves)).filter((chart) => chart.series.length);
-  const told = new Set(charts.flatMap((chart) => chart.names));
+  const shown = new Set(charts.flatMap((chart) => chart.names));
   const others = Object.keys(curves)
-    .filter((name) => !told.has(name) && !NOT_CURVES.test(name))
+    .filter((name) => !shown.has(name) && !NOT_CURVES.test(name))
     .map((name) => withSeries({ title: name.replaceAll("_", " "), names: [name] }, curves));
   drawAll(byId("curves"), present.length ? present : [{ title: "Reward", series: [] }], curves.batch || []);
   if (byId("more").open) drawAll(byId("more-curves"), others, curves.batch || []);
@@ -48,15 +48,15 @@ export function showCurves(curves, components) {
 
 /** lines: of evaluations in metrics.jsonl, drawn where their version's batches end. */
 export function showEvaluations(lines, components) {
-  const told = lines.filter((line) => "eval_reward" in line);
-  const column = (name) => told.map((line) => line[name] ?? null);
+  const answered = lines.filter((line) => "eval_reward" in line);
+  const column = (name) => answered.map((line) => line[name] ?? null);
   const names = ["reward", ...components];
   const columns = Object.fromEntries([...names.map((name) => [name, column(`eval_${name}`)]), ["share", column("eval_share")]]);
   const charts = [
     { title: "Held-out problems: reward and components", names, floor: 0 },
     { title: "Evaluation's share of generation", names: ["share"], floor: 0 },
   ].map((chart) => withSeries(chart, columns));
-  drawAll(byId("evaluations"), told.length ? charts : [], told.map((line) => line.version - 1));
+  drawAll(byId("evaluations"), answered.length ? charts : [], answered.map((line) => line.version - 1));
 }
 
 function withSeries(chart, curves) {

@@ -47,10 +47,10 @@ export function showEvaluation(status) {
 const RANKER_STATES = {
   trusted: "dispatch may rely on them",
   not_trusted: "not trusted: plans are even",
-  not_yet_measured: "too few to tell: plans are even",
+  not_yet_measured: "too few to judge: plans are even",
 };
 
-/** How right predictions of response lengths were; nothing where nobody judges them. */
+/** How right predictions of response lengths were; nothing where they are not judged. */
 export function showRanker(status) {
   const ranker = status.ranker;
   byId("ranker").hidden = !ranker;
