@@ -3,8 +3,8 @@
 FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
 ├── ModelMismatchError    a worker's model is not the one of the run that it would join
-├── GpuError              a GPU that this worker was told to take is not there, or none is free
-├── RewardSetupError      the run's reward cannot be built, or this worker was not told to allow it
+├── GpuError              a GPU that this worker should take is not there, or none is free
+├── RewardSetupError      the run's reward cannot be built, or this worker's command line does not allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
 ├── EvaluationError       held-out problems cannot be read or answered
@@ -51,7 +51,7 @@ class ModelError(FatalError):
 
 
 class GpuError(FatalError):
-    """A GPU that this worker was told to take is not there, or all are held by others; the message names them."""
+    """A GPU that this worker should take is not there, or all are held by others; the message names them."""
 
 
 class EngineCrashedError(TransientError):

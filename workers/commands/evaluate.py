@@ -48,7 +48,7 @@ def evaluate_run(
 
     model: "base" (what the run started from), "final" (what it ended with) or a Hugging Face directory.
     reward, reward_path: the user's own "module:function", and where it lies: what a run's directory names is not
-    imported unless the caller names it too, because the directory may be somebody else's.
+    imported unless the caller names it too, because the directory may be another user's.
     Raises: EvaluationError when the run's files are not there; ModelError; RewardError, RewardSetupError.
     """
     settings = _read_settings(run_dir / "config.toml")

@@ -1,6 +1,6 @@
 """What a generation engine is: one file implements it, the worker knows nothing else of an engine.
 
-The worker submits groups, hears of each sample the moment it ends, and tells the engine which weights to take when.
+The worker submits groups, gets each sample the moment it ends, and has the engine take new weights.
 An engine owns its device, its KV memory and its thread or server; it never talks to the broker.
 """
 

@@ -9,7 +9,7 @@ Back-pressure: a plan is claimed only while fewer samples are at work than the e
 slot that falls free is filled at once, and what another worker could do is not hoarded.
 
 Owns: these loops. Never: decides; touches a prompt's meaning. Invariant: a plan is acknowledged in the commit that
-writes the last of its samples, and ``WeightsLoaded`` is told only once the engine serves them.
+writes the last of its samples, and ``WeightsLoaded`` is reported only once the engine serves them.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class GenerationWorker:
         )
 
     async def _end(self, held: HeldPlan, reason: str = "") -> None:
-        """Acknowledge a plan that never started, and say why if someone waits for it."""
+        """Acknowledge a plan that never started, and say why where its samples are waited for."""
         failure = EngineFailure(group_id=held.plan.group_id, samples=held.plan.samples, reason=reason, retryable=True)
         appends = [failure_append(failure, self._worker_id)] if reason else []
         await self._broker.commit(Commit(appends=appends, acks=self._leases.acks([held.entry_id])))

@@ -59,7 +59,7 @@ class Leases:
     async def claim(self, count: int, *, wait_s: float) -> list[Delivery]:
         """Up to ``count`` entries that are held from now on: reclaimed ones, else new ones, for which it waits.
 
-        Nothing is awaited between the broker's answer and the return, so whoever lists what is held misses none.
+        Nothing is awaited between the broker's answer and the return, so a caller that lists what it holds misses none.
         """
         found = await self._reclaim(count) or await self._broker.claim(
             self._queue, self._consumer, count=count, wait_s=wait_s

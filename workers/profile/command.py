@@ -101,7 +101,7 @@ MICRO_BATCHES = 3
 TURN_S = 1.5
 LIMIT_S = 600.0
 END_S = 60.0
-"""A trainer that is told to end finishes its micro-batch first."""
+"""A trainer finishes its micro-batch before it ends."""
 
 Decode = Callable[[], Awaitable[float]]
 """Decodes a batch; its seconds."""

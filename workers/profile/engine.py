@@ -47,7 +47,7 @@ ENOUGH_S = 40.0
 TOKEN_ID = 5
 """Exists in every vocabulary; which token it is does not change what computing it takes."""
 Shape: TypeAlias = tuple[tuple[int, ...], int, int]
-"""(tokens of each prompt, samples of all together, tokens of each sample). Prompts of different lengths tell what the
+"""(tokens of each prompt, samples of all together, tokens of each sample). Prompts of different lengths show what the
 shorter ones take beside the longer ones."""
 
 

@@ -48,7 +48,7 @@ TRAIN_SHAPES: tuple[TrainShape, ...] = (
     (8, 64, (192, 192, 192, 192)),
 )
 """(groups, prompt tokens, response tokens of each sample) of a micro-batch; none is past ``micro_batch_tokens``.
-Samples of a group that differ in length tell what attention takes for the shorter ones."""
+Samples of a group that differ in length show what attention takes for the shorter ones."""
 BUSY_SHAPE: TrainShape = (2, 32, (128, 128, 128, 128))
 """Seconds for a model of 135M on one core: long enough to meet many decode steps, short enough to be repeated."""
 

@@ -168,7 +168,7 @@ class RewardChild:
         if process.stdin is not None:
             process.stdin.close()
         code = await process.wait()
-        return 128 - code if self._jail is not None and code > 128 else code  # as bubblewrap tells a signal
+        return 128 - code if self._jail is not None and code > 128 else code  # as bubblewrap reports a signal
 
 
 class RewardPool:
@@ -310,7 +310,7 @@ class RewardPool:
                     await _score_together(child, [unit])
         finally:
             for _, future in taken:
-                _tell(future, RewardError("the call that scored it was cancelled"))
+                _settle(future, RewardError("the call that scored it was cancelled"))
             if self._spec.executes_answers:
                 await child.kill()  # what an answer left behind is not there for the next one
 
@@ -324,7 +324,7 @@ class RewardPool:
 
 
 async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:
-    """Tell each of one call's result. False: nobody was told, because more than one together took too long."""
+    """Give each unit its result of one call. False: none has one, because more than one together took too long."""
     try:
         results: Sequence[Reward | RewardError] = await child.score([sample for sample, _ in units])
     except RewardError as error:
@@ -332,7 +332,7 @@ async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:
             return False
         results = [type(error)(str(error)) for _ in units]
     for (_, future), result in zip(units, results, strict=True):
-        _tell(future, result)
+        _settle(future, result)
     return True
 
 
@@ -342,7 +342,7 @@ def _environment(allowed: Sequence[str]) -> dict[str, str]:
     return {**clean_environment(os.environ, allowed), "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
 
 
-def _tell(future: asyncio.Future[Reward], result: Reward | RewardError) -> None:
+def _settle(future: asyncio.Future[Reward], result: Reward | RewardError) -> None:
     if future.done():
         return
     if isinstance(result, RewardError):

@@ -128,7 +128,7 @@ def _all_failed(request: ScoreRequest, reason: str) -> Scores:
 
 
 def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for frames; whoever reads or prints gets nothing and stderr."""
+    """Keep stdin and stdout for frames; code that reads or prints gets nothing and stderr."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     devnull = os.open(os.devnull, os.O_RDONLY)

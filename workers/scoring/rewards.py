@@ -216,7 +216,7 @@ def _answer_grade() -> Grade:
 class UserReward:
     """A function of the user's: ``function(prompt, response, entry)``, or ``function(prompts, responses, entries)``.
 
-    Which of the two is told by the names of its parameters. The second returns a list, one reward for each response.
+    The names of its parameters say which of the two it is. The second returns a list, one reward for each response.
     An ``async`` function is awaited, in an event loop that lasts as long as this process.
     Raises (constructor): RewardSetupError: it can be called in neither way.
     """

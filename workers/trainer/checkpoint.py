@@ -4,7 +4,7 @@
       model.safetensors      fp32 master weights
       optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
       ledger.msgpack         what was trained (transport/contracts/ledger.py)
-      steps.msgpack          what was told of the last steps that it contains
+      steps.msgpack          reports of the last steps that it contains
       meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
 
 Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced,

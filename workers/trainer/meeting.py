@@ -2,11 +2,11 @@
 emulated trainer, which must start fast, uses it too.
 
 Rank 0 opens a meeting: a file of its own in a private directory of this machine, locked for as long as it lives, whose
-id it reports over the broker. The other ranks join by that id; nobody listens on a port. A rank that was replaced takes
-its seat again, which rank 0 sees, or opens another meeting, which the others see: then all start over together.
+id it reports over the broker. The other ranks join by that id; nothing listens on a port. A rank that was replaced
+takes its seat again, which rank 0 sees, or opens another meeting, which the others see: then all start over together.
 
 Owns: the meeting's files, what stands about it on the broker, and the wait for rank 0's last save. Never: collectives
-(parallel.py). Invariants: nobody joins a meeting whose rank 0 is gone; a rank starts over as soon as another one was
+(parallel.py). Invariants: no rank joins a meeting whose rank 0 is gone; a rank starts over as soon as another one was
 replaced; no rank is gone while rank 0 may still have to start over.
 """
 
@@ -54,7 +54,7 @@ class Meeting:
         return self._directory / f"{self._id}.store"
 
     async def open(self) -> None:
-        """As rank 0: open a meeting that nobody has joined yet."""
+        """As rank 0: open a meeting that no other rank has joined yet."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in self._directory.iterdir():  # of rank 0s that are gone; the others of theirs start over
             left.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class Meeting:
         return None
 
     def close(self) -> None:
-        """Let nobody join any more."""
+        """Let no rank join any more."""
         if self._lock is not None:
             self._lock_file(self._id).unlink(missing_ok=True)
             self.store.unlink(missing_ok=True)

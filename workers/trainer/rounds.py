@@ -71,7 +71,7 @@ class RoundsReader:
 
     needs_reference: rows are complete only with reference logprobs.  stall_s: the longest wait for the next command, or
     for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
-    too long; it may have been told to pause.
+    too long; it may have been paused.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RoundsReader:
     async def read(self) -> None:
         """Put every command into ``queue``; ends after FinishTraining.
 
-        Raises: RoundsError: nobody orchestrates for ``stall_s``; an entry that no trainer can read.
+        Raises: RoundsError: no orchestrator for ``stall_s``; an entry that no trainer can read.
         """
         last_s = self._clock.now_s()
         while True:
@@ -136,7 +136,7 @@ class RoundsReader:
         return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
 
     async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
-        """The rows, once they are all there. Raises RoundsError when nobody is left to have them made again."""
+        """The rows, once they are all there. Raises RoundsError: no orchestrator is left to have them made again."""
         last_s = self._clock.now_s()
         reported_s: float | None = None
         while True:

@@ -6,7 +6,7 @@
 
 Owns: the order of these effects. Never: decides what is trained. Invariants: the cursor, the ledger and the weights of
 a checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get
-to tell of is done again by the next one, from its checkpoint, under a new epoch.
+to report is done again by the next one, from its checkpoint, under a new epoch.
 
 The learner (learner.py) runs in a thread of its own, so that leases are renewed and the next round's rows come in
 while it works.
@@ -57,13 +57,13 @@ CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "model"
 
 STALLS = 2
-"""A trainer whose orchestrator gives no sign of life for so many ``stall_s`` ends: nobody orchestrates any more."""
+"""A trainer whose orchestrator gives no sign of life for so many ``stall_s`` ends."""
 
 T = TypeVar("T")
 
 
 class TrainerWorker:
-    """One rank of the trainer. Rank 0 publishes, tells and saves; the others only compute.
+    """One rank of the trainer. Rank 0 publishes, reports and saves; the others only compute.
 
     model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  learner: what is trained.
     rows: where columns live; the broker's own hashes by default.  rank: which of the ``trainer.ranks`` this is.
@@ -300,9 +300,9 @@ class TrainerWorker:
             await self._checkpoint()
 
     async def _finish(self, entry_id: str) -> None:
-        """The last checkpoint contains the last command: whoever reads it knows that nothing is left.
+        """The last checkpoint contains the last command: a trainer that reads it knows that nothing is left.
 
-        It is told of only when the final model is there too, because the run ends with it. The other ranks stay until
+        It is reported only when the final model is there too, because the run ends with it. The other ranks stay until
         then. Raises CheckpointError, RanksError.
         """
         if self._rank != 0:
@@ -334,7 +334,7 @@ class TrainerWorker:
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
 
     async def _save(self) -> CheckpointSaved:
-        """Write a checkpoint. Returns what is to be told of it. Raises CheckpointError."""
+        """Write a checkpoint. Returns what is to be reported of it. Raises CheckpointError."""
         assert self._weights is not None  # rank 0 published before it read anything
         assert self._announcer is not None
         steps = self._announcer.steps
@@ -393,11 +393,11 @@ class BatchTally:
     steps: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
     def metrics(self, now_s: float, *, publish_s: float) -> dict[str, float]:
-        """Of the batch's optimizer steps, and where the seconds went. A number is told where a step has it."""
+        """Of the batch's optimizer steps, and where the seconds went. A number is there where a step has it."""
         names = dict.fromkeys(name for step in self.steps for name in step)
-        told = {name: OVER_STEPS.get(name, fmean)([s[name] for s in self.steps if name in s]) for name in names}
+        means = {name: OVER_STEPS.get(name, fmean)([s[name] for s in self.steps if name in s]) for name in names}
         wait_s = max(0.0, now_s - self.started_s - self.busy_s - publish_s)
-        return told | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
+        return means | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
 
 
 def without_rows(groups: Sequence[PromptGroup], refused: Collection[RowId]) -> Sequence[PromptGroup]:

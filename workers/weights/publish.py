@@ -68,7 +68,7 @@ class WeightPublisher:
     def publish_layout(
         self, epoch: int, version: int, layout: Sequence[TensorSpec], write: Callable[[SegmentWriter, TensorSpec], str]
     ) -> WeightManifest:
-        """``publish`` for whoever has bytes: ``write`` puts one tensor in its place and returns its checksum."""
+        """``publish`` for a caller that has bytes: ``write`` puts one tensor in its place and returns its checksum."""
         self._start()
         name = f"e{epoch}v{version}"
         self._make_room()

@@ -62,8 +62,8 @@ class SenderCounters:
 
 
 class SampleSender:
-    """Of one engine. capacity: samples at once.  lost: why the server is, "" while it is not.  wake: set when somebody
-    should look at the server.
+    """Of one engine. capacity: samples at once.  lost: why the server is, "" while it is not.  wake: set when the
+    server should be looked at.
     """
 
     def __init__(self, server: ServerUpkeep, results: ResultQueue, capacity: int, clock: Clock) -> None:
@@ -137,7 +137,7 @@ class SampleSender:
         self._gate.clear()
 
     def lose(self, reason: str) -> None:
-        """The server is lost: nothing more is sent, and whoever watches it brings up another one."""
+        """The server is lost: nothing more is sent, and the engine brings up another one."""
         self._gate.clear()
         self.lost = self.lost or reason
         self.wake.set()
@@ -236,7 +236,7 @@ class SampleSender:
         self._queue.started(sent, self._clock.now_s())
         self._moved.set()
         self.send()
-        if sent.aborted:  # the server may not have known it yet when it was told
+        if sent.aborted:  # the server may not have known it yet when the abort came
             await self._call_off([sent])
 
     def _ended(self, sent: SentSample, chunk: Chunk) -> None:

@@ -120,7 +120,7 @@ class ServerUpkeep:
         self._well()
 
     async def _wait_elsewhere(self) -> None:
-        """Wait for a server that somebody else starts. Raises ServerUnavailableError."""
+        """Wait for a server that this worker does not start. Raises ServerUnavailableError."""
         reason = ""
         try:
             async with asyncio.timeout(self._settings.startup_s):

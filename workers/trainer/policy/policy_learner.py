@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -33,16 +32,7 @@ from workers.trainer.policy.load import choose_device, choose_dtype, load_module
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.parallel import GradientReducer, SingleRank, meet_ranks
 from workers.trainer.policy.step import TrainStep
-
-
-class Publisher(Protocol):
-    """Makes a version of the weights readable (publish.WeightPublisher)."""
-
-    def publish(
-        self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
-    ) -> WeightManifest: ...
-
-    def close(self) -> None: ...
+from workers.weights.publish import WeightPublisher
 
 
 class PolicyLearner:
@@ -56,7 +46,7 @@ class PolicyLearner:
         self,
         settings: Settings,
         model_dir: Path,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         *,
         rank: int = 0,
         meeting_dir: Path | None = None,
