@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
@@ -102,6 +103,10 @@ def test_help_tells_the_exit_codes(tmp_path: Path):
     words = " ".join(done.stdout.split())
     for code in ("0 finished", "1 failed", "2 bad configuration", "3 stalled", "5 the disk", "130 interrupted"):
         assert code in words
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path):
+    assert cli("--version", cwd=tmp_path).stdout == f"streamrl {importlib.metadata.version('streamrl')}\n"
 
 
 def test_an_unknown_option_is_bad_configuration(tmp_path: Path):
