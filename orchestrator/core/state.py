@@ -17,7 +17,7 @@ from orchestrator.core.fleet import elastic, workers
 from orchestrator.core.invariants import check
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.lanes.service import ServeLane
-from orchestrator.core.model.groups import Lane, Stage
+from orchestrator.core.model.groups import Lane, Stage, plan_phases
 from orchestrator.core.model.lanes import Evaluation, Request
 from orchestrator.core.model.outbox import CommandId, entry_id, parse_entry_id
 from orchestrator.core.model.pipeline import Pipeline, Wait
@@ -87,7 +87,9 @@ class PipelineState:
 
     def _wire(self, pipeline: Pipeline) -> None:
         self._p = pipeline
-        self._train = TrainLane(pipeline)
+        settings = pipeline.settings
+        self._phases = plan_phases(settings.mini_batches, settings.epochs, settings.record_logprobs)
+        self._train = TrainLane(pipeline, self._phases)
         self._evaluation = EvaluationLane(pipeline)
         self._service = ServeLane(pipeline)
         lanes = {Lane.TRAIN: self._train, Lane.EVAL: self._evaluation, Lane.SERVE: self._service}
@@ -154,7 +156,7 @@ class PipelineState:
             self._finish_service()
         else:
             self._train.admit()
-            rounds.release(p)
+            rounds.release(p, self._phases)
         self._evaluation.advance()
         if not p.finished:
             workers.choose_next_to_load(p)
@@ -271,6 +273,17 @@ class PipelineState:
                 self._life.scoring_failed(event)
             case RowsMissing():
                 self._life.missing(event)
+            # generation workers
+            case WorkerReported():
+                workers.reported(p, self._life, event)
+            case WorkerJoined():
+                workers.joined(p, event)
+            case WorkerLost():
+                workers.lost(p, self._life, event)
+            case WeightsLoaded():
+                workers.weights_loaded(p, event)
+            case WeightsFailed():
+                workers.weights_failed(p, event)
             # the trainer
             case RoundDone():
                 elastic.note_round(p, event)
@@ -283,17 +296,6 @@ class PipelineState:
                 trainer_reports.trainer_ready(p, event, self._train, self._evaluation)
             case BrokerUsage():
                 trainer_reports.broker_used(p, event.retained_bytes)
-            # generation workers
-            case WorkerReported():
-                workers.reported(p, self._life, event)
-            case WorkerJoined():
-                workers.joined(p, event)
-            case WorkerLost():
-                workers.lost(p, self._life, event)
-            case WeightsLoaded():
-                workers.weights_loaded(p, event)
-            case WeightsFailed():
-                workers.weights_failed(p, event)
             # prompts, plans, predictions
             case PromptsArrived():
                 self._train.prompts_arrived(event)

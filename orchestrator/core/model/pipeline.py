@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.model.autoscale import Elastic
-from orchestrator.core.model.groups import Batch, Group, PendingEntry, Phase, Stage, plan_phases
+from orchestrator.core.model.groups import Batch, Group, PendingEntry, Stage
 from orchestrator.core.model.lanes import Evaluations, Request
 from orchestrator.core.model.outbox import CommandId, Outbox
 from orchestrator.core.model.plans import Plans
@@ -165,11 +165,6 @@ class Pipeline(msgspec.Struct, kw_only=True):
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Of every batch."""
-        return plan_phases(self.settings.mini_batches, self.settings.epochs, self.settings.record_logprobs)
 
     def frozen(self, batch: int) -> bool:
         """Whether nothing more happens for ``batch`` in this life of the run: it was stopped before it started.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from orchestrator.core.model.groups import NO_WORKER, Group, Lane
+from orchestrator.core.model.groups import EVAL, NO_WORKER, Group
 from transport.contracts.types import GroupId, UpdateMode, WeightIdentity, WorkerId, WorkerKind
 
 MAX_LOAD_ATTEMPTS = 3
@@ -55,7 +55,7 @@ class Worker(msgspec.Struct, kw_only=True):
         self.groups[group.group_id] = None
         self.in_flight += group.num_missing
         self.predicted_load += group.num_missing * group.predicted_tokens
-        if group.lane is Lane.EVAL:
+        if group.lane is EVAL:
             self.evaluating += 1
         else:
             self.batch = max(self.batch, group.batch)
@@ -64,7 +64,7 @@ class Worker(msgspec.Struct, kw_only=True):
         """Nothing more of ``group`` is expected from here."""
         del self.groups[group.group_id]
         self._subtract(group, group.num_missing)
-        if group.lane is Lane.EVAL:
+        if group.lane is EVAL:
             self.evaluating -= 1
 
     def finish_sample(self, group: Group) -> None:

@@ -18,10 +18,11 @@ tokens.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
-from orchestrator.core.model.groups import MISSING, Batch, Group, Outcome, Stage, mini_batch_of_slot
+from orchestrator.core.model.groups import MISSING, Batch, Group, Outcome, Phase, Stage, mini_batch_of_slot
 from orchestrator.core.model.outbox import PromptsKey
-from orchestrator.core.model.pipeline import WaitingPrompt
+from orchestrator.core.model.pipeline import Pipeline, WaitingPrompt
 from orchestrator.core.model.staleness import is_too_old, may_admit
 from orchestrator.core.rollout.attempts import (
     announce,
@@ -47,7 +48,11 @@ OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
 
 class TrainLane(GroupLane):
-    """A group is a slot of a batch. Holds no state of its own."""
+    """A group is a slot of a batch. Holds no state of its own. phases: of every batch."""
+
+    def __init__(self, pipeline: Pipeline, phases: Sequence[Phase]) -> None:
+        super().__init__(pipeline)
+        self._phases = phases
 
     # -- admission
 
@@ -194,7 +199,7 @@ class TrainLane(GroupLane):
         if not filtered:
             self._pull_forward(group)
         batch = p.batches[group.batch]
-        batch.add_member(group, p.phases[batch.phase])
+        batch.add_member(group, self._phases[batch.phase])
         if filtered:
             self.end(group, "filtered", "all rewards are equal")
         elif batch.num_wanted and len(batch.members) >= batch.num_wanted:

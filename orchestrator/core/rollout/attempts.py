@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from orchestrator.core.model.groups import NO_WORKER, Exchangeable, Group, Lane, PendingEntry, Stage
+from orchestrator.core.model.groups import EVAL, NO_WORKER, SERVE, TRAIN, Exchangeable, Group, PendingEntry, Stage
 from orchestrator.core.model.outbox import AbortKey, AdmissionKey, CommandId, DispatchKey
 from orchestrator.core.model.pipeline import Deadline, Pipeline
 from orchestrator.core.model.staleness import may_dispatch
@@ -94,15 +94,15 @@ def may_take(p: Pipeline, worker: Worker, group: Group) -> bool:
     """The gate, for a worker with room: fresh enough, healthy, not on its way to newer weights."""
     settings = p.settings
     return (
-        is_fresh(p, worker, group)
-        and worker.healthy
+        worker.healthy
+        and is_fresh(p, worker, group)
         and not p.fleet.holds_back(worker, group.batch, settings.update, settings.rollout_batches)
     )
 
 
 def is_fresh(p: Pipeline, worker: Worker, group: Group) -> bool:
     """Whether what the worker serves is new enough for the group; a request is served with the newest weights."""
-    if group.lane is Lane.SERVE:
+    if group.lane is SERVE:
         return worker.loaded is not None and worker.loaded.epoch == p.lineage.epoch and not p.fleet.behind(worker)
     return may_dispatch(group.batch, worker.loaded, p.lineage.epoch, p.settings.max_staleness)
 
@@ -130,7 +130,7 @@ def start(p: Pipeline, group: Group, worker: Worker) -> None:
 
 def mark_exchangeable(p: Pipeline, group: Group) -> None:
     """The group runs: with rolling membership, one that is ready before it may take its place."""
-    if p.settings.membership == "rolling" and group.lane is Lane.TRAIN and not group.sent:
+    if p.settings.membership == "rolling" and group.lane is TRAIN and not group.sent:
         heapq.heappush(p.batches[group.batch].exchangeable, Exchangeable(-group.predicted_tokens, group.group_id))
 
 
@@ -138,7 +138,7 @@ def _dispatch(p: Pipeline, group: Group) -> CommandId:
     """One command for each group, so that each is confirmed, and executed again, by itself."""
     plan = GroupPlan(
         group_id=group.group_id,
-        batch=EVALUATION if group.lane is Lane.EVAL else group.batch,
+        batch=EVALUATION if group.lane is EVAL else group.batch,
         prompt_id=group.prompt_id,
         samples=group.missing_samples(),
         group_size=len(group.tokens),
@@ -153,7 +153,7 @@ def _dispatch(p: Pipeline, group: Group) -> CommandId:
 
 def plan_priority(group: Group) -> float:
     """Priority inside an engine, higher first: evaluations, then the earlier batch, then the longest prediction."""
-    if group.lane is Lane.EVAL:
+    if group.lane is EVAL:
         return EVALUATION_PRIORITY + group.predicted_tokens
     return group.predicted_tokens - group.batch * BATCH_PRIORITY_TOKENS
 
@@ -169,7 +169,7 @@ def take_back(p: Pipeline, group: Group, reason: str = "") -> None:
     if reason:
         _abort(p, worker, group, reason)
     group.worker_id = NO_WORKER
-    if group.lane is Lane.EVAL:
+    if group.lane is EVAL:
         p.fleet.loads_pending = True
 
 

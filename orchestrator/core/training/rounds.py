@@ -23,18 +23,18 @@ MAX_ROUNDS_AHEAD = 2
 """Rounds at the trainer: one that it works on, one that waits. More would fix small rounds too early."""
 
 
-def release(p: Pipeline) -> None:
+def release(p: Pipeline, phases: Sequence[Phase]) -> None:
     """Send what can be sent of the oldest open batch, close what is complete, go on to the next."""
     while p.training.dp_size and not p.finished and p.training.finish_id is None:
         batch = p.batches.get(p.training.batch)
-        if batch is None or not _advance(p, batch):
+        if batch is None or not _advance(p, batch, phases):
             break
     _finish_training(p)
 
 
-def _advance(p: Pipeline, batch: Batch) -> bool:
+def _advance(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> bool:
     """One step of the batch: a round, or the end of a phase. False when neither is due."""
-    phase = p.phases[batch.phase]
+    phase = phases[batch.phase]
     settled = batch.settled(phase)
     if batch.queue:
         batch.released = _released(p, batch, settled)
@@ -43,7 +43,7 @@ def _advance(p: Pipeline, batch: Batch) -> bool:
         _send_round(p, batch, phase)
         return True
     if settled:
-        _close(p, batch, phase)
+        _close(p, batch, phases)
     return settled
 
 
@@ -104,10 +104,11 @@ def _put(p: Pipeline, batch: Batch, group_id: GroupId, rank: int) -> GroupRows:
     return GroupRows(group_id=group_id, samples=tuple(range(len(group.tokens))), num_tokens=group.num_tokens)
 
 
-def _close(p: Pipeline, batch: Batch, phase: Phase) -> None:
+def _close(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> None:
     """Every group of the phase was sent: close the mini-batch, go on to the next phase or the next batch."""
+    phase = phases[batch.phase]
     batch.phase += 1
-    finishes = batch.phase == len(p.phases)
+    finishes = batch.phase == len(phases)
     if finishes:
         p.training.batch += 1
         _pass_source(p, batch)
@@ -115,7 +116,7 @@ def _close(p: Pipeline, batch: Batch, phase: Phase) -> None:
         p.outbox.emit_round(_close_command(p, batch, phase, phase.mini_batch, finishes))
         p.training.rank_tokens = []
     if not finishes:
-        batch.queue = {group.group_id: None for group in members_of(p, batch, p.phases[batch.phase].mini_batch)}
+        batch.queue = {group.group_id: None for group in members_of(p, batch, phases[batch.phase].mini_batch)}
         batch.released = 0
 
 
