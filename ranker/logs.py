@@ -8,7 +8,7 @@ One line is one response or one prompt with all its lengths:
 
 Lines with the same text are joined, so that a prompt is never on two sides of a split. Nothing is repaired: what is no
 length (zero, negative, not whole, missing) or no such line is skipped and counted, and a log with too much of it is
-refused by its first (``transport/contracts/lengths.py``).
+refused by its first (``transport/contracts/given_lengths.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ranker.errors import LengthLogError
 from ranker.lengths import PromptLengths
-from transport.contracts.lengths import Say, Skipping, warn
+from transport.contracts.given_lengths import Say, Skipping, warn
 from transport.errors import InputFileError
 from transport.process.json_files import decode_row, read_lines
 

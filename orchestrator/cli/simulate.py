@@ -44,7 +44,7 @@ from orchestrator.sim.bounds import bound
 from orchestrator.sim.generation import SampleTooLongError
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
-from transport.contracts.lengths import Say
+from transport.contracts.given_lengths import Say
 
 POLICIES = (*get_args(Planned), LEAST_LOADED)
 FEWEST_ITERATIONS = 3

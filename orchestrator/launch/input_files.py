@@ -9,8 +9,8 @@ from orchestrator.errors import ConfigError, DataError
 from orchestrator.lengths.ranking import open_ranker
 from orchestrator.prompts.dataset import load_problems
 from ranker.errors import RankerError
+from transport.contracts.given_lengths import read_lengths
 from transport.contracts.gym_tasks import REFUSED, refusal
-from transport.contracts.lengths import read_lengths
 from transport.contracts.settings import Settings
 from transport.errors import LengthFileError
 

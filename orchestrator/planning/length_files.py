@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 
 from orchestrator.errors import DataError
 from orchestrator.sim.lengths import RecordedLengths, error_of_recall
-from transport.contracts.lengths import Say, read_groups, warn
+from transport.contracts.given_lengths import Say, read_groups, warn
 from transport.errors import LengthFileError
 
 Group = tuple[int, ...]

@@ -31,8 +31,8 @@ from ranker.errors import LengthLogError, RankerFileError
 from ranker.logs import read_log
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
+from transport.contracts.given_lengths import read_lengths
 from transport.contracts.ledger import FILE_NAME, read_ledger
-from transport.contracts.lengths import read_lengths
 from transport.contracts.messages import JournalRecord, StepDone
 from transport.contracts.model_identity import identify_model
 from transport.errors import FatalError, LengthFileError

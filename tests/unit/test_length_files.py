@@ -12,7 +12,7 @@ from orchestrator.errors import DataError
 from orchestrator.launch.input_files import check_workers_inputs
 from orchestrator.planning.length_files import read_lengths, representative, within
 from orchestrator.sim.lengths import tail_recall
-from transport.contracts.lengths import read_lengths as lengths_of_workers
+from transport.contracts.given_lengths import read_lengths as lengths_of_workers
 from transport.contracts.settings import GenerationSettings, Settings
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.contracts.lengths import read_lengths
+from transport.contracts.given_lengths import read_lengths
 from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.model_identity import ModelIdentity, identify_model
 from transport.contracts.settings import SERVER_ENGINES, Settings, TensorSettings
