@@ -32,7 +32,7 @@ from ranker.logs import read_log
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
 from transport.contracts.given_lengths import read_lengths
-from transport.contracts.ledger import FILE_NAME, read_ledger
+from transport.contracts.ledger import FILE_NAME, newest_checkpoint
 from transport.contracts.messages import JournalRecord, StepDone
 from transport.contracts.model_identity import identify_model
 from transport.errors import FatalError, LengthFileError
@@ -210,7 +210,7 @@ def _checkpointed(path: Path) -> None:
         raw_meta = _with_marks(raw_meta, {name: _mark(place / name) for name, content in contents.items() if content})
     (place / META_FILE).write_bytes(raw_meta)
     CheckpointStore(place.parent, keep=1).load_latest()
-    read_ledger(place.parent)
+    newest_checkpoint(place.parent)
 
 
 def _with_marks(raw_meta: bytes, marks: object) -> bytes:

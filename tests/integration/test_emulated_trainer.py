@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
 from transport.broker import keys
-from transport.contracts.ledger import read_ledger
+from transport.contracts.ledger import newest_checkpoint
 from transport.contracts.messages import (
     CheckpointSaved,
     RoundDone,
@@ -85,8 +85,9 @@ async def test_it_tells_what_a_trainer_tells_and_goes_on_from_its_checkpoint(run
     batch = [RoundDone, RoundDone, StepDone]
     again = [TrainerReady, StepDone, *batch, CheckpointSaved]
     assert kinds == [TrainerReady, *batch, CheckpointSaved, CheckpointSaved, *again]
-    ledger = read_ledger(run.run_dir / "checkpoints")
-    assert ledger is not None
+    found = newest_checkpoint(run.run_dir / "checkpoints")
+    assert found is not None
+    ledger = found[1]
     assert {key: len(rows) for key, rows in ledger.rows().items()} == {(0, 0): ROWS, (1, 0): ROWS}
     published = [(one.weights.epoch, one.weights.version) for one in await manifests(run)]
     assert published == [(1, 0), (1, 1), (2, 1), (2, 2)]

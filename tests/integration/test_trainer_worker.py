@@ -21,7 +21,7 @@ from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round
 from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.base import Entry
-from transport.contracts.ledger import read_ledger
+from transport.contracts.ledger import newest_checkpoint
 from transport.contracts.messages import (
     CheckpointSaved,
     RoundDone,
@@ -111,8 +111,9 @@ async def test_a_killed_trainer_replays_the_log_to_the_same_weights(run: Trainer
     again = await train(run, [4])
     assert min(again) == 2
     assert {v: again[v] for v in (2, 3, 4)} == {v: publisher.digests[v] for v in (2, 3, 4)}
-    ledger = read_ledger(run.run_dir / "checkpoints")
-    assert ledger is not None
+    found = newest_checkpoint(run.run_dir / "checkpoints")
+    assert found is not None
+    ledger = found[1]
     assert {key: len(rows) for key, rows in ledger.rows().items()} == {(batch, 0): 9 for batch in range(5)}
 
 
@@ -208,8 +209,9 @@ async def test_mini_batches_and_passes_step_several_times_a_version(model_dir: P
     assert isinstance(step, StepDone)
     assert step.num_rows == 18
     assert step.metrics["logprob_mismatch"] > 0
-    ledger = read_ledger(run.run_dir / "checkpoints")
-    assert ledger is not None
+    found = newest_checkpoint(run.run_dir / "checkpoints")
+    assert found is not None
+    ledger = found[1]
     assert sorted(ledger.rows()) == [(0, 0), (0, 1)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, read_ledger
+from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, newest_checkpoint
 from transport.contracts.types import RowId, WeightIdentity, evaluation_id, row_id
 from transport.errors import MessageError
 
@@ -51,7 +51,7 @@ def test_anything_else_is_no_ledger(raw: bytes) -> None:
 
 
 def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
-    assert read_ledger(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
     for version in (2, 10, 9):
         (tmp_path / f"step-{version}").mkdir()
         (tmp_path / f"step-{version}" / FILE_NAME).write_bytes(Ledger(version=version).to_bytes())
@@ -60,9 +60,9 @@ def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
     (tmp_path / "step-10" / FILE_NAME).write_bytes(b"\xc1")
     (tmp_path / "step-9.1").mkdir()  # the same version, saved again
     assert [path.name for path in checkpoint_dirs(tmp_path)] == ["step-12", "step-10", "step-9.1", "step-9", "step-2"]
-    ledger = read_ledger(tmp_path)
-    assert ledger is not None
-    assert ledger.version == 9
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1].version == 9
 
 
 def test_a_ledger_knows_the_weights_that_it_was_written_beside() -> None:

@@ -47,7 +47,7 @@ class Ledger:
     """What was trained.
 
     version: batches in the lineage of these weights.  cursor: last entry of the rounds log that they contain.
-    seal: of the checkpoint that it was read from; None for one that an earlier version wrote.
+    seal: of the checkpoint that it was read from; None for one that is in no checkpoint.
     """
 
     def __init__(self, version: int = 0, cursor: str = "0-0") -> None:
@@ -116,12 +116,6 @@ def checkpoint_dirs(checkpoints: Path) -> list[Path]:
     named = ((parse_checkpoint_name(path.name), path) for path in checkpoints.glob("step-*"))
     found = [(key, path) for key, path in named if key is not None and path.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def read_ledger(checkpoints: Path) -> Ledger | None:
-    """The ledger of the newest checkpoint whose ledger can be read; None where there is none."""
-    found = newest_checkpoint(checkpoints)
-    return found[1] if found is not None else None
 
 
 def newest_checkpoint(checkpoints: Path) -> tuple[Path, Ledger] | None:

@@ -1,4 +1,4 @@
-"""The prompt desk: prompts to train and held-out problems, each found again by the name it was given."""
+"""The prompt server: prompts to train and held-out problems, each found again by the name it was given."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def source(*questions: str) -> ShuffledSource:
 @asynccontextmanager
 async def running(held_out: ShuffledSource | None) -> AsyncIterator[tuple[PromptServer, Inbox]]:
     prompts = source("train a", "train b")
-    desk, inbox = PromptServer(prompts, ConstantPredictor(tokens=9.0), held_out=held_out), new_inbox()
-    task = asyncio.create_task(desk.run(inbox))
-    yield desk, inbox
+    server, inbox = PromptServer(prompts, ConstantPredictor(tokens=9.0), held_out=held_out), new_inbox()
+    task = asyncio.create_task(server.run(inbox))
+    yield server, inbox
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -47,18 +47,18 @@ async def next_arrival(inbox: Inbox) -> Arrival:
 
 
 async def test_held_out_problems_are_told_from_the_first_on_each_time():
-    async with running(source("held a", "held b", "held c")) as (desk, inbox):
+    async with running(source("held a", "held b", "held c")) as (server, inbox):
         for _ in range(2):
-            desk.request_held_out(2)
+            server.request_held_out(2)
             event = (await next_arrival(inbox)).event
             assert isinstance(event, HeldOutPromptsArrived)
             assert [prompt.prompt_id for prompt in event.prompts] == ["rows.jsonl/0", "rows.jsonl/1"]
             assert [prompt.predicted_tokens for prompt in event.prompts] == [9.0, 9.0]
-        desk.request(1)
+        server.request(1)
         event = (await next_arrival(inbox)).event
         assert isinstance(event, PromptsArrived)
-        assert desk.prompt(PromptId("rows.jsonl/0")).text == "train a"
-        assert desk.held_out_prompt(PromptId("rows.jsonl/0")).text == "held a"
+        assert server.prompt(PromptId("rows.jsonl/0")).text == "train a"
+        assert server.held_out_prompt(PromptId("rows.jsonl/0")).text == "held a"
 
 
 class Recorder(ConstantPredictor):
@@ -81,10 +81,10 @@ class Recorder(ConstantPredictor):
 
 async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out_problem_for_a_visit():
     recorder, inbox = Recorder(), new_inbox()
-    desk = PromptServer(source("train a"), recorder, held_out=source("held a"))
-    task = asyncio.create_task(desk.run(inbox))
-    desk.request(1)
-    desk.request_held_out(1)
+    server = PromptServer(source("train a"), recorder, held_out=source("held a"))
+    task = asyncio.create_task(server.run(inbox))
+    server.request(1)
+    server.request_held_out(1)
     for _ in range(2):
         await next_arrival(inbox)
     task.cancel()
@@ -94,20 +94,20 @@ async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out
 
 def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
     recorder = Recorder()
-    desk = PromptServer(source("train a", "train b"), recorder, learnt=[GroupId("0/0")])
+    server = PromptServer(source("train a", "train b"), recorder, learnt=[GroupId("0/0")])
     for slot in (0, 1):
         prompt_id = PromptId(f"rows.jsonl/{slot}")
-        desk.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
+        server.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
     assert recorder.told == ["rows.jsonl/1"]
 
 
 async def test_a_run_without_held_out_problems_says_so():
-    async with running(None) as (desk, inbox):
-        desk.request_held_out(2)
+    async with running(None) as (server, inbox):
+        server.request_held_out(2)
         assert (await next_arrival(inbox)).event == HeldOutPromptsArrived(prompts=())
 
 
 def test_a_held_out_problem_that_is_none_any_more_is_named():
-    desk = PromptServer(source("train"), ConstantPredictor(tokens=9.0), held_out=source("held"))
+    server = PromptServer(source("train"), ConstantPredictor(tokens=9.0), held_out=source("held"))
     with pytest.raises(DataError, match=r"rows\.jsonl/7 is not among the held-out problems"):
-        desk.held_out_prompt(PromptId("rows.jsonl/7"))
+        server.held_out_prompt(PromptId("rows.jsonl/7"))
