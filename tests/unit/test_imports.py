@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -365,6 +366,43 @@ def test_every_package_is_in_the_distribution() -> None:
     assert files
     for path in files:
         assert f"*{path.suffix}" in carried[name_of(path.parent).replace("/", ".")], name_of(path)
+
+
+MANY_FILES = 5
+"""A folder with more has a README that says what they are for and in which order to read them."""
+
+
+def modules_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+
+
+def missing_files(readme: Path, text: str) -> list[str]:
+    """Files of ours that a README names and that are not there: a path from the README's folder or one above it, or the
+    name alone of a file in the folder or below it."""
+    bases = [readme.parent, *(base for base in readme.parents if base.is_relative_to(ROOT))]
+    return [
+        name
+        for name in re.findall(r"[\w./-]+\.py\b", text)
+        if not any((base / name).is_file() for base in bases) and ("/" in name or not [*readme.parent.rglob(name)])
+    ]
+
+
+def test_a_folder_of_many_files_says_what_they_are_for() -> None:
+    """Where a file went or came, its line in the README goes or comes with it."""
+    folders = {path.parent for path in python_files(*OURS)}
+    crowded = {folder for folder in folders if len(modules_in(folder)) > MANY_FILES}
+    assert [name_of(folder) for folder in crowded if not (folder / "README.md").exists()] == []
+    for folder in crowded:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        assert [path.name for path in modules_in(folder) if path.name not in text] == [], name_of(folder)
+
+
+def test_every_file_that_a_readme_names_exists() -> None:
+    readmes = [readme for package in OURS for readme in (ROOT / package).rglob("README.md")]
+    readmes.append(ROOT / "docs" / "life-of-a-sample.md")
+    missing = {name_of(readme): missing_files(readme, readme.read_text(encoding="utf-8")) for readme in readmes}
+    assert {name: files for name, files in missing.items() if files} == {}
+    assert missing_files(readmes[0], "`no_such.py`, ranker/no.py") == ["no_such.py", "ranker/no.py"]
 
 
 # --- the rules themselves: each must refuse what it is there to refuse -----------------------------------------------
