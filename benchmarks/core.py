@@ -21,8 +21,7 @@ from benchmarks.million import memory_of
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.journal import Journal
-from orchestrator.sim.engine import Scenario, SimulationLog
-from orchestrator.sim.models import FaultModel
+from orchestrator.sim.engine import FaultModel, Scenario, SimulationLog
 from orchestrator.sim.replay import digest, replay
 from orchestrator.sim.simulate import simulate
 

@@ -35,9 +35,8 @@ from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
 from orchestrator.observability.metrics_file import read_metrics
 from orchestrator.planning.profiles import Profile, read_profile
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import prompt_id
-from orchestrator.sim.models import CostModel
 from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost

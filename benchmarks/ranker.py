@@ -30,12 +30,10 @@ from pathlib import Path
 import msgspec
 
 from ranker.errors import RankerError
-from ranker.evaluate import RankQuality, evaluate
 from ranker.history import LengthHistory
-from ranker.lengths import PromptLengths, split
-from ranker.logs import read_log
-from ranker.model import TextModel
-from ranker.train import train
+from ranker.logs import PromptLengths, read_log, split
+from ranker.model import TextModel, train
+from ranker.quality import RankQuality, evaluate
 
 DEFAULT_DATA = Path(__file__).parents[2] / "shared" / "data"
 GYM, GYM_MODEL = "reasoning_gym", "meta-llama_llama-4-maverick"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranker.errors import RankerFileError
-from ranker.lengths import PromptLengths, log_means, mean_tokens
+from ranker.logs import PromptLengths, log_means, mean_tokens
 from ranker.protocol import UNKNOWN_SAMPLE_SIGMA, LengthEstimate
 
 MAX_BINS = 8

@@ -23,7 +23,7 @@ from pathlib import Path
 from ranker import store
 from ranker.features import clipped
 from ranker.history import LengthHistory
-from ranker.lengths import PromptLengths, checked
+from ranker.logs import PromptLengths, checked
 from ranker.model import TextModel
 from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
 from ranker.quality import TRUSTED_RECALL, RunningQuality

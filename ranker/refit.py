@@ -20,7 +20,7 @@ import msgspec
 
 from ranker import store
 from ranker.errors import RankerError, RefitError
-from ranker.lengths import PromptLengths, shuffled
+from ranker.logs import PromptLengths, shuffled
 from ranker.model import StoredModel, TextModel
 from transport.process.spawn import python_module
 

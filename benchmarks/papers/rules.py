@@ -27,8 +27,7 @@ from orchestrator.core.dispatch.problem import Plan, Problem, repaired
 from orchestrator.core.model.autoscale import Change, Estimate, Iteration
 from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.planning.allocation import Pool, Split, splits
-from orchestrator.planning.plan_search import Bounds, advise
-from orchestrator.planning.split_search import LONG, Job, predict
+from orchestrator.planning.plan_search import LONG, Bounds, Job, advise, predict
 
 StageTime: TypeAlias = Callable[[int], float]
 """GPUs -> seconds of one batch."""

@@ -25,9 +25,8 @@ from orchestrator.core.costs.llms import LLMS, Llm, UnknownModelError, from_conf
 from orchestrator.errors import ConfigError
 from orchestrator.planning.allocation import Objective, Outcome, Pool, Split, released
 from orchestrator.planning.length_files import Group, read_lengths
-from orchestrator.planning.plan_search import Advice, advise
+from orchestrator.planning.plan_search import Advice, Job, Prediction, advise
 from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
-from orchestrator.planning.split_search import Job, Prediction
 from orchestrator.sim.scenarios import PIPELINES
 from transport.errors import InputFileError
 from transport.process.json_files import read_json

@@ -19,10 +19,9 @@ from orchestrator.errors import DataError
 from orchestrator.run_outputs import writing_out
 
 if TYPE_CHECKING:
-    from ranker.evaluate import RankQuality
-    from ranker.lengths import PromptLengths
-    from ranker.model import TextModel
-    from ranker.train import Trained
+    from ranker.logs import PromptLengths
+    from ranker.model import TextModel, Trained
+    from ranker.quality import RankQuality
 
 rank = typer.Typer(
     help="Rank prompts by how long their responses will be: train on a log of (prompt, length), evaluate, score.",
@@ -65,7 +64,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the split and of the trees.")] = 0,
 ) -> None:
     from ranker import store
-    from ranker.train import train as fit
+    from ranker.model import train as fit
 
     with bad_input():
         trained = fit(_samples(log, prompts, model), seed)
@@ -152,14 +151,14 @@ def _load(path: Path) -> TextModel:
 
 
 def _of_stored(path: Path, samples: Sequence[PromptLengths]) -> list[tuple[str, RankQuality]]:
-    from ranker.evaluate import evaluate as measure
+    from ranker.quality import evaluate as measure
 
     estimates = _load(path).predict([sample.text for sample in samples], [sample.base_tokens for sample in samples])
     return [(path.name, measure(estimates, samples))]
 
 
 def _of_splits(samples: Sequence[PromptLengths], splits: int) -> list[tuple[str, RankQuality]]:
-    from ranker.train import train as fit
+    from ranker.model import train as fit
 
     return [(f"split {seed}", fit(samples, seed).quality) for seed in range(splits)]
 
@@ -168,7 +167,7 @@ FIGURES = ("recall_20", "recall_10", "recall_5", "kendall_tau", "coverage")
 
 
 def _means(results: Sequence[RankQuality]) -> dict[str, float]:
-    from ranker.train import spread
+    from ranker.model import spread
 
     means = {name: spread(results, lambda quality, name=name: getattr(quality, name)) for name in FIGURES}
     figures = {name: round(value.mean, 4) for name, value in means.items()}

@@ -37,8 +37,8 @@ from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.timeline_drawing import write_timeline
 from orchestrator.planning.allocation import Pool
 from orchestrator.planning.length_files import read_lengths, representative
+from orchestrator.planning.plan_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware, read_profile
-from orchestrator.planning.split_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.sim import user_scenario
 from orchestrator.sim.bounds import bound
 from orchestrator.sim.generation import SampleTooLongError

@@ -1,10 +1,10 @@
 """The run's length ranker beside the loops: it predicts when prompts come, learns from slots that end, is judged.
 
-    desk: predict (a thread) ◄── text model ◄── learn: refits in another process, when due
-    desk: observe (the loop) ──► history, quality ──► judge: RankerJudged ──► inbox, journal, core; and the run's file
+    PromptServer: predict (a thread) ◄── text model ◄── learn: refits in another process, when due
+    PromptServer: observe (the loop) ──► history, quality ──► judge: RankerJudged ──► inbox, core; the run's file
 
-Owns: the ranker's file in the run's directory. Never: whether predictions are used: that is the core's, from what it is
-told here, so that a replay decides the same. Invariant: the loop never waits for it; a ranker that fails (a damaged
+Owns: the ranker's file in the run's directory. Never: whether predictions are used: the core decides that from
+RankerJudged, so that a replay decides the same. Invariant: the loop never waits for it; a ranker that fails (a damaged
 file, a refit that ends badly) costs what it would have gained, and never the run.
 """
 
@@ -18,9 +18,10 @@ from pathlib import Path
 
 import structlog
 
-from orchestrator.lengths.base_lengths import base_lengths
 from orchestrator.loop.intake import Arrival, Inbox
-from ranker.errors import RankerFileError, RefitError
+from orchestrator.prompts.dataset import load_problems
+from ranker.errors import LengthLogError, RankerFileError, RefitError
+from ranker.logs import read_log
 from ranker.online import OnlineRanker
 from ranker.protocol import LengthEstimate
 from transport.contracts.settings import RankerSettings, Settings
@@ -54,7 +55,7 @@ class Ranking:
         return self._ranker.predict(prompt_ids, texts)
 
     def observe(self, prompt_id: str, response_tokens: Sequence[int]) -> None:
-        """Lengths that a group turned out to have. Cheap; empty responses tell nothing of a length."""
+        """Lengths that a group turned out to have. Cheap; empty responses say nothing of a length."""
         self._ranker.observe(prompt_id, [tokens for tokens in response_tokens if tokens > 0])
         self._observed += 1
         if self._observed % JUDGED_EVERY == 0 or self._ranker.trusted != self._judged_trusted:
@@ -63,11 +64,11 @@ class Ranking:
             self._to_learn.set()
 
     def introduce(self, inbox: Inbox) -> None:
-        """Tell the core what is known before the first group: the first batch is planned by it, too."""
+        """Report what is known before the first group to the core: the first batch is planned by it, too."""
         inbox.put_nowait(Arrival(self._ranker.quality()))
 
     async def judge(self, inbox: Inbox) -> None:
-        """Tell the core how right predictions were, and keep what was learnt, forever."""
+        """Report to the core how right predictions were, and keep what was learnt, forever."""
         saved_s = self._clock.now_s()
         while True:
             await self._to_judge.wait()
@@ -77,7 +78,7 @@ class Ranking:
             self._judged_trusted = quality.trusted
             if turned or self._clock.now_s() - saved_s >= SAVED_EVERY_S:
                 saved_s = self._clock.now_s()
-                await asyncio.to_thread(self.save)  # before it is told: a new verdict must survive a crash right after
+                await asyncio.to_thread(self.save)  # first: a new verdict must survive a crash right after its report
             await inbox.put(Arrival(quality))
 
     async def learn(self) -> None:
@@ -128,7 +129,7 @@ def _own_or_first(settings: RankerSettings, path: Path, first_guess_tokens: floa
 
 
 async def in_daemon_thread(work: Callable[[], None], *, limit_s: float) -> None:
-    """``work`` in a thread that nobody waits for when the process ends, as they would for one of the loop's executor.
+    """``work`` in a thread that does not hold up the end of the process, as one of the loop's executor would.
 
     Raises what it raises, or TimeoutError.
     """
@@ -152,3 +153,34 @@ async def in_daemon_thread(work: Callable[[], None], *, limit_s: float) -> None:
     threading.Thread(target=run, name="ranker", daemon=True).start()
     async with asyncio.timeout(limit_s):
         await done
+
+
+def base_lengths(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Lengths by prompt id, of the prompts that ``ranker.base_lengths`` names; {} where it is not set.
+
+    A line names its prompt by the run's own id for it or by its text, with or without ``data.suffix``; every prompt of
+    that text gets its lengths. Of a line with ``base_tokens``, those count.
+    Blocks. Raises: LengthLogError: unreadable, malformed, or not one line is of the run's prompts; DataError.
+    """
+    if not settings.ranker.base_lengths:
+        return {}
+    path = Path(settings.ranker.base_lengths)
+    named: dict[str, tuple[int, ...]] = {}
+    for sample in read_log(path):
+        named[sample.text] = named[sample.prompt_id] = sample.base_tokens or sample.tokens
+    problems = load_problems(settings).training
+    suffix = settings.data.suffix
+    found: dict[str, tuple[int, ...]] = {}
+    for problem in problems:
+        names = (problem.prompt_id, problem.question, problem.question.removesuffix(suffix))
+        tokens = next((named[name] for name in names if name in named), None)
+        if tokens is not None:
+            found[problem.prompt_id] = tokens
+    if not found:
+        raise LengthLogError(
+            f"none of its prompts is among the run's {len(problems)}, of which one is {problems[0].prompt_id!r}: "
+            f"{problems[0].question!r}",
+            where=str(path),
+        )
+    log.info("lengths of the base policy are known", prompts=len(found), of=len(problems))
+    return found

@@ -1,8 +1,7 @@
 """Which GPUs generate, which train, and how each stage is split: candidates, and the search among them.
 
-Owns: what can be chosen, what fits, and the choice. Never: how long an iteration takes; a lower bound and a simulation
-are arguments, so that the core stays free of the simulator. Invariant: every candidate fits into memory, and no
-candidate that was left out could have won, as long as its bound is one and ``max_measured`` was not reached.
+How long an iteration takes is an argument, as a lower bound and as a simulation. Invariant: every candidate fits into
+memory, and no candidate that was left out could have won, unless ``max_measured`` was reached.
 
     pools ──► splits ──► lowest bound first ──► simulate ──► stop when the next bound is no better than the best
 
@@ -32,16 +31,16 @@ from orchestrator.core.costs.llms import Llm
 
 Objective: TypeAlias = Literal["time", "cost"]
 
-SIZES = 32
-"""At most so many sizes of a stage in one pool: nodes up to 32 of them, then several nodes together."""
-LARGE = 8 * GPUS_PER_NODE
-"""A pool of so many GPUs is dealt out in whole nodes."""
+MAX_SIZES = 32
+"""Of a stage in one pool: nodes up to 32 of them, then several nodes together."""
+WHOLE_NODES_FROM_GPUS = 8 * GPUS_PER_NODE
+"""A pool of so many GPUs or more is dealt out in whole nodes."""
 RANK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """GPUs of a data-parallel rank."""
 TRIED_RANK_SIZES = 2
 """The smallest that fit: more ranks are as fast and balance worse, fewer hold whole groups more easily."""
-SAME = 0.01
-"""Within so much two plans are equally good, and the other objective decides: less than what the model leaves out."""
+TIE_SHARE = 0.01
+"""Of a score. Plans this near are equally good, and the other objective decides: the model leaves out more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +179,9 @@ def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumpt
     return [degree for degree in tensor_degrees(llm, gpu) if degree >= smallest]
 
 
-def sizes(num_gpus: int, degree: int, points: int = SIZES) -> list[int]:
+def sizes(num_gpus: int, degree: int, points: int = MAX_SIZES) -> list[int]:
     """Sizes of a stage, multiples of ``degree``: the least, and ``points`` at most; whole nodes in a large pool."""
-    step = lcm(degree, GPUS_PER_NODE) if num_gpus >= LARGE else degree
+    step = lcm(degree, GPUS_PER_NODE) if num_gpus >= WHOLE_NODES_FROM_GPUS else degree
     step *= max(1, ceil(num_gpus / step / points))
     least = [degree] if degree <= num_gpus and degree < step else []
     return [*least, *range(step, num_gpus + 1, step)]
@@ -276,7 +275,7 @@ def _may_win(split: Split, bound_s: float, outcomes: Sequence[Outcome], minimise
     could = Outcome(split=split, bound_s=bound_s, iteration_s=bound_s)
     other: Objective = "cost" if minimise == "time" else "time"
     for outcome in outcomes:
-        if score(could, minimise) > (1 + SAME) * score(outcome, minimise):
+        if score(could, minimise) > (1 + TIE_SHARE) * score(outcome, minimise):
             return False
         if score(could, minimise) >= score(outcome, minimise) and score(could, other) >= score(outcome, other):
             return False
@@ -293,10 +292,10 @@ def score(outcome: Outcome, minimise: Objective) -> float:
 
 
 def ranked(outcomes: Iterable[Outcome], minimise: Objective) -> list[Outcome]:
-    """Best first: of those within ``SAME`` of the least the other objective decides, then by score."""
+    """Best first: of those within ``TIE_SHARE`` of the least the other objective decides, then by score."""
     ordered = sorted(outcomes, key=lambda outcome: score(outcome, minimise))
     other: Objective = "cost" if minimise == "time" else "time"
-    limit = (1 + SAME) * score(ordered[0], minimise) if ordered else 0.0
+    limit = (1 + TIE_SHARE) * score(ordered[0], minimise) if ordered else 0.0
     first = sorted((o for o in ordered if score(o, minimise) <= limit), key=lambda outcome: score(outcome, other))
     return [*first, *ordered[len(first) :]]
 

@@ -29,7 +29,7 @@ from transport.process.json_files import read_json
 
 NAME = "measured"
 """Of the hardware that a profile defines, beside the names of GPUs."""
-GOOD_FIT = 0.15
+MAX_GOOD_ERROR = 0.15
 """Held-out errors above it are worth a warning."""
 FOLDS = 4
 """A quarter of the runs at a time tells how good the fit of the others is."""
@@ -37,9 +37,9 @@ KNEE_GAIN = 0.8
 """A knee has one parameter more; it must make the errors so much smaller, or there is none."""
 ROUNDING = 1e-12
 """Of a sum of squared relative errors."""
-FEWEST = 4
+MIN_RUNS = 4
 """Runs for four coefficients."""
-FEWEST_BATCHES = 3
+MIN_BATCH_SIZES = 3
 """Sizes of batches, to separate what a sample adds from what every step takes."""
 
 
@@ -136,7 +136,7 @@ def extrapolated(
         if wanted > most:
             yield f"extrapolating to {what}: the profile has measured up to {most}"
     for what, errors in (("decode steps", profile.held_out), ("micro-batches", profile.train_held_out)):
-        if errors.worst > GOOD_FIT:
+        if errors.worst > MAX_GOOD_ERROR:
             yield f"the profile's fit of {what} is off by {errors.worst:.0%} at worst: profile again on a quiet machine"
 
 
@@ -147,7 +147,7 @@ def fit(measurements: Measurements) -> Profile:
     """All coefficients. Raises ConfigError: too few decode runs to fit anything."""
     found = measurements
     batches = {run.batch for run in found.decode}
-    if len(batches) < FEWEST_BATCHES or len(found.decode) < FEWEST:
+    if len(batches) < MIN_BATCH_SIZES or len(found.decode) < MIN_RUNS:
         raise ConfigError(
             f"{len(batches)} sizes of batches are too few to fit a decode step: generation.slots must be at least 4",
             key="generation.slots",
@@ -220,7 +220,7 @@ def _folds(runs: Sequence[Run]) -> Iterator[tuple[list[Run], list[Run]]]:
     fold_of = [(place + place // FOLDS) % FOLDS for place in range(len(runs))]
     for fold in range(FOLDS):
         seen = [run for run, of in zip(runs, fold_of, strict=True) if of != fold]
-        if len(seen) >= FEWEST:
+        if len(seen) >= MIN_RUNS:
             yield seen, [run for run, of in zip(runs, fold_of, strict=True) if of == fold]
 
 

@@ -1,6 +1,6 @@
 """What no schedule can beat: the physical bound of an iteration, for a split of GPUs and for the best split.
 
-Owns: the bound. Never: a schedule. Invariant: simulated iterations take at least as long, on average.
+Simulated iterations take at least as long, on average.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Simulated generation workers: what an instance decodes, weights taken between steps, sudden death.
 
-Owns: what a generation worker would hold and tell. Never: decisions. Invariant: one entry of the heap stands for the
-worker's next boundary; whatever reaches it in between takes effect at the first boundary after.
+One entry of the event heap stands for a worker's next boundary between two decode steps; whatever reaches the worker in
+between takes effect at the first boundary after.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class SimulatedWorker:
         self._alive = True
         self._plan = 0
         self._due_s = float("inf")
-        if simulation.shared is not None:
-            simulation.shared.engines.append(self._hear_training)
-        simulation.attach_worker(worker_id, self._obey)
-        simulation.tell(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
+        if simulation.machine is not None:
+            simulation.machine.engines.append(self._training_changed)
+        simulation.attach_worker(worker_id, self._execute)
+        simulation.report(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
 
     def kill(self) -> None:
-        """It does nothing more, and tells nobody."""
+        """It does nothing more, and reports nothing."""
         self._alive = False
-        if self._simulation.shared is not None:
-            self._simulation.shared.note_decoding(self._worker_id, decodes=False)
+        if self._simulation.machine is not None:
+            self._simulation.machine.note_decoding(self._worker_id, decodes=False)
         self._simulation.detach_worker(self._worker_id)
 
-    def _obey(self, command_id: CommandId, command: Command) -> None:
+    def _execute(self, command_id: CommandId, command: Command) -> None:
         costs = self._simulation.scenario.costs
         if isinstance(command, DispatchGroups):
             self._simulation.after(costs.dispatch_s, partial(self._claim, command_id, command.plans[0]))
@@ -78,15 +78,15 @@ class SimulatedWorker:
 
     def _leave(self, reason: str) -> None:
         if self._alive:
-            assert not self._left, "told to leave while it holds groups"
+            assert not self._left, "a worker is drained while it holds groups"
             self.kill()
-            self._simulation.tell(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
+            self._simulation.report(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
 
     def _report(self) -> None:
         if not self._alive:
             return
         held = tuple(self._left)
-        self._simulation.tell(WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor))
+        self._simulation.report(WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor))
         self._simulation.after(self._simulation.scenario.costs.heartbeat_s, self._report)
 
     # -- what reaches it
@@ -99,7 +99,7 @@ class SimulatedWorker:
             failed = RolloutFailed(
                 group_id=plan.group_id, worker_id=self._worker_id, samples=plan.samples, reason="simulated"
             )
-            self._simulation.tell(failed)
+            self._simulation.report(failed)
             return
         self._left[plan.group_id] = set(plan.samples)
         lengths = self._simulation.scenario.lengths
@@ -128,7 +128,7 @@ class SimulatedWorker:
             self._arrived = weights
             self._want_boundary()
 
-    def _hear_training(self, trains: bool) -> None:
+    def _training_changed(self, trains: bool) -> None:
         """From the next boundary on, a step takes longer, or no longer."""
         scenario = self._simulation.scenario
         self._cost = scenario.decode_cost(self._index).scaled(scenario.costs.decode_beside if trains else 1.0)
@@ -164,8 +164,8 @@ class SimulatedWorker:
         if batching.weights:
             batching.admit()
         self._simulation.note_batch(self._worker_id, len(batching.running))
-        if self._simulation.shared is not None:
-            self._simulation.shared.note_decoding(self._worker_id, decodes=bool(batching.running))
+        if self._simulation.machine is not None:
+            self._simulation.machine.note_decoding(self._worker_id, decodes=bool(batching.running))
         following = batching.next_steps()
         if following is not None:
             self._wake_after(following, batching.boundary_s(following))
@@ -184,13 +184,13 @@ class SimulatedWorker:
         load_s = self._simulation.scenario.costs.load_s
         self._batching.pause(load_s)
         self._batching.serve(weights)
-        self._simulation.after(load_s, partial(self._tell_loaded, weights))
+        self._simulation.after(load_s, partial(self._report_loaded, weights))
 
-    def _tell_loaded(self, weights: WeightIdentity) -> None:
+    def _report_loaded(self, weights: WeightIdentity) -> None:
         if self._alive:
             costs = self._simulation.scenario.costs
             seconds = costs.transfer_s + costs.load_s
-            self._simulation.tell(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
+            self._simulation.report(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
 
     def _finish(self, ended: Sample[GroupPlan]) -> None:
         plan = ended.request
@@ -236,9 +236,9 @@ class SimulatedSupervisor:
         self._simulation = simulation
         self._rows = rows
         self._started = 0
-        simulation.attach(self._obey, SpawnWorkers)
+        simulation.attach(self._execute, SpawnWorkers)
 
-    def _obey(self, _: CommandId, command: Command) -> None:
+    def _execute(self, _: CommandId, command: Command) -> None:
         assert isinstance(command, SpawnWorkers)
         scenario = self._simulation.scenario
         while self._started < command.total:
@@ -249,4 +249,4 @@ class SimulatedSupervisor:
 
 
 def _lose_worker(simulation: Simulation, worker_id: WorkerId) -> None:
-    simulation.tell(WorkerLost(worker_id=worker_id, reason="killed"))
+    simulation.report(WorkerLost(worker_id=worker_id, reason="killed"))

@@ -1,6 +1,6 @@
-"""How long responses are in simulation, and what a ranker says beforehand.
+"""How long responses are in simulation, drawn or recorded, and what a ranker predicts of them.
 
-Owns: seeded lengths. Never: times. Invariant: a sample has the same length whoever generates it, when, and how often.
+Invariant: a sample has the same length whichever worker generates it, when, and how often.
 """
 
 from __future__ import annotations

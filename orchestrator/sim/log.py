@@ -1,7 +1,4 @@
-"""What a simulated run leaves behind: its history if it was recorded, and what was counted in any case.
-
-Owns: the counting. Never: time, decisions. Invariant: counters do not depend on whether history or traces are kept.
-"""
+"""What a simulated run leaves behind: its history if it was recorded, and what was counted in any case."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A recorded journal, run again: the same events at the same times give the same commands.
 
-Owns: reading a journal into commands. Never: writing one. It is the proof that the core is deterministic, and how an
-audit knows what was commanded.
+It is the proof that the core is deterministic, and how an audit knows what was commanded.
 """
 
 from __future__ import annotations

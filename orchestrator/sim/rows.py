@@ -1,8 +1,4 @@
-"""The simulated prompt source, row store and scoring.
-
-Owns: what those processes would hold. Never: decisions. Invariant: a row is inserted once, and only its first insert is
-told of.
-"""
+"""The simulated prompt source, row store and scoring. Only the first insert of a row counts and is reported."""
 
 from __future__ import annotations
 
@@ -32,14 +28,14 @@ FIRST_HELD_OUT = 1_000_000_000
 
 
 class SimulatedPrompts:
-    """The prompt source, with a ranker that knows as much as one can of a prompt."""
+    """The prompt source, with a ranker as good as the scenario's lengths say."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._num_read = 0
-        simulation.attach(self._obey, RequestPrompts, RequestHeldOutPrompts)
+        simulation.attach(self._execute, RequestPrompts, RequestHeldOutPrompts)
 
-    def _obey(self, _: CommandId, command: Command) -> None:
+    def _execute(self, _: CommandId, command: Command) -> None:
         prompts_s = self._simulation.scenario.costs.prompts_s
         if isinstance(command, RequestPrompts):
             self._simulation.after(prompts_s, partial(self._answer, command.count))
@@ -49,7 +45,7 @@ class SimulatedPrompts:
     def _name_held_out(self, count: int) -> None:
         places = range(FIRST_HELD_OUT, FIRST_HELD_OUT + count)
         prompts = tuple(self._simulation.scenario.lengths.prompt(place) for place in places)
-        self._simulation.tell(HeldOutPromptsArrived(prompts=prompts))
+        self._simulation.report(HeldOutPromptsArrived(prompts=prompts))
 
     def _answer(self, count: int) -> None:
         scenario = self._simulation.scenario
@@ -58,7 +54,7 @@ class SimulatedPrompts:
         prompts = [scenario.lengths.prompt(index) for index in read]
         positions = tuple(str(index + 1) for index in read)
         exhausted = self._num_read >= scenario.num_prompts
-        self._simulation.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
+        self._simulation.report(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
 
 
 class SimulatedRows:
@@ -70,9 +66,9 @@ class SimulatedRows:
         self._tokens: dict[RowId, int] = {}
         self._missing: dict[GroupId, int] = {}
         self._dropped: set[GroupId] = set()
-        simulation.attach(self._obey, DropRows)
+        simulation.attach(self._execute, DropRows)
 
-    def _obey(self, _: CommandId, command: Command) -> None:
+    def _execute(self, _: CommandId, command: Command) -> None:
         if isinstance(command, DropRows):
             self._dropped.update(command.group_ids)
             for group_id in command.group_ids:
@@ -97,13 +93,13 @@ class SimulatedRows:
         self._missing[group_id] = self._missing.get(group_id, 0) + 1
 
     def insert(self, event: RolloutFinished, sample: Sample[GroupPlan]) -> None:
-        """The first insert wins, and only it is told of; a dropped group takes none."""
+        """The first insert wins, and only it is reported; a dropped group takes none."""
         group_id, row = sample.request.group_id, event.row_id
         if row in self._rows or group_id in self._dropped:
             return
         self._rows[row], self._tokens[row] = tuple(sample.spans), event.response_tokens
         self._simulation.log.tokens += event.response_tokens
-        self._simulation.tell(event)
+        self._simulation.report(event)
         missing = self._missing.get(group_id, sample.request.group_size) - 1
         self._missing[group_id] = missing
         if not missing:
@@ -124,4 +120,4 @@ class SimulatedRows:
             rewards = tuple(float(length % 2) for length in lengths)
             signal = len(set(rewards)) > 1
             event = GroupScored(group_id=group_id, rewards=rewards, response_tokens=lengths, signal=signal)
-            self._simulation.tell(event)
+            self._simulation.report(event)

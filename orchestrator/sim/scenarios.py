@@ -1,7 +1,6 @@
 """Named pipelines, and workloads at the papers' scale: scenarios from an LLM, GPUs and a split of them.
 
-Owns: what the papers' settings mean in ours. Never: constants (``core/costs/hardware.py``), policies. Invariant:
-pipelines differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
+Pipelines differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from orchestrator.core.costs.analytic import GPUS_PER_NODE, Algorithm, decode_co
 from orchestrator.core.costs.hardware import ASSUMED, H800, Assumptions, Gpu
 from orchestrator.core.costs.llms import QWEN_72B, Llm
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import RecordedLengths
-from orchestrator.sim.models import CostModel
 from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
-"""Of simulated workers and ticks at this scale: nothing is lost here, so nobody waits for one."""
+"""Of simulated workers and ticks at this scale: nothing is lost here, so no decision waits for one."""
 NO_TIMEOUT_S = 1e9
 MINI_BATCHES = 4
 """Of a batch, where the trainer waits for mini-batches: StreamRL sec. 4.1 leaves the constant to the user."""

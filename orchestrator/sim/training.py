@@ -1,17 +1,16 @@
 """The simulated trainer: reads the rounds log, steps, publishes, checkpoints, dies and replays.
 
-Owns: what the trainer would hold. Never: decisions. Invariant: a trainer that starts again reads the log from its
-checkpoint's cursor, and what it had trained beyond is trained again.
+A trainer that starts again reads the log from its checkpoint's cursor, and what it had trained beyond is trained again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.outbox import CommandId
-from orchestrator.sim.dp_ranks import Ranks
 from orchestrator.sim.engine import Simulation
 from orchestrator.sim.rows import SimulatedRows
 from transport.contracts.messages import (
@@ -30,10 +29,49 @@ from transport.contracts.messages import (
 from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
 
 
+class Ranks:
+    """Data-parallel ranks: each does its part of a round alone and waits for the others only where a mini-batch closes.
+
+    A rank with little in one round is ahead in the next, as live ranks are. Rank 0 reports.
+
+    free_s: when each rank is done with what it had.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free_s = [0.0] * count
+
+    def start(self, now_s: float) -> None:
+        """All of them begin anew."""
+        self._free_s = [now_s] * len(self._free_s)
+
+    def do(self, parts_s: Sequence[float], sent_s: float, idle_s: float) -> float:
+        """Each does its part of a round that was sent at ``sent_s``; one that was idle then takes ``idle_s`` longer.
+
+        Returns when rank 0 is done.
+        """
+        for rank, seconds in enumerate(parts_s):
+            free_s = self._free_s[rank]
+            if seconds:
+                self._free_s[rank] = seconds + (sent_s + idle_s if free_s < sent_s else free_s)
+        return self._free_s[0]
+
+    def meet(self, now_s: float, seconds: float) -> float:
+        """All of them do something together, once the last is there. Returns when it is done."""
+        end_s = max(now_s, *self._free_s) + seconds
+        self._free_s = [end_s] * len(self._free_s)
+        return end_s
+
+    def delay(self, seconds: float) -> None:
+        """What they do takes longer than was thought."""
+        self._free_s = [free_s + seconds for free_s in self._free_s]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """An entry under way. left_s: seconds of it that are left at ``since_s``, if nobody else worked.  spent_s: until
-    then.  alone_s: what it would take, if nobody did.  pieces: how often its end was planned; only the last counts."""
+    """An entry under way. left_s: seconds of it that are left at ``since_s``, if no engine decodes.
+
+    spent_s: until then.  alone_s: what it takes if no engine decodes at all.  pieces: how often its end was planned;
+    only the last counts."""
 
     epoch: int
     at: CommandId
@@ -63,10 +101,10 @@ class SimulatedTrainer:
         self._stepped_s = 0.0
         self._trained = simulation.log.trained
         self._work_now: _Work | None = None
-        self._pace = 1.0
-        if simulation.shared is not None:
-            simulation.shared.trainers.append(self._hear_decoding)
-        simulation.attach(self._obey, TrainRound, CloseMiniBatch, FinishTraining)
+        self._slowdown = 1.0
+        if simulation.machine is not None:
+            simulation.machine.trainers.append(self._decoding_changed)
+        simulation.attach(self._execute, TrainRound, CloseMiniBatch, FinishTraining)
         self._start()
 
     def _start(self) -> None:
@@ -85,7 +123,7 @@ class SimulatedTrainer:
             cursor=self._cursor.entry,
             dp_size=simulation.scenario.dp_size,
         )
-        simulation.tell(ready)
+        simulation.report(ready)
         self._work()
         if simulation.scenario.faults.trainer_loss_s:
             life_s = simulation.chance.expovariate(1.0 / simulation.scenario.faults.trainer_loss_s)
@@ -99,14 +137,14 @@ class SimulatedTrainer:
             self._epoch += 1  # whatever the dead one had scheduled is void
             self._busy = True
             self._work_now = None
-            if self._simulation.shared is not None:
-                self._simulation.shared.note_training(trains=False)
+            if self._simulation.machine is not None:
+                self._simulation.machine.note_training(trains=False)
             self._simulation.after(faults.restart_s, self._start)
 
     def _weights(self) -> WeightIdentity:
         return WeightIdentity(epoch=self._epoch, version=self._version)
 
-    def _obey(self, command_id: CommandId, command: Command) -> None:
+    def _execute(self, command_id: CommandId, command: Command) -> None:
         assert isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
         self._log.append((command_id, command, self._simulation.now_s))
         self._simulation.after(0.0, self._work)
@@ -115,9 +153,9 @@ class SimulatedTrainer:
         """Take the next entry of the log, if idle."""
         if self._busy or self._next == len(self._log):
             return
-        at, command, told_s = self._log[self._next]
+        at, command, sent_s = self._log[self._next]
         self._busy = True
-        seconds = self._seconds(command, told_s)
+        seconds = self._seconds(command, sent_s)
         if seconds is None:  # rows of it are being made again
             self._simulation.after(self._simulation.scenario.costs.heartbeat_s, partial(self._look_again, self._epoch))
             return
@@ -128,22 +166,22 @@ class SimulatedTrainer:
 
     def _begin(self, work: _Work) -> None:
         self._work_now = work
-        if self._simulation.shared is not None:
-            self._simulation.shared.note_training(trains=True)
+        if self._simulation.machine is not None:
+            self._simulation.machine.note_training(trains=True)
         self._go_on(work, work.began_s)
 
     def _go_on(self, work: _Work, now_s: float) -> None:
         """What is left of it, at the pace of now."""
         work.since_s = now_s
         work.pieces += 1
-        self._simulation.after(work.left_s * self._pace, partial(self._end, work, work.pieces))
+        self._simulation.after(work.left_s * self._slowdown, partial(self._end, work, work.pieces))
 
-    def _hear_decoding(self, decodes: bool) -> None:
+    def _decoding_changed(self, decodes: bool) -> None:
         work, now_s = self._work_now, self._simulation.now_s
         if work is not None:
             work.spent_s += now_s - work.since_s
-            work.left_s -= (now_s - work.since_s) / self._pace
-        self._pace = self._simulation.scenario.costs.train_beside if decodes else 1.0
+            work.left_s -= (now_s - work.since_s) / self._slowdown
+        self._slowdown = self._simulation.scenario.costs.train_beside if decodes else 1.0
         if work is not None:
             self._go_on(work, now_s)
 
@@ -151,14 +189,14 @@ class SimulatedTrainer:
         if piece != work.pieces or work.epoch != self._epoch:
             return
         self._work_now = None
-        seconds = work.spent_s + work.left_s * self._pace
-        if self._simulation.shared is not None:
+        seconds = work.spent_s + work.left_s * self._slowdown
+        if self._simulation.machine is not None:
             self._ranks.delay(seconds - work.alone_s)
         self._simulation.log.trainer_busy_s += seconds
         self._simulation.note_training(work.began_s, work.command, seconds)
         self._complete(work.at, work.command, seconds)
-        if self._work_now is None and self._simulation.shared is not None:
-            self._simulation.shared.note_training(trains=False)
+        if self._work_now is None and self._simulation.machine is not None:
+            self._simulation.machine.note_training(trains=False)
 
     def _look_again(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -167,13 +205,13 @@ class SimulatedTrainer:
             self._busy = False
             self._work()
 
-    def _seconds(self, command: TrainerCommand, told_s: float) -> float | None:
-        """What the entry costs rank 0, or None when rows of it are missing, which is told."""
+    def _seconds(self, command: TrainerCommand, sent_s: float) -> float | None:
+        """What the entry costs rank 0, or None when rows of it are missing, which is reported."""
         costs, now_s = self._simulation.scenario.costs, self._simulation.now_s
         if isinstance(command, TrainRound):
             if self._some_missing(command):
                 return None
-            return max(0.0, self._ranks.do(self._parts_s(command), told_s, costs.train.fill_s) - now_s)
+            return max(0.0, self._ranks.do(self._parts_s(command), sent_s, costs.train.fill_s) - now_s)
         together_s = costs.checkpoint_s
         if isinstance(command, CloseMiniBatch):
             publish = costs.publish_s + costs.switch_s if command.finishes_batch else 0.0
@@ -208,7 +246,7 @@ class SimulatedTrainer:
                 self._rows.lose(row)
         missing = tuple(row for row in rows if not self._rows.has(row))
         if missing:
-            self._simulation.tell(RowsMissing(row_ids=missing))
+            self._simulation.report(RowsMissing(row_ids=missing))
         return bool(missing)
 
     def _complete(self, at: CommandId, command: TrainerCommand, seconds: float) -> None:
@@ -233,7 +271,7 @@ class SimulatedTrainer:
         done = RoundDone(
             round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=seconds, stepped_s=stepped_s
         )
-        self._simulation.tell(done)
+        self._simulation.report(done)
 
     def _count_ages(self, batch: int, rows: list[RowId]) -> None:
         """Batch ``b`` is trained on top of version ``b``: a token of version ``v`` is ``b - v`` versions old."""
@@ -258,13 +296,13 @@ class SimulatedTrainer:
             num_tokens=command.num_tokens,
             stepped_s=step_s,
         )
-        self._simulation.tell(step)
+        self._simulation.report(step)
         if command.checkpoint:
             self._save(at)
 
     def _save(self, at: CommandId) -> None:
         self._saved = (self._version, at)
-        self._simulation.tell(CheckpointSaved(weights=self._weights(), cursor=at.entry, path="simulated"))
+        self._simulation.report(CheckpointSaved(weights=self._weights(), cursor=at.entry, path="simulated"))
 
 
 def _rows_of(command: TrainRound) -> list[RowId]:

@@ -1,8 +1,4 @@
-"""One simulated scenario of a user's own: what an iteration takes, where time is lost, how far from the bound.
-
-Owns: the reading of a log. Never: the accounting of bubbles (``observability/report/bubbles.py``, as of live runs),
-printing.
-"""
+"""One simulated scenario of a user: what an iteration takes, where time is lost, how far it is from the bound."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ranker.lengths import PromptLengths
+from ranker.logs import PromptLengths
 
 FAMILIES = {
     "Sort these numbers in ascending order:": 40,

@@ -10,9 +10,8 @@ import msgspec
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.dispatch.policies.registry import PLANNERS
 from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario
 from orchestrator.sim.lengths import LengthModel, long_tailed
-from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
 from transport.contracts.types import UpdateMode
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.rank import rank
 from orchestrator.errors import ConfigError, DataError, ExitCode, exit_code
-from ranker.train import train
+from ranker.model import train
 from tests.fakes.length_logs import synthetic_lengths
 
 DATA = Path(os.environ.get("STREAMRL_LENGTH_DATA") or Path(__file__).parents[3] / "shared" / "data")

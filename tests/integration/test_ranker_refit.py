@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ranker.errors import RefitError
-from ranker.lengths import PromptLengths, split
+from ranker.logs import PromptLengths, split
 from ranker.model import TextModel
 from ranker.online import OnlineRanker
 from ranker.refit import refit_in_process

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.launch.fleet import LocalFleet
 from orchestrator.launch.processes import prepare_model
-from ranker.lengths import PromptLengths
+from ranker.logs import PromptLengths
 from ranker.refit import refit_in_process
 from transport.contracts.settings import ScoringSettings, Settings
 from transport.contracts.types import WorkerKind

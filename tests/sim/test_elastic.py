@@ -10,10 +10,9 @@ import pytest
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario
 from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost

@@ -7,10 +7,9 @@ import pytest
 
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
 from transport.contracts.messages import EvaluationOutcome, GroupScored, RolloutFinished
 from transport.contracts.types import UpdateMode, is_evaluation

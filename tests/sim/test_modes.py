@@ -14,9 +14,8 @@ import pytest
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.journal import Journal, JournalError
-from orchestrator.sim.engine import Scenario, SimulationLog, SimulationStalledError
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog, SimulationStalledError
 from orchestrator.sim.lengths import LengthModel
-from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.replay import digest, replay
 from orchestrator.sim.simulate import simulate
 from transport.contracts.messages import (

@@ -17,8 +17,7 @@ from orchestrator.core.costs.llms import from_config
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
-from orchestrator.sim.engine import Scenario
-from orchestrator.sim.models import CostModel
+from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import DecodeCostSettings

@@ -7,9 +7,8 @@ import pytest
 
 from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.sim.engine import Scenario, SimulationLog
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
-from orchestrator.sim.models import CostModel, FaultModel
 from orchestrator.sim.simulate import simulate
 from transport.contracts.messages import CloseMiniBatch, GroupScored, SlotOutcome
 from transport.contracts.types import UpdateMode

@@ -9,8 +9,7 @@ import pytest
 
 from orchestrator.errors import DataError
 from orchestrator.launch.input_files import check_inputs
-from orchestrator.lengths.base_lengths import base_lengths
-from orchestrator.lengths.ranking import open_ranker
+from orchestrator.lengths.ranking import base_lengths, open_ranker
 from ranker.errors import LengthLogError
 from transport.contracts.settings import (
     DataSettings,

@@ -10,7 +10,7 @@ import pytest
 
 from ranker import online, refit
 from ranker.errors import RankerFileError, RefitError
-from ranker.lengths import PromptLengths, split
+from ranker.logs import PromptLengths, split
 from ranker.model import TextModel
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
 from ranker.refit import RefitRequest

@@ -10,10 +10,9 @@ import pytest
 from ranker import store
 from ranker.calibration import Calibration
 from ranker.errors import RankerFileError
-from ranker.lengths import split
-from ranker.model import StoredModel, TextModel
+from ranker.logs import split
+from ranker.model import StoredModel, TextModel, train
 from ranker.store import StoredRanker
-from ranker.train import train
 from ranker.trees import Tree, check_trees
 from tests.fakes.length_logs import synthetic_lengths
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranker.evaluate import kendall_tau, tail_recall
-from ranker.quality import JUDGED_EVERY, MIN_GROUPS, WINDOW_GROUPS, RunningQuality
+from ranker.quality import JUDGED_EVERY, MIN_GROUPS, WINDOW_GROUPS, RunningQuality, kendall_tau, tail_recall
 
 
 def test_recall_counts_the_longest_that_were_predicted():

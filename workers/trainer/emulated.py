@@ -5,7 +5,7 @@ publishes versions (of one number), saves checkpoints, resumes, refuses. So what
 of such a run means what it always means.
 
 Owns: how long each thing takes. Never: torch; a process with it starts at once. Source: ours; costs as the simulator's
-(``orchestrator/sim/models.py``).
+(``orchestrator/sim/engine.py``).
 """
 
 from __future__ import annotations
