@@ -38,11 +38,7 @@ class Added:
     value: Any
 
 
-RENAMES: dict[str, str | Added | None] = {
-    "RankerJudged.worth_it": "trusted",
-    "settings.move_running": "migrate_running",
-    "ComputePlan.workers.pace": "slowdown",
-}
+RENAMES: dict[str, str | Added | None] = {}
 
 SETTINGS = "settings"
 """In the place of a message's tag: the settings of the core."""
