@@ -49,7 +49,7 @@ def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.dataset.key)")
     assert lanes == ["generate-0", "generate-1", "score-0", "train-0"]
     browser.wait_for("parseFloat(document.querySelector('#reward').textContent) >= 0")
-    browser.wait_for("document.querySelectorAll('#curves path').length >= 4")
+    browser.wait_for("document.querySelectorAll('#curves canvas').length >= 3")
 
     browser.wait_for("document.querySelector('#samples details') !== null")
     browser.evaluate("document.querySelector('#samples details').open = true")
