@@ -159,12 +159,14 @@ async def test_a_trainer_process_takes_its_weights_back(tmp_path: Path, server: 
     await run.broker.put_meta(keys.SETTINGS, encode(run.settings))
     await run.send_batch(0)
     where = ("--broker", server.url, "--run", "endings", "--outage-s", "1", "--run-dir", str(run.run_dir))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "workers", "train", *where, "--model-dir", str(run.model_dir)),
-        env={**os.environ, "STREAMRL_BROKER_PASSWORD": server.password},
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    log = tmp_path / "trainer.log"
+    with log.open("wb") as written:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "workers", "train", *where, "--model-dir", str(run.model_dir)),
+            env={**os.environ, "STREAMRL_BROKER_PASSWORD": server.password},
+            stdout=written,
+            stderr=written,
+        )
     try:
         await run.broker.read(keys.WEIGHTS, "0-0", count=1, wait_s=30.0)
         assert len(segments(process.pid)) == 1
@@ -174,7 +176,7 @@ async def test_a_trainer_process_takes_its_weights_back(tmp_path: Path, server: 
         else:
             await server.stop()
         async with asyncio.timeout(60):
-            assert await process.wait() == code
+            assert await process.wait() == code, log.read_text()
     finally:
         if process.returncode is None:
             process.kill()
