@@ -8,38 +8,42 @@ NAME ?= run
 TESTS ?= tests
 MINUTES ?= 10
 SEED ?= 0
+JOBS ?= logical
 
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+# A process a core, four at most: each holds torch, and starts processes of its own.
+SIDE_BY_SIDE := -n $(JOBS) --maxprocesses 4 --dist worksteal
 export PYTHON VENV_FLAGS TORCH_INDEX
 
-.PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench setup clean
+.PHONY: help run test explore fuzz test-chaos test-long chaos-random test-sglang test-vllm compose-test check fmt bench gallery setup clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo '  PRESET=tiny ARGS="--set trainer.lr=2e-5"   for run        TESTS=tests/unit   for test'
+	@echo '  PRESET=tiny ARGS="--set trainer.lr=2e-5"   for run        TESTS=tests/unit JOBS=0   for test'
 	@echo '  NAME=engine ARGS="..."                     for bench      TORCH_INDEX=URL    package index to take torch from'
 
 run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch its reward rise
-	@$(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
+	@STREAMRL_MAKE_FROM="$(PWD)" $(BIN)/streamrl-orchestrator run --preset $(PRESET) $(ARGS)
 
 test: .venv/.ready-dev ## all tests that kill nothing
-	@$(BIN)/python -m pytest -m "not chaos and not sglang" $(TESTS) $(ARGS)
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not chaos and not long and not sglang" $(TESTS) $(ARGS)
 
 chaos-random: .venv/.ready-dev ## random faults in random modes for MINUTES, drawn from SEED; every run is audited
 	@$(BIN)/python -m benchmarks.chaos_random --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 test-chaos: .venv/.ready-dev ## kill real processes at named points of a run
-	@$(BIN)/python -m pytest -m "chaos and not long" $(TESTS) $(ARGS)
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "chaos and not long" $(TESTS) $(ARGS)
 
-test-long: .venv/.ready-dev ## the tests of test-chaos that wait for minutes
-	@$(BIN)/python -m pytest -m long $(TESTS) $(ARGS)
+test-long: .venv/.ready-dev ## the tests that wait for minutes, and what is installed without make
+	@$(PYTEST) $(SIDE_BY_SIDE) -m long $(TESTS) $(ARGS)
 
 test-sglang: .venv/.ready-dev ## against the real SGLang of the environment SGLANG_VENV=DIR
-	@$(BIN)/python -m pytest -m sglang $(TESTS) $(ARGS)
+	@$(PYTEST) -m sglang $(TESTS) $(ARGS)
 
 test-vllm: .venv/.ready-dev ## against the real vLLM of the environment VLLM_VENV=DIR
-	@$(BIN)/python -m pytest tests/integration/test_server_engines.py -k vllm $(ARGS)
+	@$(PYTEST) tests/integration/test_server_engines.py -k vllm $(ARGS)
 
 explore: .venv/.ready-dev ## events in any order for MINUTES, from a fresh SEED on: a run loses nothing and trains nothing twice
 	@$(BIN)/python -m tests.property --minutes $(MINUTES) --seed $(SEED) $(ARGS)
@@ -48,7 +52,7 @@ fuzz: .venv/.ready-dev ## hostile input of every kind for MINUTES, drawn from SE
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 compose-test: .venv/.ready-dev ## build the images, bring them up with docker compose, and kill what runs in them
-	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/compose $(ARGS)
+	@STREAMRL_COMPOSE_TEST=$${STREAMRL_COMPOSE_TEST:-build} $(PYTEST) -o faulthandler_timeout=0 tests/compose $(ARGS)
 
 check: .venv/.ready-dev ## ruff, formatting, pyright
 	@$(BIN)/ruff check
@@ -61,6 +65,9 @@ fmt: .venv/.ready-dev ## format, and repair what ruff can
 
 bench: .venv/.ready-dev ## measure a figure: its last line is one JSON object
 	@$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+gallery: .venv/.ready-dev ## draw the pictures of docs/gallery.md anew, from two real runs
+	@$(BIN)/python -m benchmarks.gallery $(ARGS)
 
 setup: .venv/.ready-dev ## only the set-up, with the development tools
 

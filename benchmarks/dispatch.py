@@ -29,12 +29,11 @@ from statistics import fmean, median, stdev
 
 from benchmarks.papers.bounds import bound_s
 from benchmarks.papers.rules import plan_of
-from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.costs.hardware import H800
-from orchestrator.core.costs.llms import QWEN_72B
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
-from orchestrator.core.model.plans import Calibration
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Plan, Problem
+from orchestrator.core.model.pipeline import Calibration
+from orchestrator.sim.costs import H800, decode_cost
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
+from orchestrator.sim.llms import QWEN_72B
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 

@@ -51,8 +51,8 @@ from transport.contracts.types import (
     WorkerKind,
 )
 from workers.generation.engine import Completion
-from workers.generation.plans import HeldPlan, HeldPlans, row_write
-from workers.leases.events import event_entry
+from workers.generation.worker import HeldPlan, HeldPlans, row_write
+from workers.leases.announce import event_entry
 
 TOKENS = 16
 RESPONSE = np.arange(TOKENS, dtype=np.int32)

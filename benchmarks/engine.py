@@ -33,7 +33,7 @@ from transport.process.clock import MonotonicClock
 from workers.generation.embedded.engine import load_model
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
-from workers.models.resolve import model_cache, prepare_model
+from workers.models import model_cache, prepare_model
 
 BATCH = 32
 GROUP_SIZE = 8
@@ -79,15 +79,7 @@ def make_prompts(directory: Path, count: int) -> list[NDArray[np.int32]]:
 
 
 def make_decoder(model: Any, *, slots: int = BATCH) -> SlotDecoder:
-    return SlotDecoder(
-        model.forward,
-        model.parameters,
-        slots=slots,
-        max_context=model.max_context,
-        vocab_size=model.vocab_size,
-        weights=BASE_WEIGHTS,
-        clock=MonotonicClock(),
-    )
+    return SlotDecoder(model, slots=slots, weights=BASE_WEIGHTS, clock=MonotonicClock())
 
 
 def requests_of(work: Workload) -> list[GenerationRequest]:

@@ -31,10 +31,10 @@ from typing import Any
 
 from orchestrator.cli.profile import QUIET_SHARE, MachineLoad
 from orchestrator.config.load import resolve
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
-from orchestrator.observability.metrics_file import read_metrics
+from orchestrator.observability.metrics import read_metrics
 from orchestrator.planning.profiles import Profile, read_profile
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import prompt_id
 from orchestrator.sim.replay import recorded_commands

@@ -28,11 +28,11 @@ import uvloop
 from benchmarks.emulated_fleet import EmulatedFleet
 from benchmarks.run import ROOT
 from orchestrator.config.load import render, resolve
-from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.redis_streams import connect
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import RunName
-from workers.models.resolve import model_cache, prepare_model
+from workers.models import model_cache, prepare_model
 
 GROUP_SIZE = 4
 IN_FLIGHT = 2048

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.run import ROOT, call, read_batches
-from orchestrator.sim.replay import replay
+from orchestrator.sim.replay import recorded_commands
 from transport.contracts.messages import DispatchGroups, RolloutFinished
 
 LENGTHS = Path(__file__).with_name("long_tail_lengths.txt")
@@ -98,7 +98,7 @@ def generation_s(run_dir: Path) -> float:
     """Seconds from the first dispatch of a batch to its last sample, mean over the counted batches."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    for record, commands in replay(run_dir / "journal"):
+    for record, commands in list(recorded_commands(run_dir / "journal")):
         if isinstance(record.event, RolloutFinished):
             last[int(record.event.row_id.partition("/")[0])] = record.now_s
         for command in commands:

@@ -29,10 +29,10 @@ from pathlib import Path
 
 import msgspec
 
-from ranker.errors import RankerError
 from ranker.history import LengthHistory
 from ranker.logs import PromptLengths, read_log, split
 from ranker.model import TextModel, train
+from ranker.protocol import RankerError
 from ranker.quality import RankQuality, evaluate
 
 DEFAULT_DATA = Path(__file__).parents[2] / "shared" / "data"

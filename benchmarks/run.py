@@ -1,8 +1,9 @@
 """Figure ``run``: what a newcomer sees. ``make run`` in a fresh clone with empty caches, and what the model learned.
 
 Every seed pays for making the model ready, as on a bare machine; the set-up is timed once and counted in every seed's
-``seconds_total``. Means over the first 3 and the last 5 batches come from ``metrics.jsonl``; the held-out problems are
-answered by the model before and after, greedily, outside of the time that is measured.
+``seconds_total``. Means over the first 3 and the last 5 batches, with the groups that were filtered, come from
+``metrics.jsonl``; the held-out problems are answered by the model before and after, greedily, outside of the time that
+is measured.
 
     python -m benchmarks.run [--seeds 0,1,2] [--preset smollm2] [--in-place] [--args "--set trainer.lr=2e-5"]
 """
@@ -71,7 +72,8 @@ class Bench:
         before, after = (self.evaluate(seed, run_dir, model) for model in ("base", "final"))
         return {
             "seconds_total": round(setup_s + seconds_s, 1),
-            **rise(read_batches(run_dir / "metrics.jsonl")),
+            **rise(batches := read_batches(run_dir / "metrics.jsonl")),
+            "no_gradient_share": no_gradient_share(batches),
             "eval_before": before.get("right"),
             "eval_after": after.get("right"),
             "eval_well_formed_before": before.get("well_formed"),
@@ -127,8 +129,14 @@ def rise(batches: Metrics) -> Figures:
     return {f"{name}_{part}": mean_of(name, some) for name in ("well_formed", "right") for part, some in parts.items()}
 
 
+def no_gradient_share(batches: Metrics) -> float:
+    """Share of all batches that taught nothing: the norm of the gradient is exactly 0 in each of their steps."""
+    return round(sum(batch.get("grad_norm") == 0.0 for batch in batches) / len(batches), 4)
+
+
 def mean_of(name: str, batches: Metrics) -> float | None:
-    values = [batch[name] for batch in batches if name in batch]
+    """Over the answers of filtered groups, too: those that are trained alone are the ones that are partly right."""
+    values = [batch.get(f"{name}_with_filtered", batch[name]) for batch in batches if name in batch]
     return round(fmean(values), 4) if values else None
 
 
@@ -137,6 +145,7 @@ def summary(seeds: Mapping[int, Figures]) -> dict[str, Any]:
     names = (
         "seconds_total",
         *(f"{name}_{part}" for name in ("well_formed", "right") for part in (f"first{FIRST}", f"last{LAST}")),
+        "no_gradient_share",
         "eval_before",
         "eval_after",
     )

@@ -20,7 +20,7 @@ from transport.contracts.settings import DataSettings, ScoringSettings, Settings
 from workers.scoring.reward_pool import RewardPool
 from workers.scoring.rewards import RewardSpec, reward_spec
 
-DIGITS = "workers.scoring.toy_rewards:digit_share"
+DIGITS = "workers.scoring.rewards:digit_share"
 REWARDS: dict[str, tuple[RewardSpec, str, bytes]] = {
     "task": (
         reward_spec(Settings(data=DataSettings(task="chain_sum")), ""),

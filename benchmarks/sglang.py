@@ -58,10 +58,10 @@ from transport.rows.columns import encode_array
 from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.generation.server.client import CHUNK_AT_END, SampleRequest, ServerClient, ServerSettings
 from workers.generation.server.engine import ServerEngine
-from workers.generation.server.order import LoadOrder, Outcome
+from workers.generation.server.loader import LoadOrder, LoadResult
 from workers.generation.server.sglang import SGLANG, SglangClient
 from workers.generation.worker import ForcedLengths, GenerationWorker
-from workers.models.resolve import model_cache, prepare_model
+from workers.models import model_cache, prepare_model
 from workers.weights.pull import WeightPuller
 
 SLOTS = 16
@@ -222,7 +222,7 @@ async def update(engine: ServerEngine, directory: Path, number: int, tokens: int
         while engine.load().running < running or len(times) < tokens // 6:  # noqa: ASYNC110 nobody tells
             await asyncio.sleep(0.01)
     timed = _Timed(engine.server.client)
-    recomputed = engine.counters.recomputed
+    recomputed = engine.sender.recomputed
     await engine.load_weights(WeightIdentity(epoch=9, version=number, digest="bench"), tensors)
     found = []
     async with asyncio.timeout(120):
@@ -233,7 +233,7 @@ async def update(engine: ServerEngine, directory: Path, number: int, tokens: int
     pauses = np.diff(times)
     return Update(
         aborted=running - len(whole),
-        recomputed=engine.counters.recomputed - recomputed,
+        recomputed=engine.sender.recomputed - recomputed,
         stall_s=float(pauses.max()),
         step_s=float(np.median(pauses)),
         load_s=timed.load_s,
@@ -249,7 +249,7 @@ class _Timed:
         self._load = client.load
         client.load = self.load
 
-    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> LoadResult:
         started_s = time.perf_counter()
         outcome = await self._load(order, label, processes)
         self.call_s, self.load_s = time.perf_counter() - started_s, outcome.seconds

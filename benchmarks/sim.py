@@ -27,12 +27,10 @@ from benchmarks.papers.experiments import PAPER_RECALL, Bound, Generation, Pipel
 from benchmarks.papers.rows import Cell, Row, rows
 from benchmarks.papers.settings import colocated, fully_async, in_flight, rolling, split, sync_stream
 from benchmarks.papers.trials import MOVE, ProgressLine
-from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.costs.hardware import ASSUMED, H800
-from orchestrator.core.costs.llms import QWEN_72B
-from orchestrator.sim.bounds import best_bound, bound
-from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.scenarios import PIPELINES, Layout
+from orchestrator.sim.costs import ASSUMED, H800, decode_cost
+from orchestrator.sim.engine import SimulationLog
+from orchestrator.sim.llms import QWEN_72B
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
 from orchestrator.sim.simulate import simulate
 
 SEEDS = (11, 12, 13)
@@ -78,6 +76,13 @@ def _over_bound(what: str, recall: float | None) -> Row:
 
 OVER_BOUND = [_over_bound(f"recall {PAPER_RECALL}", PAPER_RECALL), _over_bound("known lengths", None)]
 SPLITS = [split(QWEN_72B, generation_gpus) for generation_gpus in (24, 32, 40, 48, 56, 64)]
+
+
+def best_bound(workload: Workload, layouts: Sequence[Layout], max_staleness: int) -> tuple[float, Layout]:
+    """The lowest bound of several splits, with slots that memory alone limits, and its split."""
+    bounds = [bound(workload, replace(layout, slots=100_000)).iteration_s(max_staleness) for layout in layouts]
+    index = min(range(len(bounds)), key=bounds.__getitem__)
+    return bounds[index], layouts[index]
 
 
 def iteration_s(log: SimulationLog) -> float:

@@ -35,9 +35,8 @@ from benchmarks.trl_reference import TrlReference, pad_groups
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.advantage import group_advantages
 from workers.algorithms.loss import Aggregation, Objective, loss_sum, loss_terms, normaliser
-from workers.models.resolve import model_cache, prepare_model
-from workers.trainer.policy.load import load_module
-from workers.trainer.policy.model import PolicyModel
+from workers.models import model_cache, prepare_model
+from workers.trainer.policy.model import PolicyModel, load_module, packed_logprobs
 from workers.trainer.policy.packing import PromptGroup, TrainingSample, pack
 
 GROUPS = 8
@@ -86,7 +85,7 @@ def with_rollout_logprobs(groups: Sequence[PromptGroup], policy: PolicyModel) ->
     """The policy's own logprobs and a little noise, so that ratios are what they are in a run."""
     rng = np.random.default_rng(1)
     batch = pack(groups, "token_mean")
-    parts = iter(policy.logprobs(batch).split(list(batch.row_lengths)))
+    parts = iter(packed_logprobs(policy.module, batch, policy.temperature).split(list(batch.row_lengths)))
 
     def noisy(sample: TrainingSample) -> TrainingSample:
         logprobs = next(parts).numpy()
@@ -160,7 +159,7 @@ def _loss_difference(
 ) -> float:
     objective = replace(OBJECTIVE, aggregation=aggregation)
     batch = pack(groups, aggregation)
-    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=batch.num_loss_tokens)
+    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
     return abs(policy.backward(batch, objective).loss / scale - reference.loss(pad_groups(groups), objective).item())
 
 
@@ -203,7 +202,7 @@ def main() -> None:
     batch = pack(groups, OBJECTIVE.aggregation)
     prompt_tokens = statistics.mean(len(group.prompt_ids) for group in groups)
     print(
-        f"{GROUPS} groups, {prompt_tokens:.0f} prompt tokens, {GROUP_SIZE} samples, {batch.num_loss_tokens} response "
+        f"{GROUPS} groups, {prompt_tokens:.0f} prompt tokens, {GROUP_SIZE} samples, {sum(batch.row_lengths)} response "
         f"tokens; packed into {batch.input_ids.shape[1]} input tokens; {arguments.threads} threads"
     )
     padded = load_padded(directory, torch.float32)

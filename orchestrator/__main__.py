@@ -5,11 +5,16 @@ A bug is not an error of ours: it keeps its traceback.
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+
+# The working directory comes before us with ``python -m``: a transport.py of the user's is not ours
+if sys.path[0] == os.getcwd() != str(Path(__file__).parents[1]):
+    del sys.path[0]
 
 from orchestrator.cli.commands import app
-from orchestrator.errors import exit_code
-from orchestrator.terminal_text import printable
+from orchestrator.errors import exit_code, printable
 from transport.errors import StreamError
 
 

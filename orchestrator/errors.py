@@ -1,6 +1,7 @@
-"""Errors of the control plane, named by how the command ends; its exit codes.
+"""Errors of the control plane, named by how the command ends; its exit codes; what of a text a terminal may be shown.
 
 StreamError (transport.errors)
+├── MISTAKES (transport.errors) 2: a name that is taken, a password, a port, a file that is another user's
 ├── FatalError                  1 from ``run``; a child exits with 4, so that it is not started again
 │   ├── ConfigError             2: a setting is unknown, of the wrong type, out of range or impossible
 │   ├── DataError               2: the prompts cannot be read, or are not what the settings say
@@ -17,9 +18,12 @@ StreamError (transport.errors)
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
-from transport.errors import BrokerFullError, DirectoryError, FatalError, StreamError
+from transport.errors import MISTAKES, BrokerFullError, DirectoryError, FatalError, StreamError
 
 
 class ExitCode(IntEnum):
@@ -98,13 +102,17 @@ class ForeignEntryError(RunFailedError):
 
 
 class Interrupted(RunFailedError):
-    """A signal asked for the end."""
+    """A signal asked for the end. by: what sent it, for people."""
+
+    def __init__(self, problem: str, *, by: str = "a signal") -> None:
+        super().__init__(problem)
+        self.by = by
 
 
 def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
     """The exit code of a command that ends by ``error``. is_child: a supervisor reads it (see FATAL)."""
     match error:
-        case ConfigError() | DataError():
+        case error if isinstance(error, (ConfigError, DataError, *MISTAKES)):
             return ExitCode.BAD_CONFIG
         case DirectoryError() | BrokerFullError():
             return ExitCode.UNWRITABLE
@@ -120,3 +128,17 @@ def exit_code(error: StreamError, *, is_child: bool = False) -> ExitCode:
             return ExitCode.FATAL
         case _:
             return ExitCode.FAILED
+
+
+@contextmanager
+def writing_out(path: Path) -> Generator[None]:
+    """Turns what the system says of ``path``, which a user asked for by name, or a file beside it, into ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", where="--out") from error
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters other than newline: what a model wrote may carry terminal escapes."""
+    return "".join(char for char in text if char == "\n" or char.isprintable())

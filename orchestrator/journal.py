@@ -30,16 +30,13 @@ import zlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
-
-import structlog
+from typing import IO, NamedTuple
 
 from transport.contracts.messages import MAX_MESSAGE_BYTES, JournalRecord, MessageDecoder, encode
 from transport.errors import FatalError, FencedError, MessageError
 from transport.process.files import LockedError, is_locked, locked, replace, writing
-
-log = structlog.get_logger(__name__)
 
 _FRAME = struct.Struct("<II")
 _SNAPSHOT = struct.Struct("<4sQI")
@@ -47,8 +44,6 @@ _MAGIC = b"SRS1"
 _decoder = MessageDecoder(JournalRecord)
 
 NO_CURSOR = "0-0"
-
-
 LOCK_S = 30.0
 """How long a start waits for the writer before it: more than that one takes to flush and leave (``app.FLUSH_S``)."""
 LOCK_POLL_S = 0.05
@@ -61,7 +56,7 @@ class JournalError(FatalError):
     """
 
     def __init__(self, path: Path, offset: int, reason: str, *, torn: bool = False) -> None:
-        super().__init__(f"{path} is damaged at byte {offset}: {reason}")
+        super().__init__(f"{path} is damaged at byte {offset}: {reason}; put back a copy of it, or begin a new run")
         self.path = path
         self.offset = offset
         self.torn = torn
@@ -116,14 +111,6 @@ class Recovered:
         return self.tail[-1].seq if self.tail else self.snapshot_seq
 
 
-class _File(Protocol):
-    """A file opened unbuffered: what ``write`` returned for is with the operating system."""
-
-    def write(self, data: bytes, /) -> int | None: ...
-    def close(self) -> None: ...
-    def fileno(self) -> int: ...
-
-
 @asynccontextmanager
 async def sole_writer(directory: Path, *, wait_s: float = LOCK_S) -> AsyncGenerator[None]:
     """Hold the lock of the journal in ``directory``, which is made if need be.
@@ -174,7 +161,7 @@ class Journal:
         self._directory = directory
         self._next_seq = next_seq
         self._mark = f".e{epoch}" if epoch else ""
-        self._file: _File | None = None
+        self._file: FileIO | None = None  # unbuffered: what ``write`` returned for is with the operating system
 
     @classmethod
     def open(cls, directory: Path, *, epoch: int = 0) -> tuple[Journal, Recovered]:
@@ -207,7 +194,9 @@ class Journal:
             frames.append(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
         if frames:
             with writing(self._directory):
-                _write_whole(self._segment(), b"".join(frames))
+                file, rest = self._segment(), memoryview(b"".join(frames))
+                while rest:  # a raw file may take less than it is given
+                    rest = rest[file.write(bytes(rest)) or 0 :]
             self._next_seq += len(frames)
 
     def snapshot(self, state: bytes, seq: int) -> None:
@@ -228,7 +217,7 @@ class Journal:
             finally:
                 file.close()
 
-    def _segment(self) -> _File:
+    def _segment(self) -> FileIO:
         if self._file is None:
             path = self._directory / f"segment-{self._next_seq:012d}{self._mark}.log"
             self._file = path.open("ab", buffering=0)
@@ -238,7 +227,7 @@ class Journal:
 def recover(directory: Path) -> Recovered:
     """The newest whole snapshot and what follows it. Raises JournalError."""
     cut_bytes = _cut_torn_tail(directory)
-    snapshot_seq, snapshot = _newest_snapshot(directory)
+    snapshot_seq, snapshot = newest_snapshot(directory)
     tail: list[JournalRecord] = []
     cursor, now_s = NO_CURSOR, 0.0
     for record in read_records(directory, from_seq=snapshot_seq):
@@ -258,9 +247,7 @@ def recover(directory: Path) -> Recovered:
 
 def first_snapshot(directory: Path) -> tuple[int, bytes | None]:
     """The oldest snapshot, where a replay begins: (its seq, its state), or (0, None). Raises JournalError."""
-    for part in _snapshots(directory):
-        return _read_snapshot(part.path)
-    return 0, None
+    return next(all_snapshots(directory), (0, None))
 
 
 def all_snapshots(directory: Path) -> Iterator[tuple[int, bytes]]:
@@ -336,9 +323,8 @@ def _frame_end(raw: bytes, offset: int) -> int | None:
         return None
     length, checksum = _FRAME.unpack_from(raw, offset)
     end = offset + _FRAME.size + length
-    if length == 0 or end > len(raw) or zlib.crc32(memoryview(raw)[offset + _FRAME.size : end]) != checksum:
-        return None
-    return end
+    whole = length > 0 and end <= len(raw) and zlib.crc32(memoryview(raw)[offset + _FRAME.size : end]) == checksum
+    return end if whole else None
 
 
 def _cut_torn_tail(directory: Path) -> int:
@@ -349,9 +335,9 @@ def _cut_torn_tail(directory: Path) -> int:
     segments = _segments(directory)
     if not segments:
         return 0
-    path, raw, offset = segments[-1].path, segments[-1].path.read_bytes(), 0
-    while (end := _frame_end(raw, offset)) is not None:
-        offset = end
+    path = segments[-1].path
+    raw = path.read_bytes()
+    _, offset = _whole_frames(raw)
     if offset == len(raw):
         return 0
     if _holds_a_frame(raw, offset + 1):
@@ -368,27 +354,27 @@ def _num_void(directory: Path) -> int:
     before = max((part.epoch for part in parts if part.epoch < newest), default=newest)
     its_own = [part for part in parts if part.epoch == before != newest]
     reaching = [part for part in its_own if part.seq < begun][-1:] + [part for part in its_own if part.seq >= begun]
-    return sum(max(0, part.seq + _num_whole(part.path) - max(begun, part.seq)) for part in reaching)
+    return sum(max(0, part.seq + _whole_frames(part.path.read_bytes())[0] - max(begun, part.seq)) for part in reaching)
 
 
-def _num_whole(path: Path) -> int:
-    """Whole frames at the beginning of a segment."""
-    raw, offset, count = path.read_bytes(), 0, 0
+def _whole_frames(raw: bytes) -> tuple[int, int]:
+    """How many there are at the beginning of a segment, and where the last of them ends."""
+    count = offset = 0
     while (end := _frame_end(raw, offset)) is not None:
-        offset, count = end, count + 1
-    return count
+        count, offset = count + 1, end
+    return count, offset
 
 
 def _holds_a_frame(raw: bytes, start: int) -> bool:
     """Whether a whole frame begins anywhere from ``start`` on. Lengths are bounded, so chance hits are checksummed."""
-    for offset in range(start, len(raw) - _FRAME.size):
-        length = int.from_bytes(raw[offset : offset + 4], "little")
-        if 0 < length <= min(MAX_MESSAGE_BYTES, len(raw) - offset) and _frame_end(raw, offset) is not None:
-            return True
-    return False
+    return any(
+        0 < int.from_bytes(raw[offset : offset + 4], "little") <= min(MAX_MESSAGE_BYTES, len(raw) - offset)
+        and _frame_end(raw, offset) is not None
+        for offset in range(start, len(raw) - _FRAME.size)
+    )
 
 
-def _newest_snapshot(directory: Path) -> tuple[int, bytes | None]:
+def newest_snapshot(directory: Path) -> tuple[int, bytes | None]:
     """The newest snapshot that is whole; an older one when the newest is damaged. JournalError when all are."""
     damage: JournalError | None = None
     for part in reversed(_snapshots(directory)):
@@ -410,14 +396,6 @@ def _read_snapshot(path: Path) -> tuple[int, bytes]:
     if magic != _MAGIC or zlib.crc32(state) != checksum:
         raise JournalError(path, 0, "not a snapshot, or its checksum does not hold")
     return seq, state
-
-
-def _write_whole(file: _File, data: bytes) -> None:
-    """A raw file may take less than it is given."""
-    view = memoryview(data)
-    while view:
-        written = file.write(bytes(view)) or 0
-        view = view[written:]
 
 
 def _segments(directory: Path) -> list[_Segment]:

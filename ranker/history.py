@@ -17,83 +17,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from ranker.errors import RankerFileError
 from ranker.protocol import UNKNOWN_SAMPLE_SIGMA, LengthEstimate
 
-MAX_PROMPTS = 200_000
-"""About 60 MB; the prompt that was not seen for longest goes first."""
-VISIT_KEEP = 0.6
-"""With equal groups of G, history never counts for more than 2.5 G samples."""
-NOISE_WEIGHT = 1.0
-"""Degrees of freedom that the common noise counts for beside a prompt's own: 1 and 2 beat 4 and 10 on CASTILLO."""
+MAX_PROMPTS = 200_000  # about 60 MB; the prompt that was not seen for longest goes first
+VISIT_KEEP = 0.6  # with equal groups of G, history never counts for more than 2.5 G samples
+NOISE_WEIGHT = 1.0  # degrees of freedom of the common noise beside a prompt's own: 1 and 2 beat 4 and 10 on CASTILLO
 NOISE_RATE = 0.02
 SCALE_RATE = 0.02
 SCALES = (0.25, 16.0)
-DRIFT_STEP = 0.005
-"""Standard deviation of the bias's own move between two groups: 4% in a batch of 64, 16% in one of 1,024."""
+DRIFT_STEP = 0.005  # standard deviation of the bias's move between two groups: 4% in a batch of 64, 16% of 1,024
 NEW_MODEL_VARIANCE = 1.0
-SETTLED_VARIANCE = 0.01
-"""Of the bias. Before it is known to 10%, its moves are our learning, not the policy's."""
-MAX_SURPRISE = 3.0
-"""Standard deviations that a residual counts for at most: one runaway response is not a trend."""
+SETTLED_VARIANCE = 0.01  # of the bias. Before it is known to 10%, its moves are our learning, not the policy's
+MAX_SURPRISE = 3.0  # standard deviations that a residual counts for at most: one runaway response is not a trend
 MIN_VARIANCE = 4e-4
 MAX_LOG_TOKENS = math.log(1e9)
 
+_Sum = Annotated[float, Meta(ge=0, lt=1e9)]
+_Level = Annotated[float, Meta(gt=-20, lt=20)]
+_Variance = Annotated[float, Meta(gt=0, lt=100)]
 
-class PromptRecord(msgspec.Struct, array_like=True):
+
+class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     """samples: effective number.  level: mean log length less the drift.  squares, freedom: of noise within groups."""
 
-    samples: float
-    level: float
-    squares: float
-    freedom: float
+    samples: Annotated[float, Meta(gt=0, lt=1e9)]
+    level: Annotated[float, Meta(gt=-50, lt=50)]
+    squares: _Sum
+    freedom: _Sum
 
 
-class StoredHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """A history as it is kept in a file; prompts in the order of their last visit."""
+class LengthHistory(msgspec.Struct, kw_only=True):
+    """Running lengths of prompts, as they are kept in a file, too; every method takes microseconds."""
 
-    bias: float
-    bias_variance: float
-    drift: float
-    noise: float
-    prior_scale: float
-    groups: int
-    prompts: dict[str, PromptRecord]
-
-
-class LengthHistory:
-    """Running lengths of prompts; every method takes microseconds."""
-
-    def __init__(self) -> None:
-        self.bias = 0.0
-        self.drift = 0.0
-        self.num_groups = 0
-        self._bias_variance = NEW_MODEL_VARIANCE
-        self._noise = UNKNOWN_SAMPLE_SIGMA**2
-        self._prior_scale = 1.0
-        self._prompts: dict[str, PromptRecord] = {}
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, prompt_id: str) -> bool:
-        return prompt_id in self._prompts
+    bias: _Level = 0.0
+    bias_variance: _Variance = NEW_MODEL_VARIANCE
+    drift: _Level = 0.0
+    noise: _Variance = UNKNOWN_SAMPLE_SIGMA**2
+    prior_scale: Annotated[float, Meta(ge=SCALES[0], le=SCALES[1])] = 1.0
+    groups: Annotated[int, Meta(ge=0)] = 0  # that were observed
+    prompts: Annotated[dict[str, PromptRecord], Meta(max_length=MAX_PROMPTS)] = {}  # in the order of their last visit
 
     def rebase(self) -> None:
         """A new text model speaks from now on: what was learned about the old one's errors is void."""
-        self.bias, self._bias_variance, self._prior_scale = 0.0, NEW_MODEL_VARIANCE, 1.0
+        self.bias, self.bias_variance, self.prior_scale = 0.0, NEW_MODEL_VARIANCE, 1.0
 
     def posterior(self, prompt_id: str, prior: LengthEstimate) -> LengthEstimate:
         """Combine what the text model says with its bias and with what the prompt's own samples said."""
         level = prior.log_median + self.bias
-        variance = max(prior.level_sigma**2 * self._prior_scale, MIN_VARIANCE)
-        record = self._prompts.get(prompt_id)
+        variance = max(prior.level_sigma**2 * self.prior_scale, MIN_VARIANCE)
+        record = self.prompts.get(prompt_id)
         if record is None:
             return _lognormal(level, variance, prior.sample_sigma**2, 0.0)
-        noise = self._noise_of(record)
+        noise = (record.squares + NOISE_WEIGHT * self.noise) / (record.freedom + NOISE_WEIGHT)
         weight = variance / (variance + noise / record.samples)
         level += weight * (record.level + self.drift - level)
         return _lognormal(level, (1 - weight) * variance, noise, record.samples)
@@ -101,87 +81,41 @@ class LengthHistory:
     def observe(self, prompt_id: str, tokens: Sequence[int], prior: LengthEstimate) -> None:
         """Learn one group's lengths, each >= 1. prior: what the text model says of the prompt."""
         mean, _ = _moments(tokens)
-        self._learn_bias(mean, len(tokens), self.posterior(prompt_id, prior))
-        self._learn_scale(mean, len(tokens), prior)
+        # One step of a scalar Kalman filter; the residual is clipped.
+        expected = self.posterior(prompt_id, prior)
+        error = max(expected.level_sigma**2 + expected.sample_sigma**2 / len(tokens), MIN_VARIANCE)
+        variance = self.bias_variance + DRIFT_STEP**2
+        gain = variance / (variance + error)
+        limit = MAX_SURPRISE * math.sqrt(variance + error)
+        move = gain * min(max(mean - expected.log_median, -limit), limit)
+        self.bias += move
+        if self.bias_variance <= SETTLED_VARIANCE and expected.observations > 0:
+            self.drift += move
+        self.bias_variance = (1 - gain) * variance
+        claimed = max(prior.level_sigma**2, MIN_VARIANCE)
+        surprise = (mean - prior.log_median - self.bias) ** 2 - self.noise / len(tokens)
+        ratio = min(max(surprise, 0.0) / claimed, SCALES[1])
+        self.prior_scale = min(max(self.prior_scale + SCALE_RATE * (ratio - self.prior_scale), SCALES[0]), SCALES[1])
         self.seed(prompt_id, tokens)
 
     def seed(self, prompt_id: str, tokens: Sequence[int]) -> None:
         """Take lengths, each >= 1, for this prompt alone: they are another policy's and say nothing of the drift."""
         mean, squares = _moments(tokens)
         if len(tokens) > 1:
-            rate = max(NOISE_RATE, 1 / (self.num_groups + 2))
-            self._noise += rate * (max(squares / (len(tokens) - 1), MIN_VARIANCE) - self._noise)
-        self.num_groups += 1
-        self._record(prompt_id, mean - self.drift, len(tokens), squares)
-
-    def _learn_bias(self, mean: float, num_samples: int, expected: LengthEstimate) -> None:
-        """One step of a scalar Kalman filter; the residual is clipped."""
-        error = max(expected.level_sigma**2 + expected.sample_sigma**2 / num_samples, MIN_VARIANCE)
-        variance = self._bias_variance + DRIFT_STEP**2
-        gain = variance / (variance + error)
-        limit = MAX_SURPRISE * math.sqrt(variance + error)
-        move = gain * min(max(mean - expected.log_median, -limit), limit)
-        self.bias += move
-        if self._bias_variance <= SETTLED_VARIANCE and expected.observations > 0:
-            self.drift += move
-        self._bias_variance = (1 - gain) * variance
-
-    def _learn_scale(self, mean: float, num_samples: int, prior: LengthEstimate) -> None:
-        claimed = max(prior.level_sigma**2, MIN_VARIANCE)
-        surprise = (mean - prior.log_median - self.bias) ** 2 - self._noise / num_samples
-        ratio = min(max(surprise, 0.0) / claimed, SCALES[1])
-        self._prior_scale = min(max(self._prior_scale + SCALE_RATE * (ratio - self._prior_scale), SCALES[0]), SCALES[1])
-
-    def _record(self, prompt_id: str, level: float, num_samples: int, squares: float) -> None:
-        old = self._prompts.pop(prompt_id, PromptRecord(0.0, 0.0, 0.0, 0.0))
+            rate = max(NOISE_RATE, 1 / (self.groups + 2))
+            self.noise += rate * (max(squares / (len(tokens) - 1), MIN_VARIANCE) - self.noise)
+        self.groups += 1
+        old = self.prompts.pop(prompt_id, PromptRecord(0.0, 0.0, 0.0, 0.0))
         kept = VISIT_KEEP * old.samples
-        total = kept + num_samples
-        self._prompts[prompt_id] = PromptRecord(
+        total = kept + len(tokens)
+        self.prompts[prompt_id] = PromptRecord(
             samples=total,
-            level=(kept * old.level + num_samples * level) / total,
+            level=(kept * old.level + len(tokens) * (mean - self.drift)) / total,
             squares=VISIT_KEEP * old.squares + squares,
-            freedom=VISIT_KEEP * old.freedom + num_samples - 1,
+            freedom=VISIT_KEEP * old.freedom + len(tokens) - 1,
         )
-        if len(self._prompts) > MAX_PROMPTS:
-            del self._prompts[next(iter(self._prompts))]
-
-    def _noise_of(self, record: PromptRecord) -> float:
-        return (record.squares + NOISE_WEIGHT * self._noise) / (record.freedom + NOISE_WEIGHT)
-
-    def stored(self) -> StoredHistory:
-        return StoredHistory(
-            bias=self.bias,
-            bias_variance=self._bias_variance,
-            drift=self.drift,
-            noise=self._noise,
-            prior_scale=self._prior_scale,
-            groups=self.num_groups,
-            prompts=dict(self._prompts),
-        )
-
-    @classmethod
-    def restore(cls, stored: StoredHistory) -> LengthHistory:
-        """Raises RankerFileError: numbers that no history can have."""
-        records = stored.prompts.values()
-        plausible = (
-            abs(stored.drift) < 20
-            and abs(stored.bias) < 20
-            and 0 < stored.bias_variance < 100
-            and 0 < stored.noise < 100
-            and SCALES[0] <= stored.prior_scale <= SCALES[1]
-            and stored.groups >= 0
-            and len(stored.prompts) <= MAX_PROMPTS
-            and all(0 < r.samples < 1e9 and abs(r.level) < 50 for r in records)
-            and all(0 <= r.squares < 1e9 and 0 <= r.freedom < 1e9 for r in records)
-        )
-        if not plausible:
-            raise RankerFileError("the history of the stored ranker has impossible numbers")
-        history = cls()
-        history.bias, history._bias_variance = stored.bias, stored.bias_variance
-        history.drift, history.num_groups = stored.drift, stored.groups
-        history._noise, history._prior_scale = stored.noise, stored.prior_scale
-        history._prompts = dict(stored.prompts)
-        return history
+        if len(self.prompts) > MAX_PROMPTS:
+            del self.prompts[next(iter(self.prompts))]
 
 
 def _moments(tokens: Sequence[int]) -> tuple[float, float]:

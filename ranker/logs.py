@@ -8,7 +8,7 @@ One line is one response or one prompt with all its lengths:
 
 Lines with the same text are joined, so that a prompt is never on two sides of a split. Nothing is repaired: what is no
 length (zero, negative, not whole, missing) or no such line is skipped and counted, and a log with too much of it is
-refused by its first (``transport/contracts/given_lengths.py``).
+refused by its first (``transport/contracts/user_files.py``).
 """
 
 from __future__ import annotations
@@ -22,27 +22,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranker.errors import LengthLogError
-from transport.contracts.given_lengths import Say, Skipping, warn
+from ranker.protocol import LengthLogError
+from transport.contracts.user_files import Say, Skipping, warn
 from transport.errors import InputFileError
-from transport.process.json_files import decode_row, read_lines
+from transport.process.files import decode_row, read_lines
 
-SPLIT = (0.7, 0.2, 0.1)
-"""Train, validation, test. Source: StreamRL sec. 7.1, dataset."""
+SPLIT = (0.7, 0.2, 0.1)  # train, validation, test. Source: StreamRL sec. 7.1, dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLengths:
-    """One prompt and the lengths of its samples.
-
-    tokens: one a sample, each >= 1.  base_tokens: lengths that another policy, usually the base model, gave the same
-    prompt; () where there are none.
-    """
+    """One prompt and the lengths of its samples."""
 
     prompt_id: str
     text: str
-    tokens: tuple[int, ...]
-    base_tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...]  # one a sample, each >= 1
+    base_tokens: tuple[int, ...] = ()  # those of another policy, usually the base model, on the same prompt
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1 or min(self.base_tokens, default=1) < 1:
@@ -55,7 +50,6 @@ def mean_tokens(samples: Sequence[PromptLengths]) -> NDArray[np.float64]:
 
 
 def log_means(samples: Sequence[PromptLengths]) -> NDArray[np.float64]:
-    """[N] mean of the log lengths of each prompt's samples."""
     return np.array([float(np.mean(np.log(sample.tokens))) for sample in samples], dtype=np.float64)
 
 
@@ -75,14 +69,6 @@ def shuffled(samples: Sequence[PromptLengths], seed: int) -> list[PromptLengths]
     return order
 
 
-def checked(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Raises ValueError unless every length is a whole number >= 0; an empty response counts as one token."""
-    lengths = tuple(int(length) for length in tokens)
-    if any(length < 0 or length != given for length, given in zip(lengths, tokens, strict=True)):
-        raise ValueError(f"response lengths are whole numbers of tokens, not {list(tokens)}")
-    return tuple(max(1, length) for length in lengths)
-
-
 def split(samples: Sequence[PromptLengths], seed: int) -> Split:
     """7:2:1 by prompt; the same seed and samples give the same split."""
     order = shuffled(samples, seed)
@@ -93,8 +79,7 @@ def split(samples: Sequence[PromptLengths], seed: int) -> Split:
 PROMPT_COLUMNS = ("prompt", "text", "question")
 LENGTH_COLUMNS = ("output_tokens", "response_tokens", "tokens", "length")
 BASE_COLUMN, ID_COLUMN, MODEL_COLUMN = "base_tokens", "id", "model"
-MIN_PROMPTS = 30
-"""Fewer leave three for the test."""
+MIN_PROMPTS = 30  # fewer leave three for the test
 
 
 def read_log(
@@ -137,11 +122,7 @@ def read_log(
 def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
     """(id, text) of every line; the id is the text where there is none. Raises LengthLogError."""
     for where, line in _lines(path):
-        row = _row(line, where)
-        text = _first(row, PROMPT_COLUMNS, where)
-        if not isinstance(text, str):
-            raise LengthLogError("the prompt is not a text", where=where)
-        yield str(row.get(ID_COLUMN, text)), text
+        yield _prompt(_row(line, where), None, where)
 
 
 def check_rankable(samples: Sequence[PromptLengths], where: str) -> None:
@@ -170,7 +151,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _prompt(row: dict[str, Any], texts: dict[str, str] | None, where: str) -> tuple[str, str]:
-    """(id, text) of a line; the id is the text where there is none."""
+    """(id, text) of a line; the id is the text where there is none. texts: by id, None where the line has it."""
     if texts is None:
         text = _first(row, PROMPT_COLUMNS, where)
         if not isinstance(text, str):

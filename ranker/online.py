@@ -9,37 +9,47 @@ Owns: all that a run learns about lengths. Never: an event loop. ``observe`` and
 for dictionary work only, never while trees are evaluated or trained. Invariant: a prediction is judged by lengths that
 came after it.
 
+    python -m ranker.online PARENT < request > model    what trains; both MessagePack; it ends when process PARENT does
+
 Source: StreamRL sec. 5.2 (offline scores, online fine-tuning); history, drift and fall-back are ours.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranker import store
-from ranker.features import clipped
+import msgspec
+
 from ranker.history import LengthHistory
-from ranker.logs import PromptLengths, checked
-from ranker.model import TextModel
-from ranker.protocol import UNKNOWN_LEVEL_SIGMA, UNKNOWN_SAMPLE_SIGMA, LengthEstimate
+from ranker.logs import PromptLengths, shuffled
+from ranker.model import StoredModel, StoredRanker, TextModel, clipped, decode_ranker, read_ranker, write_ranker
+from ranker.protocol import (
+    UNKNOWN_LEVEL_SIGMA,
+    UNKNOWN_SAMPLE_SIGMA,
+    LengthEstimate,
+    RankerError,
+    RankerFileError,
+    RefitError,
+    checked,
+)
 from ranker.quality import TRUSTED_RECALL, RunningQuality
-from ranker.refit import refit_in_process
 from transport.contracts.messages import RankerJudged
+from transport.process.programs import python_module
 
-MAX_KNOWN = 20_000
-"""Prompts whose text is kept for refits, at most 8,000 characters each; the one not met for longest goes first."""
+MAX_KNOWN = 20_000  # prompts kept for refits, 8,000 characters each at most; the one not met for longest goes first
 FIRST_REFIT_GROUPS = 512
-REFIT_GROWTH = 1.5
-"""The next refit is due when so many times the groups of the last one were seen: refits cost a constant share."""
-MAX_REFIT_GROUPS = 8_192
-"""Never wait longer than that, because the policy moves."""
+REFIT_GROWTH = 1.5  # times the groups of the last refit, then the next is due: refits cost a constant share
+MAX_REFIT_GROUPS = 8_192  # never wait longer than that, because the policy moves
 
-MAX_MOVE = 3.0
-"""Of a length, in log tokens, before it teaches a refit."""
+MAX_MOVE = 3.0  # of a length, in log tokens, before it teaches a refit
 
 
 @dataclass(slots=True)
@@ -82,13 +92,17 @@ class OnlineRanker:
             self._base.update(lengths)
             if self._model is None or not self._model.stored.uses_base:
                 for prompt_id, tokens in lengths.items():
-                    if prompt_id not in self._history:
+                    if prompt_id not in self._history.prompts:
                         self._history.seed(prompt_id, tokens)
 
     def predict(self, prompt_ids: Sequence[str], texts: Sequence[str]) -> list[LengthEstimate]:
         with self._lock:
             model, serial = self._model, self._serial
-            new = [index for index, each in enumerate(prompt_ids) if not self._is_scored(each, serial)]
+            new = [
+                index
+                for index, each in enumerate(prompt_ids)
+                if each not in self._known or self._known[each].model_serial != serial
+            ]
             base_tokens = [self._base.get(prompt_ids[index], ()) for index in new]
         if model is None:
             priors = [self._unknown] * len(new)
@@ -100,10 +114,6 @@ class OnlineRanker:
                 self._estimate(prompt_id, text, fresh.get(prompt_id), serial)
                 for prompt_id, text in zip(prompt_ids, texts, strict=True)
             ]
-
-    def _is_scored(self, prompt_id: str, serial: int) -> bool:
-        known = self._known.get(prompt_id)
-        return known is not None and known.model_serial == serial
 
     def _estimate(self, prompt_id: str, text: str, fresh: LengthEstimate | None, serial: int) -> LengthEstimate:
         """Predict one prompt and remember what was said. fresh: the text model's answer if it was asked just now."""
@@ -144,7 +154,7 @@ class OnlineRanker:
                 trusted=self._quality.trusted,
                 measured=self._quality.measured,
                 drift=self._history.drift,
-                known_prompts=len(self._history),
+                known_prompts=len(self._history.prompts),
                 refits=self._serial,
             )
 
@@ -166,9 +176,13 @@ class OnlineRanker:
         """
         with self._lock:
             seen, old, drift = self._quality.num_groups, self._model, self._history.drift
-            samples = [
-                self._sample(prompt_id, known, drift) for prompt_id, known in self._known.items() if known.tokens
-            ]
+            samples: list[PromptLengths] = []
+            for prompt_id, known in self._known.items():
+                if known.tokens:  # its last group, moved to where the policy is now
+                    moved = math.exp(min(max(drift - known.drift, -MAX_MOVE), MAX_MOVE))
+                    tokens = tuple(max(1, round(length * moved)) for length in known.tokens)
+                    base = self._base.get(prompt_id, ())
+                    samples.append(PromptLengths(prompt_id=prompt_id, text=known.text, tokens=tokens, base_tokens=base))
             self._next_refit = seen + min(MAX_REFIT_GROUPS, max(FIRST_REFIT_GROUPS, round(seen * (REFIT_GROWTH - 1))))
         model = refit_in_process(old.stored if old is not None else None, samples, self._serial, deadline_s)
         with self._lock:
@@ -176,32 +190,105 @@ class OnlineRanker:
             self._serial += 1
             self._history.rebase()
 
-    def _sample(self, prompt_id: str, known: KnownPrompt, drift: float) -> PromptLengths:
-        """A prompt's last group, moved to where the policy is now."""
-        moved = math.exp(min(max(drift - known.drift, -MAX_MOVE), MAX_MOVE))
-        tokens = tuple(max(1, round(length * moved)) for length in known.tokens)
-        return PromptLengths(
-            prompt_id=prompt_id, text=known.text, tokens=tokens, base_tokens=self._base.get(prompt_id, ())
-        )
-
     def save(self, path: Path) -> None:
         """Write model, history and flag; not the texts, so the next refit begins to collect anew."""
         with self._lock:
-            stored = store.StoredRanker(
-                model=self._model.stored if self._model is not None else None,
-                history=self._history.stored(),
-                trusted=self._quality.trusted,
-            )
-        store.write(path, stored)
+            history = msgspec.structs.replace(self._history, prompts=dict(self._history.prompts))
+            model = self._model.stored if self._model is not None else None
+            stored = StoredRanker(model=model, history=history, trusted=self._quality.trusted)
+        write_ranker(path, stored)
 
     @classmethod
     def load(cls, path: Path, *, first_guess_tokens: float = 512.0) -> OnlineRanker:
         """A ranker from ``save`` or from ``rank train``. Raises RankerFileError."""
-        stored = store.read(path)
+        stored = read_ranker(path)
         model = TextModel(stored.model) if stored.model is not None else None
         ranker = cls(model, first_guess_tokens=first_guess_tokens)
         if stored.history is not None:
-            ranker._history = LengthHistory.restore(stored.history)
+            ranker._history = stored.history
         if stored.trusted is not None:
             ranker._quality.trusted = stored.trusted
         return ranker
+
+
+# --- training, in a process of its own --------------------------------------------------------------------------------
+# With a deadline, so that no event loop and no thread waits for it. A text model takes about a CPU-second per 1,000
+# prompts; in a thread the vocabulary would hold the interpreter's lock for a fifth of that.
+
+VALIDATION_SHARE = 0.2
+PARENT_POLL_S = 0.5
+NICE = 10  # decoding and training go first
+ENOUGH_ANEW = 1.0  # of the prompts that the old model knew: from then on from scratch, before that trees are added
+
+
+class RefitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """old: what is in use.  samples: what was observed since, one entry a prompt."""
+
+    old: StoredModel | None
+    samples: list[PromptLengths]
+    seed: int
+
+
+def refit(request: RefitRequest) -> TextModel:
+    """Train here and now. Raises RankerError: too few prompts, or the old model is damaged."""
+    samples = shuffled(request.samples, request.seed)
+    num_validation = max(1, round(VALIDATION_SHARE * len(samples)))
+    validation, train = samples[:num_validation], samples[num_validation:]
+    if len(train) < 2:
+        raise RefitError(f"{len(samples)} prompts are too few to learn from")
+    if request.old is None or len(train) >= ENOUGH_ANEW * request.old.num_prompts:
+        return TextModel.fit(train, validation, request.seed)
+    return TextModel(request.old).continued(train, validation, request.seed)
+
+
+def refit_in_process(
+    old: StoredModel | None, samples: Sequence[PromptLengths], seed: int, deadline_s: float
+) -> TextModel:
+    """Train in another process; it is killed at the deadline. Blocks. Raises RefitError."""
+    root = str(Path(__file__).parents[1])
+    search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    try:
+        done = subprocess.run(
+            python_module("ranker.online", str(os.getpid())),
+            input=msgspec.msgpack.encode(RefitRequest(old=old, samples=list(samples), seed=seed)),
+            capture_output=True,
+            timeout=deadline_s,
+            check=False,
+            env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RefitError(f"training on {len(samples)} prompts took longer than {deadline_s:.0f} s") from error
+    if done.returncode != 0:
+        last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise RefitError(f"training on {len(samples)} prompts failed: {' '.join(last_words) or done.returncode}")
+    try:
+        stored = decode_ranker(done.stdout, "what training wrote").model
+    except RankerFileError as error:
+        raise RefitError(f"training on {len(samples)} prompts made no usable model: {error}") from error
+    if stored is None:
+        raise RefitError("training wrote no model")
+    return TextModel(stored)
+
+
+def main() -> None:
+    """The child: one request in, one model out."""
+
+    def end_with_parent() -> None:
+        """Nobody is left to want the model once the run's process is gone."""
+        while os.getppid() == int(sys.argv[1]):
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
+    os.nice(NICE)
+    threading.Thread(target=end_with_parent, name="parent", daemon=True).start()
+    try:
+        request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RefitRequest)
+        model = refit(request)
+    except (msgspec.DecodeError, RankerError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(StoredRanker(model=model.stored)))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from ranker.logs import PromptLengths, mean_tokens
 from ranker.protocol import LengthEstimate
 
-TAILS = (0.20, 0.10, 0.05)
-"""Source: StreamRL Table 4."""
-INTERVAL = 0.8
-"""Share of samples that a calibrated posterior keeps between its quantiles .1 and .9."""
+TAILS = (0.20, 0.10, 0.05)  # Source: StreamRL Table 4
+INTERVAL = 0.8  # share of samples that a calibrated posterior keeps between its quantiles .1 and .9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +44,19 @@ def tail_recall(actual: NDArray[np.float64], predicted: NDArray[np.float64], sha
     Source:  StreamRL sec. 7.3, Table 4. Differs: the paper says nothing of ties.
     """
     count = max(1, round(share * len(actual)))
-    return float(_membership(actual, count) @ _membership(predicted, count)) / count
+
+    def membership(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[N] probability of each value to be among the ``count`` largest."""
+        cut = np.partition(values, len(values) - count)[len(values) - count]
+        above, tied = values > cut, values == cut
+        return above + tied * ((count - above.sum()) / tied.sum())
+
+    return float(membership(actual) @ membership(predicted)) / count
 
 
-def _membership(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """[N] probability of each value to be among the ``count`` largest, ties broken at random."""
-    cut = np.partition(values, len(values) - count)[len(values) - count]
-    above, tied = values > cut, values == cut
-    return above + tied * ((count - above.sum()) / tied.sum())
+def tail_recalls(actual: NDArray[np.float64], predicted: NDArray[np.float64]) -> tuple[float, float, float]:
+    at_20, at_10, at_5 = (tail_recall(actual, predicted, share) for share in TAILS)
+    return at_20, at_10, at_5
 
 
 def kendall_tau(actual: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
@@ -68,7 +71,7 @@ def evaluate(estimates: Sequence[LengthEstimate], samples: Sequence[PromptLength
     """Compare posteriors with what happened. [N >= 1] each, in the same order."""
     actual = mean_tokens(samples)
     predicted = np.array([estimate.mean_tokens for estimate in estimates])
-    recall_20, recall_10, recall_5 = (tail_recall(actual, predicted, share) for share in TAILS)
+    recall_20, recall_10, recall_5 = tail_recalls(actual, predicted)
     inside = [
         estimate.quantile((1 - INTERVAL) / 2) <= tokens <= estimate.quantile((1 + INTERVAL) / 2)
         for estimate, sample in zip(estimates, samples, strict=True)
@@ -84,14 +87,11 @@ def evaluate(estimates: Sequence[LengthEstimate], samples: Sequence[PromptLength
     )
 
 
-WINDOW_GROUPS = 2_048
-"""About two batches of the paper's size: the standard error of recall at 20% is then 0.02."""
-MIN_GROUPS = 256
-"""Before that many it is 0.06, and what training said counts."""
+WINDOW_GROUPS = 2_048  # about two batches of the paper's size: the standard error of recall at 20% is then 0.02
+MIN_GROUPS = 256  # before that many it is 0.06, and what training said counts
 JUDGED_EVERY = 32
 TRUSTED_RECALL = 0.70
-MARGIN = 1.5
-"""Standard errors: with a full window the flag rises above 0.734 and falls below 0.666."""
+MARGIN = 1.5  # standard errors: with a full window the flag rises above 0.734 and falls below 0.666
 
 
 class RunningQuality:
@@ -99,33 +99,27 @@ class RunningQuality:
 
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
+        self.measured = False  # whether the flag rests on what was recorded, not on training or an earlier start
         self.num_groups = 0
         self._pairs: deque[tuple[float, float]] = deque(maxlen=WINDOW_GROUPS)
-
-    @property
-    def measured(self) -> bool:
-        """Whether the flag rests on what was recorded, and not only on what training or an earlier start said."""
-        return self.num_groups >= MIN_GROUPS
 
     def record(self, predicted_tokens: float, actual_tokens: float) -> None:
         """One group: its mean length as predicted at dispatch, and as it came."""
         self._pairs.append((predicted_tokens, actual_tokens))
         self.num_groups += 1
+        self.measured = self.num_groups >= MIN_GROUPS
         if self.measured and self.num_groups % JUDGED_EVERY == 0:
-            self._judge(self.recalls()[0])
-
-    def _judge(self, recall: float) -> None:
-        margin = MARGIN * math.sqrt(TRUSTED_RECALL * (1 - TRUSTED_RECALL) / (TAILS[0] * len(self._pairs)))
-        if abs(recall - TRUSTED_RECALL) > margin:
-            self.trusted = recall > TRUSTED_RECALL
+            margin = MARGIN * math.sqrt(TRUSTED_RECALL * (1 - TRUSTED_RECALL) / (TAILS[0] * len(self._pairs)))
+            recall = self.recalls()[0]
+            if abs(recall - TRUSTED_RECALL) > margin:
+                self.trusted = recall > TRUSTED_RECALL
 
     def recalls(self) -> tuple[float, float, float]:
         """Tail recalls at 20, 10 and 5%; 0 before the first group."""
         if not self._pairs:
             return (0.0, 0.0, 0.0)
         predicted, actual = np.array(self._pairs).T
-        at_20, at_10, at_5 = (tail_recall(actual, predicted, share) for share in TAILS)
-        return (at_20, at_10, at_5)
+        return tail_recalls(actual, predicted)
 
     def tau(self) -> float:
         """Kendall's tau over the window; 0 before the second group."""

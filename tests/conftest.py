@@ -18,7 +18,11 @@ from typing import TypeVar
 import psutil
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 
+from tests.property.exploring import SEED
+
+os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
 # Before torch reads it, and for the processes that tests start: several of them share few cores, and threads that wait
 # for each other made the engine's tests 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,7 +45,12 @@ A guard against hangs, not against neighbours: a machine at load 8 keeps them. H
 """
 GRACE_S = 20.0
 """For a thread or a process that was told to end and is about to; a busy machine may let it wait for its turn."""
+settings.register_profile("ours", deadline=None)  # a loaded machine is no failure
+settings.load_profile("ours")
 SHARED_MEMORY = Path("/dev/shm")
+SHARES_TESTS = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether other processes of this session test at the same time."""
+SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
 TESTS = Path(__file__).parent
 
 T = TypeVar("T")
@@ -55,6 +64,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUTS_S[tier]))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
             _check_tasks(item.fixturenames)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[SEGMENTS_BEFORE] = _segments()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail when segments of processes that are gone outlive a session of several processes: none of them knew whose."""
+    if SHARES_TESTS or not session.config.getoption("numprocesses", None):
+        return
+    left = {name for name in _segments() - session.stash[SEGMENTS_BEFORE] if _is_orphan(name)}
+    if left:
+        print(f"\nthe tests leave behind shared-memory segments: {sorted(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"tests/property explored from seed {SEED}; again: STREAMRL_SEED={SEED} make test")
 
 
 def _check_tasks(fixtures: list[str]) -> None:
@@ -153,6 +181,11 @@ def _segments() -> set[str]:
 
 
 def _is_orphan(segment: str) -> bool:
-    """``streamrl-<run>@<pid>@<name>``: ours, or of a process that is gone. Others may run on this machine."""
+    """``streamrl-<run>@<pid>@<name>``: ours, or of a process that is gone. Others may run on this machine.
+
+    A process that is gone may have been a neighbour's, where others test beside us: the session looks at its end.
+    """
     pid = segment.split("@")[1] if segment.count("@") >= 2 else ""
-    return not pid.isdigit() or int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return True
+    return not SHARES_TESTS and not psutil.pid_exists(int(pid))

@@ -7,10 +7,10 @@
     │   └── PeerUnavailableError    the other end of a tensor connection does not answer or went away
     ├── FatalError                  stop, with a clear exit
     │   ├── BrokerRejectedError     wrong password, too old, evicts: no retry will help; the message says what to change
-    │   ├── FencedError             a newer incarnation of this role has taken over
+    │   ├── FencedError             a newer incarnation of this role has taken over: this process must stop writing
     │   ├── ProtocolMismatchError   the other side speaks another protocol version
     │   ├── PeerRejectedError       the other end of a tensor connection refuses us, or cannot prove to be ours
-    │   ├── SecretError             a secret is missing, or cannot be read
+    │   ├── SecretError             a secret is missing, or cannot be read: the message names the variable or file
     │   ├── ListenError             no port that others should reach us by is free here
     │   ├── DirectoryError          a directory cannot be written: full, read-only, or not ours
     │   ├── ForeignError            a file or directory that must be this user's own is not: nothing of it was used
@@ -28,51 +28,46 @@ Bugs (ValueError, a broken invariant) are not caught.
 from __future__ import annotations
 
 
-class StreamError(Exception):
-    """Root of this tree."""
+class StreamError(Exception): ...
 
 
-class TransientError(StreamError):
-    """Retry with back-off."""
+class TransientError(StreamError): ...
 
 
-class BrokerUnavailableError(TransientError):
-    """The broker at ``address`` does not answer."""
+class FatalError(StreamError): ...
 
-    state = "unavailable"
+
+class _AddressedError(StreamError):
+    """One about ``address``. problem: how its message begins."""
+
+    problem: str
 
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"broker {address} is {self.state}: {reason}")
+        super().__init__(self.problem.format(address) + f": {reason}")
         self.address = address
         self.reason = reason
+
+
+class BrokerUnavailableError(_AddressedError, TransientError):
+    problem = "broker {} is unavailable"
 
 
 class BrokerFullError(BrokerUnavailableError):
-    """The broker at ``address`` answers, and takes no writes until there is room: the reason says where."""
-
-    state = "full"
+    problem = "broker {} is full"
 
 
-class PeerUnavailableError(TransientError):
-    """The tensor peer at ``address`` does not answer or closed the connection."""
-
-    def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"peer {address} is unavailable: {reason}")
-        self.address = address
-        self.reason = reason
+class PeerUnavailableError(_AddressedError, TransientError):
+    problem = "peer {} is unavailable"
 
 
-class FatalError(StreamError):
-    """Stop: no retry will help."""
+class PeerRejectedError(_AddressedError, FatalError):
+    problem = "peer {} is refused"
 
 
-class BrokerRejectedError(FatalError):
-    """The broker answers but cannot be used; the message says what to change."""
+class BrokerRejectedError(FatalError): ...
 
 
 class FencedError(FatalError):
-    """A newer incarnation of ``role`` holds the fence: this process must stop writing."""
-
     def __init__(self, role: str, epoch: int, current_epoch: int) -> None:
         super().__init__(f"{role} of epoch {epoch} is fenced off: epoch {current_epoch} has taken over")
         self.role = role
@@ -80,45 +75,23 @@ class FencedError(FatalError):
         self.current_epoch = current_epoch
 
 
-class ProtocolMismatchError(FatalError):
-    """The other side speaks another protocol version."""
+class ProtocolMismatchError(FatalError): ...
 
 
-class PeerRejectedError(FatalError):
-    """The tensor peer at ``address`` answers, but one of the two does not accept the other: check the shared secret."""
-
-    def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"peer {address} is refused: {reason}")
-        self.address = address
-        self.reason = reason
+class SecretError(FatalError): ...
 
 
-class SecretError(FatalError):
-    """A secret is missing, or cannot be read; the message names the variable or file."""
+class ListenError(FatalError): ...
 
 
-class ListenError(FatalError):
-    """This machine cannot listen where it should; the message says why."""
+class DirectoryError(FatalError): ...
 
 
-class DirectoryError(FatalError):
-    """A directory of ours cannot be written; the message says why and what to do."""
-
-
-class ForeignError(FatalError):
-    """What must be this user's own, and of one kind, is not: the message names it. Nothing of it was used."""
-
-
-class SegmentSpaceError(FatalError):
-    """``nbytes`` more do not fit into shared memory, nor onto the disk behind it."""
-
-    def __init__(self, nbytes: int, tried: str) -> None:
-        super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
-        self.nbytes = nbytes
+class ForeignError(FatalError): ...
 
 
 class InputFileError(FatalError):
-    """A file that a user names cannot be read. where: the file, and its line where one is to blame."""
+    """where: the file, and its line where one is to blame."""
 
     def __init__(self, problem: str, *, where: str) -> None:
         super().__init__(f"{where}: {problem}")
@@ -126,24 +99,37 @@ class InputFileError(FatalError):
         self.where = where
 
 
-class LengthFileError(FatalError):
-    """A file of lengths cannot be read; the message names the file and its line."""
+class LengthFileError(FatalError): ...
 
 
-class RunExistsError(FatalError):
-    """A live run already has this name on this broker or in this directory."""
+class SegmentSpaceError(FatalError):
+    def __init__(self, nbytes: int, tried: str) -> None:
+        super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
+        self.nbytes = nbytes
 
 
-class TailLostError(StreamError):
-    """The broker does not hold what this writer wrote last: it came back from a file that ends before that."""
+class RunExistsError(FatalError): ...
 
 
-class MessageError(StreamError):
-    """One message is corrupt, foreign or oversized."""
+class TailLostError(StreamError): ...
 
 
-class ChecksumError(StreamError):
-    """Bytes arrived and are not what the manifest says."""
+class MessageError(StreamError): ...
+
+
+class ChecksumError(StreamError): ...
+
+
+MISTAKES = (
+    BrokerRejectedError,
+    ForeignError,
+    InputFileError,
+    LengthFileError,
+    ListenError,
+    RunExistsError,
+    SecretError,
+)
+"""Those that a command answers with exit code 2: what its user gave must change before it can work."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,39 +8,58 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
+import msgspec
 import structlog
 import typer
 import uvloop
 
-from transport.contracts.settings import BrokerSettings
+# The working directory comes before us with ``python -m``: a transport.py of the user's is not ours
+if sys.path[0] == os.getcwd() != str(Path(__file__).parents[1]):
+    del sys.path[0]
+
+from transport.contracts.settings import BrokerSettings, Name
 from transport.contracts.types import RunName, WorkerKind
-from transport.errors import BrokerFullError, FatalError, StreamError
+from transport.errors import MISTAKES, BrokerFullError, DirectoryError, FatalError, StreamError
 from transport.process import faults
-from transport.process.logs import configure_logs
-from transport.process.options import with_options
+from transport.process.programs import add_version, configure_logs, with_options
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
-from transport.tensors.address import parse_ports
-from workers.commands.gpus import take_gpu
-from workers.errors import RewardSetupError
+from transport.tensors.base import parse_ports
+from workers.errors import (
+    EvaluationError,
+    GpuError,
+    ModelError,
+    ModelMismatchError,
+    ResumeMismatchError,
+    RewardSetupError,
+    RunFilesError,
+)
 
 if TYPE_CHECKING:
-    from workers.leases.lifecycle import WorkerFactory
+    from workers.commands.build import Make
 
 EXIT_FAILED = 1
+"""Starting it again is worth a try: the broker or a server was away for too long."""
 EXIT_BAD_CONFIG = 2
-"""The run's reward cannot be had: what the settings or the command line say must change."""
+"""What the command line, the environment or the run's settings say must change: a model, a reward, a GPU, a port."""
 EXIT_FATAL = 4
 """Starting this process again is no use; the last line of its log says why."""
 EXIT_FULL = 5
-"""The broker took no writes for as long as this process may wait: somebody has to make room first."""
+"""The broker took no writes for as long as this process may wait, or a directory takes none: make room first."""
 EXIT_SIGNALLED = 143
-"""As a shell reports SIGTERM: its work is not over, a supervisor starts it again."""
+"""As a shell reports SIGTERM: its work is not over, a supervisor starts it again. A storage unit has no other end."""
+
+BAD_CONFIG = (
+    *MISTAKES,
+    *(EvaluationError, GpuError, ModelError, ModelMismatchError, ResumeMismatchError, RewardSetupError, RunFilesError),
+)
 
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed: a container's health check looks at its age."""
@@ -50,21 +69,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Worker processes of StreamRL. They join a run over its broker, at any time, and leave when it is over.",
+    help="Worker processes of StreamRL. They join a run over its broker, at any time, and leave when it is over.\n\n"
+    "Exit codes: 0 the run is over, or the command is done; 1 failed, starting it again is worth a try; 2 bad command "
+    "line, environment or settings; 4 starting it again is no use; 5 the broker or a directory takes no writes; "
+    "143 ended by a signal, its work goes to others.",
 )
 
+
+add_version(app)
+
+
 Index = Annotated[
-    str, typer.Option("--index", help='number of this worker among its kind, from 0, or "auto" for one that is free')
+    str, typer.Option(help='number of this worker among its kind, from 0, or "auto" for one that is free')
 ]
 Gpus = Annotated[
-    str, typer.Option("--gpus", help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
+    str, typer.Option(help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
 ]
 UserReward = Annotated[
-    str, typer.Option("--reward", help="module:function this machine allows as reward; the run's must be the same")
+    str, typer.Option(help="module:function this machine allows as reward; the run's must be the same")
 ]
-RewardPath = Annotated[
-    str, typer.Option("--reward-path", help="directory that the reward is imported from  [only what is installed]")
-]
+RewardPath = Annotated[str, typer.Option(help="directory that the reward is imported from  [only what is installed]")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
@@ -74,22 +98,20 @@ TrustRemoteCode = Annotated[
 class Joining:
     """The options of every worker that joins a run."""
 
-    broker: Annotated[str, typer.Option("--broker", help="redis:// or rediss:// URL of the run's broker")]
-    run: Annotated[str, typer.Option("--run", help="name of the run")]
+    broker: Annotated[str, typer.Option(help="redis:// or rediss:// URL of the run's broker")]
+    run: Annotated[str, typer.Option(help="name of the run")]
     run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="directory for what this worker writes  [runs/<run>]", show_default=False),
+        Path | None, typer.Option(help="directory for what this worker writes  [runs/<run>]", show_default=False)
     ] = None
     model_dir: Annotated[
         Path | None,
         typer.Option(
-            "--model-dir",
             help="local Hugging Face directory of the base model  [prepared from the run's model.path]",
             show_default=False,
         ),
     ] = None
-    tls_ca: Annotated[str, typer.Option("--tls-ca", help="CA file for a rediss:// broker")] = ""
-    outage_s: Annotated[float, typer.Option("--outage-s", help="how long to wait for a broker that went away")] = (
+    tls_ca: Annotated[str, typer.Option(help="CA file for a rediss:// broker")] = ""
+    outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
 
@@ -98,13 +120,17 @@ class Joining:
         """Where this worker writes: by default where the orchestrator does."""
         return self.run_dir or Path("runs") / self.run
 
-    def serve(self, kind: WorkerKind, index: int | None, make: Callable[[Path], WorkerFactory], trust: bool) -> None:
-        """Work for the run until it is over. make: a worker of a model directory.  trust: may the model bring code?"""
-        from transport.broker.connect import connect
+    def serve(self, kind: WorkerKind, index: int | None, make: Make, *, trust: bool = False) -> None:
+        """Work for the run until it is over. trust: may the model bring code?"""
+        from transport.broker.redis_streams import connect
         from transport.process.clock import MonotonicClock
         from workers.commands.build import with_model
         from workers.leases.lifecycle import serve_worker
 
+        try:
+            msgspec.convert(self.run, Name)
+        except msgspec.ValidationError as error:
+            raise typer.BadParameter(f"--run: {self.run!r} is no name of a run") from error
         password = read_secret(os.environ, BROKER_PASSWORD)
         settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -129,33 +155,28 @@ class Joining:
 class Publishing(Joining):
     """And of those that serve weights."""
 
-    listen: Annotated[str, typer.Option("--listen", help="address to serve weights on  [tensors.host of the run]")] = ""
-    advertise: Annotated[
-        str, typer.Option("--advertise", help="what other hosts call this one  [tensors.advertise of the run]")
-    ] = ""
+    listen: Annotated[str, typer.Option(help="address to serve weights on  [tensors.host of the run]")] = ""
+    advertise: Annotated[str, typer.Option(help="what other hosts call this one  [tensors.advertise of the run]")] = ""
     ports: Annotated[
-        str, typer.Option("--ports", help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
+        str, typer.Option(help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
     ] = ""
 
     @property
     def address(self) -> dict[str, str]:
         """Settings of the section tensors that this machine overrides, where they are not empty."""
-        try:
-            parse_ports(self.ports)
-        except ValueError as error:
-            raise typer.BadParameter(f"--ports: {error}") from error
+        _ports(self.ports)
         return {"host": self.listen, "advertise": self.advertise, "ports": self.ports}
 
 
 @app.command()
 def prepare(
-    model: Annotated[str, typer.Option("--model", help="model.path of the run")],
-    trust_remote_code: TrustRemoteCode = False,
+    model: Annotated[str, typer.Option(help="model.path of the run")], trust_remote_code: TrustRemoteCode = False
 ) -> None:
-    """Turn a model path into a local Hugging Face directory, try its chat template, and print the directory."""
-    from workers.models.resolve import model_cache, prepare_model, try_chat_template
+    """Turn a model path into a local Hugging Face directory, check its kind and chat template, and print it."""
+    from workers.models import check_kind, model_cache, prepare_model, try_chat_template
 
     directory = prepare_model(model, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
+    check_kind(directory)
     try_chat_template(directory)
     print(directory)
 
@@ -167,16 +188,12 @@ def generate(
     index: Index = "0",
     gpus: Gpus = "",
     trust_remote_code: TrustRemoteCode = False,
-    engine_url: Annotated[
-        str, typer.Option("--engine-url", help="SGLang or vLLM server to use, http://host:port  [its own]")
-    ] = "",
-    server_command: Annotated[
-        str, typer.Option("--server-command", help="how to start SGLang or vLLM  [that of this Python]")
-    ] = "",
-    server_args: Annotated[str, typer.Option("--server-args", help="more arguments for that server")] = "",
+    engine_url: Annotated[str, typer.Option(help="SGLang or vLLM server to use, http://host:port  [its own]")] = "",
+    server_command: Annotated[str, typer.Option(help="how to start SGLang or vLLM  [that of this Python]")] = "",
+    server_args: Annotated[str, typer.Option(help="more arguments for that server")] = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.commands.build import ServerChoice, generation_worker
+    from workers.commands.build import ServerChoice, generation_worker, take_gpu
 
     take_gpu(gpus)
     secret = _shared_secret()
@@ -186,11 +203,10 @@ def generate(
         command=(*shlex.split(server_command),),
         args=(*shlex.split(server_args),),
     )
-
-    def make(model: Path) -> WorkerFactory:
-        return generation_worker(joining.home, model, trust_remote_code, secret, server)
-
-    joining.serve(WorkerKind.GENERATE, _number(index), make, trust_remote_code)
+    make = partial(
+        generation_worker, run_dir=joining.home, trust_remote_code=trust_remote_code, secret=secret, server=server
+    )
+    joining.serve(WorkerKind.GENERATE, _number(index), make, trust=trust_remote_code)
 
 
 @app.command()
@@ -201,27 +217,31 @@ def score(joining: Joining, index: Index = "0", reward: UserReward = "", reward_
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
-    joining.serve(WorkerKind.SCORE, _number(index), lambda model: scoring_worker(model, reward, reward_path), False)
+    make = partial(scoring_worker, reward=reward, reward_path=reward_path)
+    joining.serve(WorkerKind.SCORE, _number(index), make)
 
 
 @app.command()
 @with_options(Publishing)
 def train(
     joining: Publishing,
-    index: Annotated[int, typer.Option("--index", help="rank of this trainer process, from 0")] = 0,
+    index: Annotated[int, typer.Option(help="rank of this trainer process, from 0")] = 0,
     gpus: Gpus = "",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
-    from workers.commands.build import trainer_worker
+    from workers.commands.build import take_gpu, trainer_worker
 
     take_gpu(gpus)
-    address, secret = joining.address, _shared_secret()
-
-    def make(model: Path) -> WorkerFactory:
-        return trainer_worker(joining.home, model, index, trust_remote_code, address, secret)
-
-    joining.serve(WorkerKind.TRAIN, index, make, trust_remote_code)
+    make = partial(
+        trainer_worker,
+        run_dir=joining.home,
+        rank=index,
+        trust_remote_code=trust_remote_code,
+        own_address=joining.address,
+        secret=_shared_secret(),
+    )
+    joining.serve(WorkerKind.TRAIN, index, make, trust=trust_remote_code)
 
 
 @app.command()
@@ -231,37 +251,122 @@ def publish(
     index: Index = "0",
     weights_dir: Annotated[
         Path | None,
-        typer.Option(
-            "--weights-dir", help="where POST /update may take checkpoints from, on this machine  [no paths are taken]"
-        ),
+        typer.Option(help="where POST /update may take checkpoints from, on this machine  [no paths are taken]"),
     ] = None,
 ) -> None:
     """Publish weights to the generation workers of a service run: its model first, then what POST /update names."""
     from workers.commands.build import publishing_worker
 
-    address, secret = joining.address, _shared_secret()
+    make = partial(
+        publishing_worker,
+        run_dir=joining.home,
+        weights_dir=weights_dir,
+        own_address=joining.address,
+        secret=_shared_secret(),
+    )
+    joining.serve(WorkerKind.PUBLISH, _number(index), make)
 
-    def make(model: Path) -> WorkerFactory:
-        return publishing_worker(joining.home, model, weights_dir, address, secret)
 
-    joining.serve(WorkerKind.PUBLISH, _number(index), make, False)
+@app.command()
+def storage_unit(
+    max_bytes: Annotated[int, typer.Option(min=1, help="bytes of values that it holds at most; more is refused")],
+    listen: Annotated[str, typer.Option(help="address to serve clients on")] = "127.0.0.1",
+    advertise: Annotated[str, typer.Option(help="what other hosts call this one  [--listen]")] = "",
+    ports: Annotated[str, typer.Option(help="port, or range of ports, to serve on  [any free one]")] = "",
+) -> None:
+    """Keep columns of clients' rows outside the broker, in memory; print the address for Client.connect(units=[...]).
+
+    It joins no run, and ends by a signal, with all that it holds.
+    """
+    ending = {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.add(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # before the imports: numpy starts threads, which inherit it
+    from transport.rows.units import StorageUnit
+    from transport.tensors.base import Endpoint
+
+    endpoint = Endpoint(host=listen, advertise=advertise, ports=_ports(ports), secret=_shared_secret())
+    configure_logs(process="storage-unit")
+    unit = StorageUnit(max_bytes=max_bytes, endpoint=endpoint)
+    try:
+        print(unit.start(), flush=True)
+        signal.sigwait(ending)
+    finally:
+        unit.close()
+    _leave(EXIT_SIGNALLED)
 
 
 @app.command()
 def evaluate(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="directory of the run")],
-    model: Annotated[str, typer.Option("--model", help='"base", "final" or a Hugging Face directory')] = "final",
+    run_dir: Annotated[Path, typer.Option(help="directory of the run")],
+    model: Annotated[
+        str, typer.Option(help='"base", "final", "checkpoint" (the newest), "checkpoint:N" (version N) or a directory')
+    ] = "final",
     reward: UserReward = "",
     reward_path: RewardPath = "",
+    samples: Annotated[int, typer.Option(min=1, max=4096, help="answers to each problem; of several also pass@k")] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="of the answers  [0, greedy; with several the run's sampling.temperature]", show_default=False
+        ),
+    ] = None,
+    passed_by: Annotated[str, typer.Option(help="component of the reward that is 1 where an answer passes")] = "right",
 ) -> None:
-    """Answer the run's held-out problems greedily and print one JSON line of mean reward components."""
+    """Answer the run's held-out problems and print one JSON line: mean components of the reward, and pass@k."""
     from workers.commands.evaluate import evaluate_run
-    from workers.models.resolve import model_cache
+    from workers.models import model_cache
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
     cache_dir = model_cache(os.environ)
-    print(json.dumps(evaluate_run(run_dir, model, cache_dir=cache_dir, reward=reward, reward_path=reward_path)))
+    figures = evaluate_run(
+        run_dir,
+        model,
+        cache_dir=cache_dir,
+        reward=reward,
+        reward_path=reward_path,
+        samples=samples,
+        temperature=temperature,
+        passed_by=passed_by,
+    )
+    print(json.dumps(figures))
+
+
+@app.command(hidden=True)
+def check() -> None:
+    """What would end a run's workers on this host; two lines of JSON on stdin: settings, rows to try the reward on."""
+    from transport.contracts.messages import TrialRows
+    from transport.contracts.settings import Settings
+    from workers.commands.check import check_workers
+    from workers.scoring.jail import hide_from_children
+
+    settings, trial = sys.stdin.buffer.read().splitlines()
+    hide_from_children()
+    check_workers(msgspec.json.decode(settings, type=Settings), msgspec.json.decode(trial, type=TrialRows))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Option(help="directory of the run, which may be live")],
+    out: Annotated[Path, typer.Option(help="directory to write; it must not be there")],
+    checkpoint: Annotated[
+        int | None, typer.Option(min=0, help="version of the checkpoint  [the newest]", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Literal["", "auto", "float32", "bfloat16"], typer.Option(help="of the weights  [trainer.save_dtype of the run]")
+    ] = "",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a checkpoint of a run as a plain Hugging Face directory, with tokenizer, and print the directory."""
+    from workers.commands.export import export_checkpoint
+    from workers.models import model_cache
+
+    meta = export_checkpoint(
+        run_dir, checkpoint, out, cache_dir=model_cache(os.environ), dtype=dtype, trust=trust_remote_code
+    )
+    print(f"version {meta.version} of {run_dir}", file=sys.stderr)
+    print(out)
 
 
 @app.command()
@@ -269,11 +374,9 @@ def profile() -> None:
     """Measure this machine's engine and trainer for `streamrl-orchestrator profile`; settings come as JSON on stdin."""
     import asyncio
 
-    import msgspec
-
     from transport.contracts.settings import Settings
-    from workers.models.resolve import model_cache, prepare_model
-    from workers.profile.command import profile as measure
+    from workers.commands.profile import profile as measure
+    from workers.models import model_cache, prepare_model
 
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
     trusted = settings.model.trust_remote_code
@@ -283,8 +386,14 @@ def profile() -> None:
 
 
 def _shared_secret() -> bytes:
-    """What the ends of a tensor connection prove to each other, b"" on one machine."""
     return read_secret(os.environ, SHARED_SECRET).encode()
+
+
+def _ports(text: str) -> Sequence[int]:
+    try:
+        return parse_ports(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--ports: {error}") from error
 
 
 def _number(index: str) -> int | None:
@@ -299,7 +408,8 @@ def main() -> None:
     try:
         app()
     except StreamError as error:
-        structlog.get_logger(__name__).error("ended", error=type(error).__name__)
+        if structlog.is_configured():  # a worker's log; other commands have none
+            structlog.get_logger(__name__).error("ended", error=type(error).__name__)
         print(f"error: {error}", file=sys.stderr)
         _leave(exit_code(error))
 
@@ -307,9 +417,9 @@ def main() -> None:
 def exit_code(error: StreamError) -> int:
     """The exit code of a worker that ends by ``error``."""
     match error:
-        case RewardSetupError():
+        case error if isinstance(error, BAD_CONFIG):
             return EXIT_BAD_CONFIG
-        case BrokerFullError():
+        case BrokerFullError() | DirectoryError():
             return EXIT_FULL
         case FatalError():
             return EXIT_FATAL

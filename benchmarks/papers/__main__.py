@@ -24,10 +24,10 @@ from benchmarks.papers.rows import rows
 from benchmarks.papers.rules import against_algorithm_one
 from benchmarks.papers.settings import SIZES, colocated, fully_async, in_flight, scaled, sync_stream
 from benchmarks.papers.trials import ProgressLine, Trial, run_trials
-from orchestrator.core.costs.hardware import ASSUMED
-from orchestrator.core.costs.llms import QWEN_72B
+from orchestrator.observability.report.drawing import write_timeline
 from orchestrator.observability.report.spans import Timeline, build_timeline
-from orchestrator.observability.report.timeline_drawing import write_timeline
+from orchestrator.sim.costs import ASSUMED
+from orchestrator.sim.llms import QWEN_72B
 
 DRAWN = 4
 """Iterations of a drawn timeline."""
@@ -142,7 +142,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 def _write_timelines(out: Path, seed: int) -> None:
     for name, experiment in _shown().items():
-        write_timeline(_timeline(experiment, seed), f"72B, 20K, 128 H800: {name}", out, name)
+        write_timeline(_timeline(experiment, seed), f"72B, 20K, 128 H800: {name}", out, f"timeline-{name}")
 
 
 def _shown() -> dict[str, Pipelined]:

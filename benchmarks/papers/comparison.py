@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.papers.experiments import Experiment
 from benchmarks.papers.rows import Cell, Row
 from benchmarks.papers.trials import MOVE, Progress, Results, Trial, each_result, moves, run_trials
-from orchestrator.core.costs.hardware import ASSUMED, Assumptions
+from orchestrator.sim.costs import ASSUMED, Assumptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

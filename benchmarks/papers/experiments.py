@@ -13,18 +13,15 @@ from statistics import fmean
 from typing import Protocol
 
 from benchmarks.papers.bounds import bound_s
-from orchestrator.core.costs.analytic import Algorithm, decode_cost, train_cost, transfer_cost
-from orchestrator.core.costs.hardware import H800, Assumptions, Gpu
-from orchestrator.core.costs.llms import QWEN_72B, Llm
-from orchestrator.core.dispatch.policies.registry import plan_dispatch
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
+from orchestrator.core.dispatch.compute import plan_dispatch
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Change, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
-from orchestrator.sim.bounds import bound
-from orchestrator.sim.engine import Scenario
+from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, decode_cost, train_cost, transfer_s
+from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
-from orchestrator.sim.log import SimulationLog, counted
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
+from orchestrator.sim.llms import QWEN_72B, Llm
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
@@ -229,14 +226,14 @@ class Transfer:
         return 1
 
     def seconds(self, seed: int, iterations: int, assumed: Assumptions) -> float:
-        return transfer_cost(self.llm, self.bytes_per_s, 1, assumed).transfer_s()
+        return transfer_s(self.llm, self.bytes_per_s, 1, assumed)
 
     def bound_s(self, seed: int, iterations: int, assumed: Assumptions) -> float:
         """The link at its rate."""
         return self.llm.weight_bytes / self.bytes_per_s
 
     def key(self, assumed: Assumptions) -> Hashable:
-        return transfer_cost(self.llm, self.bytes_per_s, 1, assumed)
+        return transfer_s(self.llm, self.bytes_per_s, 1, assumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

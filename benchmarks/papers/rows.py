@@ -24,8 +24,8 @@ from benchmarks.papers.settings import (
     sync_stream,
     tensor_parallel,
 )
-from orchestrator.core.costs.hardware import H20, H800
-from orchestrator.core.costs.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.sim.costs import H20, H800
+from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

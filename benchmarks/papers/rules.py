@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from benchmarks.papers.experiments import FULL_LENGTH, lengths_of
-from orchestrator.core.costs.hardware import H800
-from orchestrator.core.costs.llms import QWEN_72B
-from orchestrator.core.dispatch.policies.registry import plan_dispatch
-from orchestrator.core.dispatch.policies.two_class import two_class
-from orchestrator.core.dispatch.problem import Plan, Problem, repaired
+from orchestrator.core.dispatch.compute import plan_dispatch
+from orchestrator.core.dispatch.policies.even import two_class
+from orchestrator.core.dispatch.policies.problem import Plan, Problem, repaired
 from orchestrator.core.model.autoscale import Change, Estimate, Iteration
 from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.planning.allocation import Pool, Split, splits
 from orchestrator.planning.plan_search import LONG, Bounds, Job, advise, predict
+from orchestrator.sim.costs import ASSUMED, H800
+from orchestrator.sim.llms import QWEN_72B
 
 StageTime: TypeAlias = Callable[[int], float]
 """GPUs -> seconds of one batch."""
@@ -101,7 +101,7 @@ def _time(times: dict[int, float], size: int) -> float:
 def against_algorithm_one(processes: int) -> tuple[list[str], dict[str, Any]]:
     """What Algorithm 1 answers for the 72B on 128 H800, beside the plan of ``streamrl-orchestrator plan``."""
     groups = tuple((round(samples[0]),) for samples in lengths_of(FULL_LENGTH, 8 * 1024, 0, None).lengths)
-    job = Job(llm=QWEN_72B, groups=groups, algorithm="ppo")
+    job = Job(llm=QWEN_72B, groups=groups, algorithm="ppo", assumed=ASSUMED)
     pool = Pool(gpu=H800, num_gpus=128, price=H800.price)
     plan = advise(job, [pool], processes=processes).best
     candidates = splits(QWEN_72B, [pool], context_tokens=job.context_tokens, max_instances=job.samples)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
-from orchestrator.core.costs.analytic import most_ranks
-from orchestrator.core.costs.hardware import A100, H800
-from orchestrator.core.costs.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.sim.costs import A100, H800, most_ranks
+from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
 from orchestrator.sim.scenarios import Layout
 
 GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}

@@ -17,8 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from benchmarks.papers.experiments import Experiment
-from orchestrator.core.costs.analytic import DoesNotFitError
-from orchestrator.core.costs.hardware import ASSUMED, Assumptions
+from orchestrator.sim.costs import ASSUMED, Assumptions, DoesNotFitError
 
 MOVE = 0.2
 """By which each constant is moved: about the width of the ranges that the sources of ``Assumptions`` give."""
@@ -131,9 +130,11 @@ def _key(trial: Trial) -> Hashable:
 
 
 def moves() -> dict[str, Assumptions]:
-    """What was moved, as "mfu x 0.8" -> assumptions with that constant moved."""
+    """What was moved, as "mfu x 0.8" -> assumptions with that constant moved; what is no number stays."""
     moved: dict[str, Assumptions] = {}
     for field in msgspec.structs.fields(Assumptions):
+        if not isinstance(getattr(ASSUMED, field.name), int | float):
+            continue
         for factor in (1 - MOVE, 1 + MOVE):
             value = getattr(ASSUMED, field.name) * factor
             most = 1.0 if field.name in SHARES else float("inf")

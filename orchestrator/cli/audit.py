@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import filterfalse
 from typing import Any
 
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model import outbox
 from orchestrator.journal import is_written
-from orchestrator.loop.reconcile import rows_without
-from orchestrator.observability.metrics_file import read_file
+from orchestrator.loop.intake import rows_without
+from orchestrator.observability.metrics import read_file
 from orchestrator.sim.replay import recorded_commands
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, parse_entry_id
@@ -42,7 +43,6 @@ from transport.contracts.types import Column, RowId, WeightIdentity, is_evaluati
 from transport.tensors.manifest import file_checksum
 
 READ_COUNT = 1000
-
 RoundsLog = Sequence[tuple[str, TrainerCommand]]
 """(entry id, command), ascending."""
 BatchPass = tuple[int, int]
@@ -108,8 +108,14 @@ def audit(
     have been trimmed.  trained_version: batches trained, by the last StepDone.  passes: over each batch.
     missing: rows beyond the checkpoint that the broker no longer has.  live: the run goes on.
     """
-    log = _merge(commanded, held)
-    sent = _rows_by_pass(log)
+    log = commanded
+    if held:  # the broker's entries where it has them, the journal's where they were trimmed
+        first = parse_entry_id(held[0][0])
+        log = [*(entry for entry in commanded if parse_entry_id(entry[0]) < first), *held]
+    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
+    for _, command in log:
+        if isinstance(command, TrainRound) and command.kind == "train":
+            sent[command.batch, command.pass_index] += _rows_of(command)
     problems = _compare_logs(commanded, held) + _check_closes(log, trained_version)
     of_evaluations = sorted({row for rows in sent.values() for row in rows if is_evaluation(row)})
     problems += _named("of an evaluation, and sent to the trainer", of_evaluations)
@@ -164,25 +170,14 @@ def check_metrics(steps: Sequence[StepDone], lines: Sequence[Mapping[str, Any]],
     return list(dict.fromkeys(problems))
 
 
-def _merge(commanded: RoundsLog, held: RoundsLog) -> RoundsLog:
-    """What was there to be trained: the broker's entries where it has them, the journal's where they were trimmed."""
-    if not held:
-        return commanded
-    first = parse_entry_id(held[0][0])
-    return [entry for entry in commanded if parse_entry_id(entry[0]) < first] + list(held)
-
-
 def _compare_logs(commanded: RoundsLog, held: RoundsLog) -> list[str]:
     """The broker's log must be a stretch of the commanded one: nothing foreign, changed or taken out."""
     if not held:
         return []
     expected = dict(commanded)
     problems = [f"rounds log entry {entry_id} was never commanded" for entry_id, _ in held if entry_id not in expected]
-    problems += [
-        f"rounds log entry {entry_id} is not what was commanded"
-        for entry_id, command in held
-        if entry_id in expected and command != expected[entry_id]
-    ]
+    changed = [entry_id for entry_id, command in held if expected.get(entry_id, command) != command]
+    problems += [f"rounds log entry {entry_id} is not what was commanded" for entry_id in changed]
     present = {entry_id for entry_id, _ in held}
     first, last = parse_entry_id(held[0][0]), parse_entry_id(held[-1][0])
     problems += [
@@ -191,14 +186,6 @@ def _compare_logs(commanded: RoundsLog, held: RoundsLog) -> list[str]:
         if first < parse_entry_id(entry_id) < last and entry_id not in present
     ]
     return problems
-
-
-def _rows_by_pass(log: RoundsLog) -> dict[BatchPass, list[RowId]]:
-    sent: dict[BatchPass, list[RowId]] = defaultdict(list)
-    for _, command in log:
-        if isinstance(command, TrainRound) and command.kind == "train":
-            sent[command.batch, command.pass_index] += _rows_of(command)
-    return sent
 
 
 def _rows_of(command: TrainRound) -> list[RowId]:
@@ -234,7 +221,11 @@ def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: Checkpo
     A ledger keeps rows by the batch that they were admitted to; with rolling membership they are trained in another.
     """
     problems: list[str] = []
-    expected = _by_admission(sent, checkpoint.version, passes)
+    expected: dict[BatchPass, set[RowId]] = defaultdict(set)
+    for (batch, pass_index), rows in sent.items():
+        if batch < checkpoint.version and pass_index < passes:
+            for row in filterfalse(is_evaluation, rows):  # those are named already
+                expected[int(row.partition("/")[0]), pass_index].add(row)
     known = {key for key in checkpoint.rows if key[0] < checkpoint.version}
     for batch, pass_index in sorted(expected.keys() | known):
         name = f"batch {batch}, pass {pass_index}"
@@ -246,18 +237,6 @@ def _check_ledger(sent: Mapping[BatchPass, Sequence[RowId]], checkpoint: Checkpo
     extra = sorted({batch for batch, _ in checkpoint.rows.keys() - expected.keys() if batch >= checkpoint.version})
     problems += [f"the checkpoint of version {checkpoint.version} contains rows of batch {batch}" for batch in extra]
     return problems
-
-
-def _by_admission(sent: Mapping[BatchPass, Sequence[RowId]], version: int, passes: int) -> dict[BatchPass, set[RowId]]:
-    """Rows that were sent for batches before ``version``, by the batch that they were admitted to."""
-    expected: dict[BatchPass, set[RowId]] = defaultdict(set)
-    for (batch, pass_index), rows in sent.items():
-        if batch < version and pass_index < passes:
-            for row in rows:
-                if is_evaluation(row):
-                    continue  # named already
-                expected[int(row.partition("/")[0]), pass_index].add(row)
-    return expected
 
 
 def _repeated(rows: Sequence[RowId]) -> list[RowId]:
@@ -280,7 +259,10 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
     checkpoint = _newest_checkpoint(rundir)
     cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
-    held = up_to(await _rounds_held(broker), cut)
+    held: list[tuple[str, TrainerCommand]] = []
+    while entries := await broker.read(keys.ROUNDS, held[-1][0] if held else ZERO_ID, count=READ_COUNT):
+        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
+    held = list(up_to(held, cut))
     commanded, steps = _from_journal(rundir)
     metrics = read_file(rundir.metrics)
     trained_version = max((step.weights.version for step in steps), default=0)
@@ -289,16 +271,13 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
         commanded = up_to(commanded, cut)
         trained_version = min(trained_version, closed_batches(commanded))
     else:
-        beyond = [row for row, batch in _sent_rows(commanded) if (checkpoint.version if checkpoint else 0) <= batch]
+        first = checkpoint.version if checkpoint else 0
+        rounds = [command for _, command in commanded if isinstance(command, TrainRound) and command.batch >= first]
+        beyond = [row for command in rounds for row in _rows_of(command)]
         missing = await rows_without(broker, beyond, Column.ADVANTAGE)
+    passes = settings.trainer.epochs
     report = audit(
-        commanded,
-        held,
-        checkpoint,
-        trained_version=trained_version,
-        passes=settings.trainer.epochs,
-        missing=missing,
-        live=live,
+        commanded, held, checkpoint, trained_version=trained_version, passes=passes, missing=missing, live=live
     )
     more = check_steps(steps, checkpoint, finished=finished) + check_metrics(steps, metrics.lines, metrics.damaged)
     return replace(report, problems=(*report.problems, *more))
@@ -308,8 +287,12 @@ def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
     """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
     while (found := newest_checkpoint(rundir.checkpoints)) is not None:
         path, ledger = found
-        files, weights = (ledger.seal.files, ledger.seal.weights) if ledger.seal is not None else ({}, None)
-        changed = [name for name, was in files.items() if _checksum(path / name) != was]
+        changed: list[str] = []
+        for name, was in (ledger.seal.files if ledger.seal else {}).items():
+            with suppress(OSError):  # one that cannot be read is not what it was
+                if file_checksum(path / name) == was:
+                    continue
+            changed.append(name)
         newest = newest_checkpoint(rundir.checkpoints)
         if not changed or (newest is not None and newest[0] == path):
             return CheckpointRecord(
@@ -317,18 +300,10 @@ def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
                 cursor=ledger.cursor,
                 rows=ledger.rows(),
                 name=path.name,
-                weights=weights,
+                weights=ledger.seal.weights if ledger.seal else None,
                 changed=changed,
             )
     return None
-
-
-def _checksum(path: Path) -> str:
-    """Of a file; "" for one that cannot be read."""
-    try:
-        return file_checksum(path)
-    except OSError:
-        return ""
 
 
 def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
@@ -337,25 +312,10 @@ def _from_journal(rundir: RunDir) -> tuple[RoundsLog, list[StepDone]]:
     steps: list[StepDone] = []
     for record, commands in recorded_commands(rundir.journal):
         commanded += [
-            (outbox.entry_id(record.seq, index), command)
+            (outbox.CommandId(record.seq, index).entry, command)
             for index, command in enumerate(commands)
             if isinstance(command, TrainRound | CloseMiniBatch | FinishTraining)
         ]
         if isinstance(record.event, StepDone):
             steps.append(record.event)
     return commanded, steps
-
-
-async def _rounds_held(broker: Broker) -> RoundsLog:
-    held: RoundsLog = []
-    cursor = ZERO_ID
-    while entries := await broker.read(keys.ROUNDS, cursor, count=READ_COUNT):
-        held += [(entry.entry_id, trainer_command_decoder.decode(entry.entry.payload)) for entry in entries]
-        cursor = entries[-1].entry_id
-    return held
-
-
-def _sent_rows(commanded: RoundsLog) -> list[tuple[RowId, int]]:
-    return [
-        (row, command.batch) for _, command in commanded if isinstance(command, TrainRound) for row in _rows_of(command)
-    ]

@@ -6,7 +6,6 @@ at once (no torch, no transformers).
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,13 @@ from orchestrator.cli.simulate import simulate
 from orchestrator.config.load import Resolved, check_resume, is_chosen, preset_names, render, resolve
 from orchestrator.config.run_directory import RunDir, newest_name, next_free_name
 from orchestrator.errors import ConfigError
+from transport.contracts.settings import Settings
 from transport.process.files import check_own
-from transport.process.options import with_options
+from transport.process.programs import add_version, with_options
 
 EXIT_CODES = (
-    "Exit codes: 0 finished; 1 failed; 2 bad configuration or data, nothing started; "
+    "Exit codes: 0 finished (also --resume of a run that was finished); 1 failed; "
+    "2 bad configuration or data, nothing started; "
     "3 stalled: no progress for liveness.stall_s, kept for --resume; "
     "5 the disk is full or may not be written, or the broker is full, kept for --resume; "
     "130 interrupted, kept for --resume."
@@ -41,39 +42,36 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"streamrl {importlib.metadata.version('streamrl')}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """Those of the program itself."""
+add_version(app)
 
 
 app.add_typer(rank, name="rank")
 app.command(
     help="Choose among GPUs: which generate, which train, how each stage is split; with the iteration time, the idle "
-    "shares and the cost to expect, by simulation. Nothing is started. [docs/planning.md]"
+    "shares and the cost to expect, by simulation. Nothing is started. Exit codes: 0 a plan; 2 nothing fits, or an "
+    "argument is wrong. [docs/planning.md]"
 )(plan)
 app.command(
     help="Simulate a scenario with the code that decides live: seconds of an iteration, bubbles by cause, distance to "
     "the physical bound. Nothing is started. [docs/simulation.md]"
 )(simulate)
 
-RunDirectory = Annotated[Path, typer.Argument(help="Directory of the run, <dir>/<name>.", show_default=False)]
+
+def _find(given: Path) -> Path:
+    """A run may also be named as ``run --name`` does: below the directory where runs are kept by default."""
+    below = Path(Settings().run.dir) / given
+    return below if not given.exists() and below.exists() else given
+
+
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", callback=_find, help="Directory of the run, <dir>/<name>, or its name in runs.")
+]
 RunsBroker = Annotated[
     str | None,
     typer.Option(
         "--broker",
         help="URL of the run's broker, where it is one of your own with a password: that goes to no address that only "
         "the run's files name.",
-        show_default=False,
     ),
 ]
 RunsDirectory = Annotated[str | None, typer.Option("--dir", help="Where runs are kept: --set run.dir=DIR.")]
@@ -108,11 +106,10 @@ class Configuration:
     def resolve_new(self, overrides: list[str]) -> Resolved:
         """For a run that begins: a name that was not chosen is numbered when it is taken."""
         resolved = self.resolve(overrides)
-        name = resolved.settings.run.name
-        free = next_free_name(Path(resolved.settings.run.dir), name)
-        if free == name or is_chosen(resolved, "run.name"):
-            return resolved
-        return self.resolve([*overrides, f"run.name={free}"])
+        run = resolved.settings.run
+        free = next_free_name(Path(run.dir), run.name)
+        chosen = free == run.name or is_chosen(resolved, "run.name")
+        return resolved if chosen else self.resolve([*overrides, f"run.name={free}"])
 
     def resolve_resumed(self, overrides: list[str]) -> Resolved:
         """The settings a run was started with, and over them what is asked for now.
@@ -146,7 +143,11 @@ def run(
         bool, typer.Option("--resume", help="Go on with the run of this name, with its own settings.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the configuration, with where each value came from, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the configuration, with where each value came from, and stop; `settings NAME` explains one.",
+        ),
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live table.")] = False,
 ) -> None:
@@ -156,20 +157,54 @@ def run(
         typer.echo(render(resolved), nl=False)
         return
     from orchestrator.launch import supervisor
-    from orchestrator.launch.input_files import check_inputs, check_workers_inputs
-    from orchestrator.observability.http.server import check_secret
 
-    check_secret(resolved.settings.api)
-    check_inputs(resolved.settings)
-    check_workers_inputs(resolved.settings)
     raise typer.Exit(supervisor.run(resolved, resume=resume, plain=plain))
 
 
-@app.command(help="Print every setting with its unit, default and reason, as docs/settings.md.")
-def settings() -> None:
-    from orchestrator.config.schema import settings_table
+@app.command(
+    help="Explain settings: default, range, unit, what each does. Without NAME all of them, as docs/settings.md."
+)
+def settings(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="trainer.lr, or a section: trainer.")
+    ] = None,
+) -> None:
+    from orchestrator.config.schema import FIELDS, SECTIONS, explained, nearest, settings_table
 
-    typer.echo(settings_table())
+    for name in names or []:
+        if name not in (*FIELDS, *SECTIONS):
+            hint = nearest(name, [*FIELDS]) or nearest(name, SECTIONS) or f"; sections: {', '.join(SECTIONS)}"
+            raise ConfigError(f"there is no setting {name}{hint}", where="settings")
+    typer.echo("\n\n".join(map(explained, names)) if names else settings_table())
+
+
+@app.command(
+    name="list", help="The runs of a directory, the newest first: name, state, batches, reward, last event, model."
+)
+def list_(
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where runs are kept. [runs]")] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Objects instead, with why each ended and how to go on; times in UTC."),
+    ] = False,
+) -> None:
+    from orchestrator.cli import runs
+
+    raise typer.Exit(
+        runs.main_list(directory or Path(Settings().run.dir), chosen=directory is not None, as_json=as_json)
+    )
+
+
+@app.command(help="Stop a run as Ctrl-C in its terminal does, wait until it has, and say how to go on with it.")
+def stop(
+    run_dir: RunDirectory,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="How long to wait for its end at most.")
+    ] = 120.0,
+) -> None:
+    from orchestrator.cli import runs
+
+    raise typer.Exit(runs.main_stop(run_dir, wait_s=wait_s))
 
 
 @app.command(help="Look into a run: what it is doing, or what it did. [--follow, --audit]")
@@ -188,8 +223,25 @@ def inspect(
     raise typer.Exit(inspection.main(run_dir, audit=audit, follow=follow, broker_url=broker))
 
 
+@app.command(help="What the processes of a run wrote, merged by time; their files are in <run>/logs.")
+def logs(
+    run_dir: RunDirectory,
+    process: Annotated[
+        str | None, typer.Argument(metavar="[PROCESS]", help="orchestrator, train-0, score-0, ...  [all of them]")
+    ] = None,
+    num_lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, metavar="LINES", help="The last so many lines.")
+    ] = 40,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then those that come, until the run has ended.")
+    ] = False,
+) -> None:
+    from orchestrator.cli import logs
+
+    raise typer.Exit(logs.main(run_dir, process, num_lines=num_lines, follow=follow))
+
+
 def _dead_letters(name: str, text: str, *, drop: bool) -> None:
-    """Register what may be done with dead letters as a command."""
 
     @app.command(name=name, help=text)
     def handle(
@@ -200,9 +252,9 @@ def _dead_letters(name: str, text: str, *, drop: bool) -> None:
         all_letters: Annotated[bool, typer.Option("--all", help="Every dead letter.")] = False,
         broker: RunsBroker = None,
     ) -> None:
-        from orchestrator.cli import dead_letters
+        from orchestrator.cli import control
 
-        raise typer.Exit(dead_letters.main(run_dir, letter_ids or [], broker, all_letters=all_letters, drop=drop))
+        raise typer.Exit(control.main_letters(run_dir, letter_ids or [], broker, all_letters=all_letters, drop=drop))
 
 
 _dead_letters("retry", "Put dead letters back into their queues, where their units are still wanted.", drop=False)
@@ -214,43 +266,43 @@ def timeline(
     run_dir: RunDirectory,
     svg: Annotated[bool, typer.Option("--svg", help="Also draw it as timeline.svg.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Also draw it as timeline.png.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Directory to write to. [the run's]", show_default=False)] = None,
+    batches: Annotated[
+        str, typer.Option(metavar="FIRST-LAST", help="Draw only these, from 1: timeline-FIRST-LAST.svg. [all]")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Directory to write to. [the run's]")] = None,
 ) -> None:
-    from orchestrator.observability.report import finish
+    from orchestrator.observability.report import pages
 
-    raise typer.Exit(finish.timeline(run_dir, svg=svg, png=png, out=out))
+    raise typer.Exit(pages.timeline(run_dir, svg=svg, png=png, out=out, batches=batches))
 
 
 @app.command(help="Write a run's report: one HTML file with its curves, timeline, idle seconds, failures and samples.")
 def report(
     run_dir: RunDirectory,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write. [report.html of the run]", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. [report.html of the run]")] = None,
 ) -> None:
-    from orchestrator.observability.report import finish
+    from orchestrator.observability.report import pages
 
-    raise typer.Exit(finish.report(run_dir, out))
+    raise typer.Exit(pages.report(run_dir, out))
 
 
 @app.command(help="Put several runs side by side in one HTML file: results, settings that differ, curves, timelines.")
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of the runs.", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of the runs.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("comparison.html"),
 ) -> None:
-    from orchestrator.observability.report import finish
+    from orchestrator.observability.report import pages
 
-    raise typer.Exit(finish.compare(run_dirs, out))
+    raise typer.Exit(pages.compare(run_dirs, out))
 
 
 def _control(request: str, text: str) -> None:
-    """Register one of the requests of loop/control.py as a command."""
 
     @app.command(name=request, help=f"Ask a running run: {text} Visible in its journal and status.")
     def ask(run_dir: RunDirectory, broker: RunsBroker = None) -> None:
-        from orchestrator.cli import control as asking
+        from orchestrator.cli import control
 
-        raise typer.Exit(asking.main(run_dir, request, broker))
+        raise typer.Exit(control.main(run_dir, request, broker))
 
 
 _control("pause", "dispatch nothing new; running samples finish.")
@@ -266,12 +318,12 @@ _control("checkpoint", "save a checkpoint after the batch in training.")
 )
 def set_(
     run_dir: RunDirectory,
-    assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False)],
+    assignment: Annotated[str, typer.Argument(metavar="SECTION.KEY=VALUE")],
     broker: RunsBroker = None,
 ) -> None:
-    from orchestrator.cli import control as asking
+    from orchestrator.cli import control
 
-    raise typer.Exit(asking.main_set(run_dir, assignment, broker))
+    raise typer.Exit(control.main_set(run_dir, assignment, broker))
 
 
 @app.command(
@@ -325,16 +377,17 @@ def serve(
         Path | None, typer.Option(help="Hugging Face directory with the model's tokenizer. [prepared from model.path]")
     ] = None,
 ) -> None:
-    from orchestrator.launch import process
+    from orchestrator.launch.app import main, main_alone
 
     if run_dir is not None:
         if run_name is None or model_dir is None:
             raise ConfigError("--run-dir needs --run and --model-dir")
-        served = process.main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
-        raise typer.Exit(served)
+        raise typer.Exit(
+            main(run=run_name, broker_url=broker, run_dir=run_dir, model_dir=model_dir, environ=os.environ)
+        )
     overrides = configuration.overrides(run_name=run_name, run_dir=directory, broker_url=broker)
     resolved = configuration.resolve(overrides)
     there = or_resume and RunDir(Path(resolved.settings.run.dir) / resolved.settings.run.name).exists()
     if resume or there:
         resolved = configuration.resolve_resumed(overrides)
-    raise typer.Exit(process.main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))
+    raise typer.Exit(main_alone(resolved, resume=resume or there, reopen=resume, model_dir=model_dir))

@@ -1,7 +1,6 @@
 """``streamrl-orchestrator plan``: which GPUs should generate, which should train, and what to expect of it.
 
-Arguments, progress and the answer, for people and for programs, which say the same. The search is in
-``planning/plan_search.py``; how to read the answer: docs/planning.md.
+The search is in ``planning/plan_search.py``; how to read the answer: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
-from orchestrator.core.costs.analytic import Algorithm, DoesNotFitError
-from orchestrator.core.costs.hardware import GPUS, Gpu
-from orchestrator.core.costs.llms import LLMS, Llm, UnknownModelError, from_config
+from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError
-from orchestrator.planning.allocation import Objective, Outcome, Pool, Split, released
-from orchestrator.planning.length_files import Group, read_lengths
-from orchestrator.planning.plan_search import Advice, Job, Prediction, advise
+from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
+from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, run_settings
 from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
+from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError, Gpu
+from orchestrator.sim.lengths import read_lengths
+from orchestrator.sim.llms import HUB, LLMS, Llm, UnknownModelError, from_config
 from orchestrator.sim.scenarios import PIPELINES
 from transport.errors import InputFileError
-from transport.process.json_files import read_json
+from transport.process.files import read_json
 
 POOL = re.compile(r"(?P<count>[0-9]+)x(?P<gpu>[A-Za-z0-9.-]+)(@(?P<site>[\w.-]+))?")
 MAX_GPUS = 100_000
@@ -38,21 +37,18 @@ ProfileFile = Annotated[
     typer.Option(
         help=f"What `profile` wrote (.json): one `{NAME}` is one generation worker or one rank of the trainer, as fast "
         "as they were there.",
-        show_default=False,
     ),
 ]
 Pipeline = Annotated[str, typer.Option(help=f"{', '.join(PIPELINES)} (docs/modes.md).")]
 Batch = Annotated[int, typer.Option(min=1, help="Prompts of a batch.")]
 GroupSize = Annotated[int, typer.Option(min=1, help="Samples of a prompt.")]
+PlannedGroupSize = Annotated[int, typer.Option(min=2, help="Samples of a prompt, as pipeline.group_size.")]
 TokenCost = Annotated[str, typer.Option(help=f"{', '.join(get_args(Algorithm))}: what a token costs.")]
 Recall = Annotated[float, typer.Option(min=0.2, max=1.0, help="Share of the longest 20% that the length ranker finds.")]
 LinkGbps = Annotated[float, typer.Option(min=0.001, help="Link between two sites, Gbit/s.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 GBPS = 1e9 / 8
 """Bytes a second of one Gbit/s."""
-
-
-SECONDS_PER_HOUR = 3600.0
 NEVER_IDLE = 0.02
 """Share of the time below which a stage counts as always busy: optimizer, loads and the first samples take as much."""
 
@@ -63,14 +59,12 @@ def plan(
         typer.Option(
             help=f"Pools of GPUs: COUNTxTYPE[@SITE], separated by commas, as 64xH20@west,32xH800@east. Types: "
             f"{', '.join(GPUS)}; with --profile also {NAME}.",
-            show_default=False,
         ),
     ],
     lengths: Annotated[
         Path,
         typer.Option(
             help='Response lengths to expect, tokens: one a line; or JSON lines with "prompt" and "output_tokens".',
-            show_default=False,
         ),
     ],
     model: Annotated[
@@ -78,9 +72,9 @@ def plan(
     ] = "",
     profile: ProfileFile = None,
     pipeline: Pipeline = "in_flight",
-    batch: Batch = 1024,
-    group_size: GroupSize = 1,
-    algorithm: TokenCost = "grpo",
+    batch: Batch = 128,
+    group_size: PlannedGroupSize = 8,
+    algorithm: Annotated[str, typer.Option(help=f"{', '.join(OUR_TRAINER.algorithms)}: what a token costs.")] = "grpo",
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")] = 500,
     recall: Recall = 0.75,
     minimise: Annotated[str, typer.Option(help="time: seconds of an iteration; cost: price of a sample.")] = "time",
@@ -90,6 +84,7 @@ def plan(
     link_gbps: LinkGbps = 80.0,
     seed: Annotated[int, typer.Option(help="Of the order of prompts and of the ranker's errors.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Simulations at once. [0: one a core]")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File for the plan as settings of a run (`run --config`).")] = None,
     as_json: AsJson = False,
 ) -> None:
     measured = None if profile is None else read_profile(profile)
@@ -103,7 +98,7 @@ def plan(
         pipeline=one_of("--pipeline", pipeline, PIPELINES),
         batch=batch,
         group_size=group_size,
-        algorithm=one_of("--algorithm", algorithm, get_args(Algorithm)),
+        algorithm=one_of("--algorithm", algorithm, OUR_TRAINER.algorithms),
         prompt_tokens=prompt_tokens,
         recall=recall if recall < 1.0 else None,
         link_bytes_per_s=link_gbps * GBPS,
@@ -115,20 +110,27 @@ def plan(
     try:
         advice = advise(job, pools, goal, processes=processes or os.cpu_count() or 1, progress=progress)
     except DoesNotFitError as error:
-        raise ConfigError(str(error), where="--gpus") from error
+        raise ConfigError(f"nothing fits: {error}", where="--gpus") from error
     finally:
         progress.end()
     seconds = time.monotonic() - started_s
-    warnings = skipped if measured is None else [*skipped, *extrapolated(measured, context_tokens=longest_tokens(job))]
+    longest = max(max(group) for group in job.groups) + job.prompt_tokens  # of a sample, its prompt included
+    warnings = skipped if measured is None else [*skipped, *extrapolated(measured, context_tokens=longest)]
+    path = model_path(model, llm) if model or measured is None else measured.model
+    engine = advice.best.split.generation.gpu.measured and measured and measured.engine
+    settings = run_settings(job, advice.best, engine or "sglang", path)
+    if out is not None:
+        try:
+            out.write_text(as_toml(settings, advice.best.split), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error.strerror}", where="--out") from error
     if as_json:
-        typer.echo(msgspec.json.encode(as_record(advice, job, pools, goal, seconds, warnings)).decode())
+        record = {**as_record(advice, job, pools, goal, seconds, warnings), "settings": settings}
+        typer.echo(msgspec.json.encode(record).decode())
         return
     typer.echo(as_text(advice, job, pools, seconds, warnings))
-
-
-def longest_tokens(job: Job) -> int:
-    """Of a sample, its prompt included."""
-    return max(max(group) for group in job.groups) + job.prompt_tokens
+    if out is not None:
+        typer.echo(f"settings in {out}: streamrl-orchestrator run --config {out} --dry-run prints them")
 
 
 # -- arguments
@@ -181,14 +183,19 @@ def parse_model(text: str) -> Llm:
         return LLMS[text]
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not path.is_file():
-        known = ", ".join(LLMS)
-        raise ConfigError(f"{text!r} is neither a known model ({known}) nor a config.json", where="--model")
+        raise ConfigError(f"{text!r} is neither a known model ({', '.join(LLMS)}) nor a config.json", where="--model")
     try:
         return from_config(path.parent.name or text, read_json(path, dict[str, Any]))
     except InputFileError as error:
         raise ConfigError(error.problem, where=error.where) from error
     except UnknownModelError as error:
         raise ConfigError(str(error), where=str(path)) from error
+
+
+def model_path(text: str, llm: Llm) -> str:
+    """What setting ``model.path`` is for ``--model``."""
+    path = Path(text)
+    return HUB[llm.name] if text in LLMS else str(path if path.is_dir() else path.parent)
 
 
 def chosen_model(text: str, profile: Profile | None) -> Llm:
@@ -217,7 +224,7 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._best: Split | None = None
 
-    def __call__(self, done: int, most: int, best: Outcome) -> None:
+    def __call__(self, done: int, most: int, best: MeasuredSplit) -> None:
         line = f"simulated {done} of at most {most}; best so far {size(best.split)}: {best.iteration_s:.4g} s"
         if self._terminal:
             typer.echo(f"\r{line:<100}", err=True, nl=False)
@@ -226,7 +233,6 @@ class Progress:
         self._best = best.split
 
     def end(self) -> None:
-        """Leave the line."""
         if self._terminal and self._best is not None:
             typer.echo("", err=True)
 
@@ -236,17 +242,24 @@ class Progress:
 
 def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, warnings: Sequence[str] = ()) -> str:
     """What people read; docs/planning.md explains each line. warnings: of the profile that was used."""
-    best = advice.best
+    best, split, found = advice.best, advice.best.split, advice.found
+    left = "the others cannot be better by their bounds"
+    if found.num_cut:
+        left = f"those with the best bounds; {found.num_cut} more might be better"
+    ordered = sorted(tokens for group in job.groups for tokens in group)
     rows = [("plan", best), *((title, other) for title, other in others(advice) if other is not None)]
-    freed = ", ".join(f"{count}x{place}" for place, count in released(best.split, pools).items())
+    freed = ", ".join(f"{count}x{place}" for place, count in released(split, pools).items())
     lines = [
         f"{job.llm.name} on {', '.join(map(str, pools))}; {job.pipeline}, {job.batch} prompts x {job.group_size}, "
-        f"{job.algorithm}; {lengths_line(job.groups)}",
+        f"{job.algorithm}; {len(ordered)} lengths: mean {fmean(ordered):.0f}, P50 {ordered[len(ordered) // 2]}, "
+        f"P99 {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}, longest {ordered[-1]} tokens",
         *(f"note: {note}" for note in (*notes(job), *warnings)),
         "",
-        f"generate on {stage(best.split, generation=True)}",
-        f"train on    {stage(best.split, generation=False)}",
-        f"dispatch    {job.dispatch(best.split)}, the default of such a run",
+        f"generate on {split.generation_gpus}x{split.generation.place}: {split.instances} instances of "
+        f"{split.tensor_parallel} (tensor parallel)",
+        f"train on    {split.training_gpus}x{split.training.place}: {split.ranks} data-parallel ranks, each with the "
+        "whole model on one",
+        f"dispatch    {job.dispatch(split)}, the default of such a run",
         *([f"released    {freed}"] if freed else []),
         "",
         f"{'':14}{'generate + train':>18}{'s/iteration':>13}{'samples/s':>11}{'cost/1000':>11}"
@@ -255,40 +268,30 @@ def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, war
         "",
         bound_line(best, job),
         why(advice),
-        searched(advice, seconds),
+        f"{found.num_candidates} splits, {len(found.measured)} simulated, {left}; {seconds:.1f} s",
     ]
     return "\n".join(lines)
 
 
-def searched(advice: Advice, seconds: float) -> str:
-    """How far the search went, and whether it was cut short."""
-    found = advice.found
-    counts = f"{found.num_candidates} splits, {len(found.outcomes)} simulated"
-    if found.num_cut:
-        return f"{counts}, those with the best bounds; {found.num_cut} more might be better; {seconds:.1f} s"
-    return f"{counts}, the others cannot be better by their bounds; {seconds:.1f} s"
+def as_toml(settings: Mapping[str, Mapping[str, object]], split: Split) -> str:
+    """The file for ``run --config``."""
+    lines = [
+        f"# {split.generation_gpus}x{split.generation.place} generate, {split.training_gpus}x{split.training.place} "
+        "train; `run` starts every process on this machine",
+        "# with all of its GPUs in sight: who gets which is said by starting the workers (docs/planning.md).",
+    ]
+    for section, values in settings.items():
+        lines += ["", f"[{section}]", *(f"{name} = {to_toml(value)}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
 
 
 def others(advice: Advice) -> list[tuple[str, Prediction | None]]:
-    """What the plan is compared with."""
     return [("runner-up", advice.runner_up), ("even split", advice.even)]
 
 
 def size(split: Split) -> str:
     """``40 + 88``."""
     return f"{split.generation_gpus} + {split.training_gpus}"
-
-
-def stage(split: Split, *, generation: bool) -> str:
-    if generation:
-        return (
-            f"{split.generation_gpus}x{split.generation.place}: {split.instances} instances of "
-            f"{split.tensor_parallel} (tensor parallel)"
-        )
-    return (
-        f"{split.training_gpus}x{split.training.place}: {split.ranks} data-parallel ranks of "
-        f"{split.training_tensor_parallel} (tensor) x {split.pipeline_parallel} (pipeline)"
-    )
 
 
 def row(title: str, prediction: Prediction, job: Job) -> str:
@@ -302,7 +305,7 @@ def row(title: str, prediction: Prediction, job: Job) -> str:
 
 def cost_per_1000(prediction: Prediction, job: Job) -> float:
     """Of samples, in the currency of prices per GPU-hour."""
-    return prediction.split.price * prediction.iteration_s / SECONDS_PER_HOUR / job.samples * 1000
+    return prediction.split.price * prediction.iteration_s / 3600.0 / job.samples * 1000
 
 
 def bound_line(best: Prediction, job: Job) -> str:
@@ -321,6 +324,10 @@ def why(advice: Advice) -> str:
     best, other = advice.best, advice.runner_up
     if other is None:
         return "there is no other split that fits"
+
+    def compared(share: float, more: str, less: str) -> str:
+        return f"{abs(share):.1%} {more if share >= 0 else less}"
+
     slower = other.iteration_s / best.iteration_s - 1
     dearer = other.split.price * other.iteration_s / (best.split.price * best.iteration_s) - 1
     return (
@@ -339,37 +346,17 @@ def limit(prediction: Prediction) -> str:
     return f"{waits}, its generation {prediction.generation_idle:.1%}"
 
 
-def compared(share: float, more: str, less: str) -> str:
-    """``3.1% slower``."""
-    return f"{abs(share):.1%} {more if share >= 0 else less}"
-
-
-def lengths_line(groups: Sequence[Group]) -> str:
-    ordered = sorted(tokens for group in groups for tokens in group)
-    tail = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return (
-        f"{len(ordered)} lengths: mean {fmean(ordered):.0f}, P50 {ordered[len(ordered) // 2]}, P99 {tail}, "
-        f"longest {ordered[-1]} tokens"
-    )
-
-
 def notes(job: Job) -> list[str]:
     """What about the input makes the answer worth less."""
-    found: list[str] = []
     if len(job.groups) == 1:
-        found.append("the file has one prompt: every batch is made of it, and a plan for other lengths will differ")
-    elif len({tokens for group in job.groups for tokens in group}) == 1:
-        found.append("all lengths are equal (cut by a limit?): there is no tail, and a ranker has nothing to order")
-    return found
+        return ["the file has one prompt: every batch is made of it, and a plan for other lengths will differ"]
+    if len({tokens for group in job.groups for tokens in group}) == 1:
+        return ["all lengths are equal (cut by a limit?): there is no tail, and a ranker has nothing to order"]
+    return []
 
 
 def as_record(
-    advice: Advice,
-    job: Job,
-    pools: Sequence[Pool],
-    minimise: Objective,
-    seconds: float,
-    warnings: Sequence[str] = (),
+    advice: Advice, job: Job, pools: Sequence[Pool], minimise: Objective, seconds: float, warnings: Sequence[str] = ()
 ) -> dict[str, object]:
     """The same for programs. Prices are per GPU-hour, cost is per sample."""
     return {
@@ -380,14 +367,11 @@ def as_record(
         "samples_per_iteration": job.samples,
         "notes": [*notes(job), *warnings],
         "plan": record(advice.best, job),
-        **{
-            title.replace(" ", "_").replace("-", "_").lower(): record(other, job) if other is not None else None
-            for title, other in others(advice)
-        },
+        **{re.sub("[ -]", "_", title): other and record(other, job) for title, other in others(advice)},
         "released": released(advice.best.split, pools),
         "why": why(advice),
         "splits": advice.found.num_candidates,
-        "simulated": len(advice.found.outcomes),
+        "simulated": len(advice.found.measured),
         "left_out": advice.found.num_cut,
         "seconds": round(seconds, 3),
     }

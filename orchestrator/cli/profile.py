@@ -17,14 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.config.toml_source import to_toml
-from orchestrator.errors import ChildFailedError
+from orchestrator.config.schema import to_toml
+from orchestrator.errors import ChildFailedError, writing_out
 from orchestrator.planning.profiles import Errors, Profile, fit
-from orchestrator.run_outputs import check_place, writing_out
-from transport.contracts.measurements import Measurements
+from transport.contracts.continuous_batching import Measurements
 from transport.contracts.settings import Settings
 from transport.process.files import replace
-from transport.process.spawn import python_module
+from transport.process.programs import python_module
 
 MEASURE_LIMIT_S = 1800.0
 """The worker has its own limits; this one is for a machine that hangs."""
@@ -45,11 +44,18 @@ def main(settings: Settings, out: Path) -> int:
     print(report(profile))
     if (share := load.share()) > QUIET_SHARE:
         print(f"other programs took {share:.0%} of this machine meanwhile: profile again when it is quiet")
-    print(
-        f"wrote {json_path}, for `simulate` and `plan` with --profile {json_path}, and {toml_path}, for a run with "
-        f"--config {toml_path}"
-    )
+    print(f"wrote {json_path}, for simulate and plan: --profile {json_path}")
+    print(f"wrote {toml_path}, for run: --config {toml_path}")
     return 0
+
+
+def check_place(path: Path) -> None:
+    """For work that takes minutes before it writes. Raises ConfigError: there is no directory to write ``path`` to."""
+    with writing_out(path):
+        if not path.parent.is_dir():
+            raise NotADirectoryError(0, f"{path.parent} is no directory")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(0, f"{path.parent} is not yours to write to")
 
 
 def measure(settings: Settings) -> Measurements:
@@ -73,11 +79,8 @@ def measure(settings: Settings) -> Measurements:
 def section(profile: Profile) -> str:
     """The part of a configuration that plans of dispatch and the adjustment of workers read."""
     lines = [f"# {profile.engine} engine, {profile.model}, on {profile.host}", "[decode_cost]"]
-    lines += [
-        f"{name} = {to_toml(getattr(profile.decode_cost, name))}"
-        for name in profile.decode_cost.__struct_fields__
-        if getattr(profile.decode_cost, name)
-    ]
+    costs = msgspec.structs.asdict(profile.decode_cost)
+    lines += [f"{name} = {to_toml(value)}" for name, value in costs.items() if value]
     return "\n".join(lines) + "\n"
 
 
@@ -101,9 +104,8 @@ def report(profile: Profile) -> str:
         ]
     padded = [("decode steps", cost.padded), ("micro-batches", train is not None and train.padded)]
     if names := [name for name, is_padded in padded if is_padded]:
-        parts.append(
-            f"attention of {' and of '.join(names)} is padded: a short sample takes as long as the longest there"
-        )
+        padded_names = " and of ".join(names)
+        parts.append(f"attention of {padded_names} is padded: a short sample takes as long as the longest there")
     return "\n".join(parts)
 
 

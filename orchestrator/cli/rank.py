@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from orchestrator.errors import DataError
-from orchestrator.run_outputs import writing_out
+from orchestrator.errors import DataError, writing_out
 
 if TYPE_CHECKING:
     from ranker.logs import PromptLengths
-    from ranker.model import TextModel, Trained
+    from ranker.model import TextModel
     from ranker.quality import RankQuality
 
 rank = typer.Typer(
@@ -34,7 +34,6 @@ Log = Annotated[
     Path,
     typer.Argument(
         help='JSON lines (or .gz): {"prompt": ..., "output_tokens": N or [N, ...]}; "base_tokens" if known.',
-        show_default=False,
     ),
 ]
 Prompts = Annotated[
@@ -47,7 +46,7 @@ Ranker = Annotated[Path | None, typer.Option("--ranker", help="A ranker from `ra
 @contextmanager
 def bad_input() -> Iterator[None]:
     """What a user can mend about a file is exit code 2."""
-    from ranker.errors import RankerError
+    from ranker.protocol import RankerError
 
     try:
         yield
@@ -63,15 +62,18 @@ def train(
     model: Model = None,
     seed: Annotated[int, typer.Option(help="Of the split and of the trees.")] = 0,
 ) -> None:
-    from ranker import store
+    from ranker.model import StoredRanker, write_ranker
     from ranker.model import train as fit
 
     with bad_input():
         trained = fit(_samples(log, prompts, model), seed)
-        store.write(out, store.StoredRanker(model=trained.model.stored))
+        write_ranker(out, StoredRanker(model=trained.model.stored))
     typer.echo(f"{trained.model.stored.num_prompts} prompts trained on, {trained.quality.num_prompts} tested on")
     typer.echo(_table([("this split", trained.quality)]))
-    typer.echo(_cost(trained))
+    typer.echo(
+        f"CPU seconds for 1,000 prompts: {trained.train_cpu_s_per_1000:.2f} to train, "
+        f"{trained.score_cpu_s_per_1000:.2f} to score"
+    )
     typer.echo(f"written to {out}")
 
 
@@ -84,9 +86,16 @@ def evaluate(
     splits: Annotated[int, typer.Option(min=1, help="Splits to train on, seeds 0, 1, ...; without --ranker.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
+    from ranker.model import train as fit
+    from ranker.quality import evaluate as measure
+
     with bad_input():
         samples = _samples(log, prompts, model)
-        results = _of_stored(ranker, samples) if ranker is not None else _of_splits(samples, splits)
+        if ranker is None:
+            results = [(f"split {seed}", fit(samples, seed).quality) for seed in range(splits)]
+        else:
+            texts, base_tokens = [one.text for one in samples], [one.base_tokens for one in samples]
+            results = [(ranker.name, measure(_load(ranker).predict(texts, base_tokens), samples))]
     typer.echo(_table(results))
     if as_json:
         typer.echo(msgspec.json.encode(_means([quality for _, quality in results])).decode())
@@ -94,10 +103,8 @@ def evaluate(
 
 @rank.command(help="Score a set of prompts with a trained ranker: JSON lines, the longest expected response first.")
 def score(
-    prompts: Annotated[
-        Path, typer.Argument(help='JSON lines (or .gz): {"prompt": ..., "id": ...}.', show_default=False)
-    ],
-    ranker: Annotated[Path, typer.Option("--ranker", help="A ranker from `rank train`.", show_default=False)],
+    prompts: Annotated[Path, typer.Argument(help='JSON lines (or .gz): {"prompt": ..., "id": ...}.')],
+    ranker: Annotated[Path, typer.Option("--ranker", help="A ranker from `rank train`.")],
     out: Annotated[Path | None, typer.Option(help="File to write, gzipped if named .gz. [standard output]")] = None,
     group_size: Annotated[int, typer.Option(min=1, help="Samples of a prompt, for the longest expected of them.")] = 8,
 ) -> None:
@@ -120,15 +127,12 @@ def score(
             }
             lines.append((-estimate.mean_tokens, msgspec.json.encode(scored)))
     lines.sort(key=lambda line: line[0])
-    _write(b"".join(line + b"\n" for _, line in lines), out)
-
-
-def _write(content: bytes, path: Path | None) -> None:
-    if path is None:
+    content = b"".join(line + b"\n" for _, line in lines)
+    if out is None:
         sys.stdout.buffer.write(content)
         return
-    with writing_out(path):
-        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    with writing_out(out):
+        out.write_bytes(gzip.compress(content) if out.suffix == ".gz" else content)
 
 
 def _samples(log: Path, prompts: Path | None, model: str | None) -> list[PromptLengths]:
@@ -140,38 +144,23 @@ def _samples(log: Path, prompts: Path | None, model: str | None) -> list[PromptL
 
 
 def _load(path: Path) -> TextModel:
-    from ranker import store
-    from ranker.errors import RankerFileError
-    from ranker.model import TextModel
+    from ranker.model import TextModel, read_ranker
+    from ranker.protocol import RankerFileError
 
-    stored = store.read(path)
+    stored = read_ranker(path)
     if stored.model is None:
         raise RankerFileError(f"{path} holds a history without a text model: it knows nothing of new prompts")
     return TextModel(stored.model)
-
-
-def _of_stored(path: Path, samples: Sequence[PromptLengths]) -> list[tuple[str, RankQuality]]:
-    from ranker.quality import evaluate as measure
-
-    estimates = _load(path).predict([sample.text for sample in samples], [sample.base_tokens for sample in samples])
-    return [(path.name, measure(estimates, samples))]
-
-
-def _of_splits(samples: Sequence[PromptLengths], splits: int) -> list[tuple[str, RankQuality]]:
-    from ranker.model import train as fit
-
-    return [(f"split {seed}", fit(samples, seed).quality) for seed in range(splits)]
 
 
 FIGURES = ("recall_20", "recall_10", "recall_5", "kendall_tau", "coverage")
 
 
 def _means(results: Sequence[RankQuality]) -> dict[str, float]:
-    from ranker.model import spread
-
-    means = {name: spread(results, lambda quality, name=name: getattr(quality, name)) for name in FIGURES}
-    figures = {name: round(value.mean, 4) for name, value in means.items()}
-    return {**figures, **{f"{name}_sd": round(value.deviation, 4) for name, value in means.items()}}
+    """Over splits: means, and the standard deviations between them."""
+    values = {name: [getattr(quality, name) for quality in results] for name in FIGURES}
+    means = {name: round(fmean(each), 4) for name, each in values.items()}
+    return {**means, **{f"{name}_sd": round(pstdev(each), 4) for name, each in values.items()}}
 
 
 def _table(results: Sequence[tuple[str, RankQuality]]) -> str:
@@ -186,10 +175,3 @@ def _table(results: Sequence[tuple[str, RankQuality]]) -> str:
         values = "".join(f"{means[figure]:.3f} ± {means[f'{figure}_sd']:.3f}".rjust(15) for figure in FIGURES)
         lines.append(f"{'mean ± sd':14}{results[0][1].num_prompts:>8}{values}")
     return "\n".join(lines)
-
-
-def _cost(trained: Trained) -> str:
-    return (
-        f"CPU seconds for 1,000 prompts: {trained.train_cpu_s_per_1000:.2f} to train, "
-        f"{trained.score_cpu_s_per_1000:.2f} to score"
-    )

@@ -27,24 +27,20 @@ from orchestrator.cli.plan import (
     one_of,
     parse_pools,
 )
-from orchestrator.core.costs.analytic import Algorithm, DoesNotFitError, decode_cost, most_ranks, tensor_degrees
-from orchestrator.core.costs.hardware import GPUS, Gpu
-from orchestrator.core.costs.llms import LLMS
-from orchestrator.core.dispatch.policies.registry import Planned
+from orchestrator.core.dispatch.compute import Planned
 from orchestrator.core.model.settings import LEAST_LOADED, default_dispatch
 from orchestrator.errors import ConfigError
 from orchestrator.observability.report.bubbles import Cause
-from orchestrator.observability.report.timeline_drawing import write_timeline
+from orchestrator.observability.report.drawing import write_timeline
 from orchestrator.planning.allocation import Pool
-from orchestrator.planning.length_files import read_lengths, representative
 from orchestrator.planning.plan_search import SPARE_TOKENS, micro_batch_tokens_of, slots_of
 from orchestrator.planning.profiles import NAME, Profile, extrapolated, hardware, read_profile
-from orchestrator.sim import user_scenario
-from orchestrator.sim.bounds import bound
+from orchestrator.sim.costs import GPUS, Algorithm, DoesNotFitError, Gpu, decode_cost, most_ranks, tensor_degrees
 from orchestrator.sim.generation import SampleTooLongError
-from orchestrator.sim.lengths import RecordedLengths, long_tailed
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload
-from transport.contracts.given_lengths import Say
+from orchestrator.sim.lengths import long_tailed, read_lengths, representative
+from orchestrator.sim.llms import LLMS
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound
+from orchestrator.sim.simulate import Performance, performance
 
 POLICIES = (*get_args(Planned), LEAST_LOADED)
 FEWEST_ITERATIONS = 3
@@ -100,16 +96,17 @@ def simulate(
     settings = PIPELINES[one_of("--pipeline", pipeline, PIPELINES)]
     measured = None if profile is None else read_profile(profile)
     llm = chosen_model(model or ("" if measured else "Qwen2.5-72B"), measured)
-    asked = one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
+    one_of("--dispatch", dispatch or LEAST_LOADED, POLICIES)
     skipped: list[str] = []
-    groups = _lengths(lengths, batch, iterations, group_size, prompt_tokens, recall, seed, skipped.append)
-    workload = Workload(
-        llm=llm,
-        lengths=groups,
-        batch=batch,
-        group_size=group_size,
-        algorithm=one_of("--algorithm", algorithm, get_args(Algorithm)),
-    )
+    known = None if recall >= 1.0 else recall
+    if lengths is None:
+        groups = long_tailed(batch * iterations, seed=seed, recall=known, question_tokens=prompt_tokens)
+    else:
+        read = read_lengths(lengths, group_size, skipped.append)
+        sizes = {"batch": batch, "group_size": group_size, "batches": iterations, "prompt_tokens": prompt_tokens}
+        groups = representative(read, recall=known, seed=seed, **sizes)
+    cost = one_of("--algorithm", algorithm, get_args(Algorithm))
+    workload = Workload(llm=llm, lengths=groups, batch=batch, group_size=group_size, algorithm=cost)
     try:
         pools = _pools(generate, train, measured)
         layout = _layout(workload, pools, tensor_parallel, ranks, link_gbps)
@@ -118,11 +115,10 @@ def simulate(
             slots=slots or slots_of(layout.generation_gpu),
             micro_batch_tokens=micro_batch_tokens or micro_batch_tokens_of(layout.training_gpu),
         )
-        usual = default_dispatch(
+        chosen = dispatch or default_dispatch(
             max_staleness=settings.max_staleness, update=settings.update, num_workers=layout.instances
         )
-        chosen = asked if dispatch else usual
-        outcome = user_scenario.run(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
+        outcome = performance(workload, layout, pipeline, dispatch=chosen, iterations=iterations)
     except (DoesNotFitError, SampleTooLongError) as error:
         raise ConfigError(f"{error}; give it more GPUs, or a smaller --model") from error
     except ValueError as error:
@@ -131,36 +127,15 @@ def simulate(
     data["notes"] = [*skipped, *([] if measured is None else _notes(measured, workload, layout))]
     typer.echo(msgspec.json.encode(data).decode() if as_json else _as_text(outcome, layout, data))
     if out is not None:
-        _make_directory(out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be a directory: {error.strerror}", where="--out") from error
         for path in write_timeline(outcome.timeline, f"{llm.name}, {pipeline}, {chosen}", out):
             typer.echo(path, err=as_json)
 
 
-def _make_directory(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be a directory: {error.strerror}", where="--out") from error
-
-
 # -- arguments
-
-
-def _lengths(
-    path: Path | None,
-    batch: int,
-    batches: int,
-    group_size: int,
-    prompt_tokens: int,
-    recall: float,
-    seed: int,
-    say: Say,
-) -> RecordedLengths:
-    known = None if recall >= 1.0 else recall
-    if path is None:
-        return long_tailed(batch * batches, seed=seed, recall=known, question_tokens=prompt_tokens)
-    groups = read_lengths(path, group_size, say)
-    return representative(groups, batch=batch, batches=batches, prompt_tokens=prompt_tokens, recall=known, seed=seed)
 
 
 def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Pool]:
@@ -180,7 +155,6 @@ def _pools(generate: str, train: str, profile: Profile | None) -> tuple[Pool, Po
 def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, ranks: int, link_gbps: float) -> Layout:
     """Raises ConfigError, DoesNotFitError."""
     generation, training = pools
-    colocated = training is generation
     if training.gpu.measured is not None and ranks not in (0, training.num_gpus):
         raise ConfigError(f"one {NAME} is one rank: {training.num_gpus} of them are no {ranks}", where="--ranks")
     link = link_gbps * GBPS if generation.site != training.site else 0.0
@@ -193,7 +167,7 @@ def _layout(workload: Workload, pools: tuple[Pool, Pool], tensor_parallel: int, 
             ranks=ranks or most_ranks(workload.llm, training.gpu, training.num_gpus),
             generation_gpu=generation.gpu,
             training_gpu=training.gpu,
-            colocated=colocated,
+            colocated=training is generation,
             link_bytes_per_s=link,
         )
         for degree in degrees
@@ -258,7 +232,7 @@ def _notes(profile: Profile, workload: Workload, layout: Layout) -> list[str]:
 
 
 def _as_data(
-    outcome: user_scenario.Outcome, layout: Layout, workload: Workload, pipeline: str, dispatch: str, iterations: int
+    outcome: Performance, layout: Layout, workload: Workload, pipeline: str, dispatch: str, iterations: int
 ) -> dict[str, Any]:
     return {
         "model": workload.llm.name,
@@ -287,18 +261,12 @@ def _as_data(
     }
 
 
-def _as_text(outcome: user_scenario.Outcome, layout: Layout, data: dict[str, Any]) -> str:
-    gpus = f"{layout.generation_gpus} {layout.generation_gpu.name} generate ({layout.instances} instances of "
-    gpus += f"{layout.tensor_parallel}), "
-    gpus += "the same" if layout.colocated else f"{layout.training_gpus} {layout.training_gpu.name}"
-    gpus += f" train ({layout.ranks} ranks)"
-    idle = [
-        f"  {stage:<11} busy {1 - sum(causes.values()):4.0%}; idle: "
-        + ", ".join(f"{cause} {share:.1%}" for cause, share in causes.items() if share >= 0.0005)
-        for stage, causes in data["idle"].items()
-    ]
+def _as_text(outcome: Performance, layout: Layout, data: dict[str, Any]) -> str:
+    trained_on = "the same" if layout.colocated else f"{layout.training_gpus} {layout.training_gpu.name}"
     lines = [
-        f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {gpus}",
+        f"{data['model']}, {data['pipeline']}, {data['dispatch']}; {layout.generation_gpus} "
+        f"{layout.generation_gpu.name} generate ({layout.instances} instances of {layout.tensor_parallel}), "
+        f"{trained_on} train ({layout.ranks} ranks)",
         *(f"note: {note}" for note in data["notes"]),
         f"iteration   {outcome.iteration_s:.4g} s; {outcome.samples_per_s:.2f} samples/s, "
         f"{outcome.tokens_per_s:,.0f} response tokens/s",
@@ -307,6 +275,8 @@ def _as_text(outcome: user_scenario.Outcome, layout: Layout, data: dict[str, Any
         f"{outcome.bound.longest_s:.4g} s",
         f"token age   at most {outcome.oldest_age} versions, {outcome.mean_age:.2f} on average",
         "time of slots and trainer (slots: the most that an instance ever used)",
-        *idle,
     ]
+    for stage, causes in data["idle"].items():
+        idle = ", ".join(f"{cause} {share:.1%}" for cause, share in causes.items() if share >= 0.0005)
+        lines.append(f"  {stage:<11} busy {1 - sum(causes.values()):4.0%}; idle: {idle}")
     return "\n".join(lines)

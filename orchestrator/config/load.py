@@ -9,20 +9,34 @@ and possible; a password is in no message.
 from __future__ import annotations
 
 import importlib.resources
+import math
+import re
+import tomllib
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from orchestrator.config.checks import Violation, violations
-from orchestrator.config.schema import FIELDS, FROM_ENVIRONMENT, PASSWORD, SECRET, SECTIONS, expected_type, value_of
-from orchestrator.config.toml_source import MAX_DOCUMENT_BYTES, Setting, nearest, parse_override, read_document, to_toml
+from orchestrator.config.schema import (
+    FIELDS,
+    FROM_ENVIRONMENT,
+    PASSWORD,
+    SECRET,
+    SECTIONS,
+    expected_type,
+    keys_of,
+    nearest,
+    to_toml,
+    value_of,
+    violations,
+)
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
-from transport.broker.url import without_password
+from transport.broker.base import without_password
 from transport.contracts.settings import Section, Settings
 from transport.process.files import read_own
 from transport.process.secret import read_secret
@@ -37,7 +51,6 @@ FIXED_ON_RESUME = (
     "eval.seed",
 )
 """Another value would train something else under the same name: the position in the data would mean another prompt."""
-
 
 RENAMED = {
     "replay": "emulated",
@@ -63,7 +76,6 @@ def is_chosen(resolved: Resolved, key: str) -> bool:
 
 
 def preset_names() -> list[str]:
-    """The presets that come with the package."""
     files = importlib.resources.files("orchestrator.config.presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
@@ -83,24 +95,34 @@ def resolve(
              stored: config.toml in the directory of a run, under all of ``files``; it must be this user's.
     Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError, ForeignError.
     """
-    below: list[list[Setting]] = [read_preset(preset)] if preset else []
-    if stored is not None:
-        below.append(read_document(_text_of(stored, read_own), str(stored)))
-    named = [read_file(path) for path in files]
+    below = [read_preset(preset)] if preset else []
+    below += [_read_file(stored, own=True)] if stored else []
+    named = [_read_file(path) for path in files]
     named.append([parse_override(argument) for argument in overrides])
     for key, variable in FROM_ENVIRONMENT.items():
         if secret := read_secret(environ, variable):
-            path = tuple(key.split("."))
-            named.append([Setting(path=path, value=secret, where=f"environment {variable}")])
+            named.append([Setting(path=tuple(key.split(".")), value=secret, where=f"environment {variable}")])
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
     for layer in (*below, *named):
         _apply(layer, values, origins)
     settings = _hide_password(_build(values), origins)
-    for violation in violations(settings):
-        raise _violated(violation, settings, origins)
-    if stored is not None:
-        _check_recipient(settings, origins, {setting.key for layer in named for setting in layer})
+    for keys, problem in violations(settings):
+        assigned = [key if key in SECRET else f"{key} = {to_toml(value_of(settings, key))}" for key in keys]
+        given = [f"{text} ({origins[key]})" for key, text in zip(keys[1:], assigned[1:], strict=True)]
+        set_last = next(key for key in reversed(list(origins)) if key in keys)
+        raise ConfigError("; ".join([f"{assigned[0]} {problem}", *given]), key=keys[0], where=origins[set_last])
+    # A password that the user gave goes only to an address that the user named, too: the file of a run may have come
+    # from anywhere, and name a server that waits for it.
+    keys_named = {setting.key for layer in named for setting in layer}
+    if stored and settings.broker.url and PASSWORD in keys_named and "broker.url" not in keys_named:
+        raise ConfigError(
+            f"broker.url = {to_toml(settings.broker.url)} is named by that file alone, so the password "
+            f"({origins[PASSWORD]}) is not sent there; if it is your broker, name it yourself: --broker URL, or with "
+            "`run` --set broker.url=URL",
+            key="broker.url",
+            where=origins["broker.url"],
+        )
     return Resolved(settings=settings, origins=origins)
 
 
@@ -111,50 +133,50 @@ def read_preset(name: str) -> list[Setting]:
         raise ConfigError(
             f"there is no preset {name!r}{nearest(name, known)}; presets: {', '.join(known)}", where="--preset"
         )
-    document = (
-        importlib.resources.files("orchestrator.config.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    )
-    return read_document(document, f"preset {name}")
+    path = importlib.resources.files("orchestrator.config.presets").joinpath(f"{name}.toml")
+    return read_document(path.read_text(encoding="utf-8"), f"preset {name}")
 
 
-def read_file(path: Path) -> list[Setting]:
-    """The settings of a file. Raises ConfigError when it cannot be read or is not TOML."""
-    return read_document(_text_of(path, _read_bounded), str(path))
-
-
-def _read_bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_DOCUMENT_BYTES + 1)
-
-
-def _text_of(path: Path, read: Callable[[Path], bytes]) -> str:
+def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
+    """The settings of a file. own: it must be this user's. Raises ConfigError when it cannot be read or is not TOML."""
     try:
-        return read(path).decode()
+        if own:
+            raw = read_own(path)
+        else:
+            with path.open("rb") as file:
+                raw = file.read(MAX_DOCUMENT_BYTES + 1)
+        document = raw.decode("utf-8-sig")  # an editor's byte order mark is no part of it
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8 text: {error}", where=str(path)) from error
+        raise ConfigError(f"is not UTF-8 text: {error}; save it as UTF-8", where=str(path)) from error
+    return read_document(document, str(path))
 
 
 # --- merging ----------------------------------------------------------------------------------------------------------
 
 
+SET_FOR: Mapping[str, Sequence[str]] = {
+    "data.task": ("data.params",),
+    "data.source": ("data.params", "data.path", "data.shuffle", "eval.path"),
+    "data.path": ("data.shuffle", "eval.path"),
+}
+"""Setting -> those that belong to its value."""
+
+
 def _apply(layer: Iterable[Setting], values: dict[str, object], origins: dict[str, str]) -> None:
-    """Lay ``layer`` over ``values``. Another task or source forgets the parameters of the one before."""
-    settings = [setting for setting in layer if not _is_empty_section(setting)]
+    """Lay ``layer`` over ``values``. Another task, source or file forgets what was set for the one before."""
+    settings = [setting for setting in layer if not (setting.key in SECTIONS and setting.value == {})]
     for setting in settings:
-        if setting.key in ("data.task", "data.source") and values.get(setting.key) != setting.value:
-            values.pop("data.params", None)
-            origins["data.params"] = "default"
+        if setting.key in SET_FOR and values.get(setting.key) != setting.value:
+            for key in SET_FOR[setting.key]:
+                values.pop(key, None)
+                origins[key] = "default"
     for setting in settings:
         key = ".".join(setting.path[:2])
         values[key] = _typed(setting, values)
-        origins.pop(key)  # so that the origins end in the order in which they were set, see _violated
+        origins.pop(key)  # so that they end in the order in which they were set: of a broken rule the last is blamed
         origins[key] = setting.where
-
-
-def _is_empty_section(setting: Setting) -> bool:
-    return setting.key in SECTIONS and setting.value == {}
 
 
 def _typed(setting: Setting, values: Mapping[str, object]) -> object:
@@ -168,26 +190,24 @@ def _typed(setting: Setting, values: Mapping[str, object]) -> object:
         if typing.get_origin(field.type) is not dict:
             raise _unknown(setting)
         value = {**typing.cast("dict[str, object]", values.get(key, {})), setting.path[2]: value}
-    elif _is_string(field) and setting.text is not None and not isinstance(value, str):
-        value = setting.text  # --set run.name=7
+    elif getattr(field.type, "__origin__", field.type) is str and setting.text is not None:
+        value = setting.text if not isinstance(value, str) else value  # --set run.name=7
     try:
+        _check_finite(value)
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError as error:
-        shown = "" if key in SECRET else f", not {_shown(setting.value)}"
+        shown = "" if key in SECRET else f", not {setting.value}"
+        with suppress(TypeError):  # a date, which no setting can be
+            shown = shown and f", not {to_toml(setting.value)}"
         problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}"
         raise ConfigError(problem, key=key, where=setting.where) from error
 
 
-def _is_string(field: msgspec.structs.FieldInfo) -> bool:
-    of_pattern = typing.get_origin(field.type) is typing.Annotated and typing.get_args(field.type)[0] is str
-    return field.type is str or of_pattern
-
-
-def _shown(value: object) -> str:
-    try:
-        return to_toml(value)
-    except TypeError:  # a date, which no setting can be
-        return str(value)
+def _check_finite(value: object) -> None:
+    """TOML has inf and nan, and no range of ours keeps inf out."""
+    for item in value if isinstance(value, list) else value.values() if isinstance(value, dict) else (value,):
+        if isinstance(item, float) and not math.isfinite(item):
+            raise msgspec.ValidationError("not finite")
 
 
 def _renamed(old: str) -> str | None:
@@ -207,21 +227,16 @@ def _unknown(setting: Setting) -> ConfigError:
     elif len(setting.path) == 1:
         problem = f"{section} is a section: write [{section}], then one line for each of its keys"
     else:
-        keys = ", ".join(key.partition(".")[2] for key in FIELDS if key.startswith(f"{section}."))
+        keys = ", ".join(key.partition(".")[2] for key in keys_of(section))
         problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}; keys of {section}: {keys}"
     return ConfigError(problem, key=setting.key, where=setting.where)
 
 
 def _build(values: Mapping[str, object]) -> Settings:
-    sections: dict[str, dict[str, object]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    built: dict[str, Any] = {
-        field.name: typing.cast("type[Section]", field.type)(**sections[field.name])
-        for field in msgspec.structs.fields(Settings)
-        if field.name in sections
-    }
+    def section(name: str, kind: Any) -> Section:
+        return kind(**{key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")})
+
+    built: dict[str, Any] = {field.name: section(field.name, field.type) for field in msgspec.structs.fields(Settings)}
     return Settings(**built)
 
 
@@ -233,40 +248,10 @@ def _hide_password(settings: Settings, origins: dict[str, str]) -> Settings:
         raise ConfigError("broker.url is not a URL", key="broker.url", where=origins["broker.url"]) from error
     if not password:
         return settings
-    broker = msgspec.structs.replace(settings.broker, url=url)
-    if not broker.password:
-        broker = msgspec.structs.replace(broker, password=password)
+    if not settings.broker.password:
         origins[PASSWORD] = origins["broker.url"]
+    broker = msgspec.structs.replace(settings.broker, url=url, password=settings.broker.password or password)
     return msgspec.structs.replace(settings, broker=broker)
-
-
-def _check_recipient(settings: Settings, origins: Mapping[str, str], named: Collection[str]) -> None:
-    """A password that the user gave goes only to an address that the user named, too.
-
-    The file of a run may have come from anywhere, and name a server that waits for it.
-    named: keys of all settings but those of the run's file.  Raises ConfigError.
-    """
-    if settings.broker.url and PASSWORD in named and "broker.url" not in named:
-        raise ConfigError(
-            f"broker.url = {to_toml(settings.broker.url)} is named by that file alone, so the password "
-            f"({origins[PASSWORD]}) is not sent there; if it is your broker, name it yourself: --broker URL, or with "
-            "`run` --set broker.url=URL",
-            key="broker.url",
-            where=origins["broker.url"],
-        )
-
-
-def _violated(violation: Violation, settings: Settings, origins: Mapping[str, str]) -> ConfigError:
-    """The error for a broken rule. Of the settings involved, it blames the one that was set last."""
-    first, *others = violation.keys
-    given = [f"{_assigned(settings, key)} ({origins[key]})" for key in others]
-    message = "; ".join([f"{_assigned(settings, first)} {violation.problem}", *given])
-    blamed = next(key for key in reversed(list(origins)) if key in violation.keys)
-    return ConfigError(message, key=first, where=origins[blamed])
-
-
-def _assigned(settings: Settings, key: str) -> str:
-    return key if key in SECRET else f"{key} = {to_toml(value_of(settings, key))}"
 
 
 def check_resume(stored: Settings, resolved: Resolved) -> None:
@@ -287,7 +272,7 @@ def render(resolved: Resolved) -> str:
     lines: list[str] = []
     for section in SECTIONS:
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        for key in (key for key in FIELDS if key.startswith(f"{section}.")):
+        for key in keys_of(section):
             value = value_of(resolved.settings, key)
             origin = resolved.origins[key]
             if key in FROM_ENVIRONMENT and value:
@@ -296,3 +281,177 @@ def render(resolved: Resolved) -> str:
                 origin = f"{origin}; {chosen_dispatch(resolved.settings)} here"
             lines.append(f"{key.partition('.')[2]} = {to_toml(value)}  # {origin}")
     return "\n".join(lines) + "\n"
+
+
+# --- TOML with positions: every value carries where it came from, so that an error can say it -------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value that someone set.
+
+    path: the parts of its key, e.g. ("trainer", "lr").  where: e.g. "file.toml:7" or "--set".
+    text: what was typed after ``--set key=``, None in a file; a string setting takes it as it is.
+    """
+
+    path: tuple[str, ...]
+    value: object
+    where: str
+    text: str | None = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+MAX_DOCUMENT_BYTES = 1024 * 1024
+"""Of a configuration: all settings with their comments are a hundredth of it."""
+MAX_NESTING, MAX_KEY_PARTS = 32, 16
+"""Of lists and inline tables, and of a dotted key: tomllib recurses into the former, and its time grows with the cube
+of the latter (41 s for a file of 20 kB). No setting has more than two of either."""
+INTEGERS = range(-(2**63), 2**63)
+"""As TOML says; tomllib reads any number of digits, and Python then refuses to print some."""
+TOO_LARGE = "not valid TOML: a whole number of more than 64 bits"
+
+_TOKEN = re.compile(
+    r"""
+      "{3} (?:\\.|[^\\])*? (?:"{3,5}|\\?\Z)    # of several lines; it may end in quotes of its own
+    | '{3} .*? (?:'{3,5}|\Z)
+    | "(?:\\[^\n]|[^"\\\n])*"? | '[^'\n]*'?
+    | \#[^\n]*
+    | [^"'#\[\]{}\n.,=]+
+    | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""A string, a comment, or the rest. A string that does not end is one token too, so that the time stays linear."""
+
+
+def read_document(document: str, name: str) -> list[Setting]:
+    """The settings of a TOML document of ``[section]`` tables, in order. name: of the file, for ``where``.
+
+    A table inside a section (``[data.params]``) is one value. Raises ConfigError for text that is not TOML, or is more
+    than a configuration.
+    """
+    tables = _parsed(document, name)
+    lines = key_lines(document)
+    settings: list[Setting] = []
+    for section, content in tables.items():
+        leaves: dict[str, Any] = content if isinstance(content, dict) else {}
+        for path, value in [((section, name), leaf) for name, leaf in leaves.items()] or [((section,), content)]:
+            settings.append(Setting(path=path, value=value, where=f"{name}:{lines[path]}"))
+            _check_integers(value, settings[-1].where)
+    return settings
+
+
+def _parsed(document: str, name: str) -> dict[str, Any]:
+    """Bounded first, so that tomllib takes time in proportion to the document."""
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise ConfigError(
+            f"it is larger than {MAX_DOCUMENT_BYTES >> 20} MiB, the most that a configuration may have", where=name
+        )
+    for statement in _statements(document):
+        if statement.depth > MAX_NESTING or statement.key_parts > MAX_KEY_PARTS:
+            raise ConfigError(
+                f"lists and tables of more than {MAX_NESTING} levels, or a key of more than {MAX_KEY_PARTS} parts: no "
+                "setting has them",
+                where=f"{name}:{statement.line}",
+            )
+    try:
+        return tomllib.loads(document)
+    except ValueError as error:
+        if not isinstance(error, tomllib.TOMLDecodeError):  # a number of more digits than Python reads
+            raise ConfigError(TOO_LARGE, where=name) from error
+        line = re.search(r"at line (\d+)", str(error))
+        number = line[1] if line else document.count("\n") + 1  # "at end of document"
+        raise ConfigError(f"not valid TOML: {error}", where=f"{name}:{number}") from error
+
+
+def _check_integers(value: object, where: str) -> None:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        _check_integers(item, where)
+    if isinstance(value, int) and value not in INTEGERS:
+        raise ConfigError(TOO_LARGE, where=where)
+
+
+def key_lines(document: str) -> dict[tuple[str, ...], int]:
+    """The line (from 1) on which each key, and each table above it, is first set. ``document`` must be valid TOML.
+
+    Source: ours, because tomllib gives no positions. Each statement of a TOML document is itself a document.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for statement in _statements(document):
+        if (text := statement.text.lstrip())[:1] in ("", "#"):
+            continue
+        content = tomllib.loads(text)
+        paths = sorted(_paths(content), key=len)
+        if text.startswith("["):
+            table = paths[-1]
+            paths = [table[:depth] for depth in range(1, len(table) + 1)]
+        else:
+            paths = [table + path for path in paths]
+        for path in paths:
+            lines.setdefault(path, statement.line)
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A key and its value, a table's header, or a comment. line: it starts on.  depth: of brackets in it.
+
+    key_parts: dots in a row, and one: of its longest key, but also of a number.
+    """
+
+    text: str
+    line: int
+    depth: int
+    key_parts: int
+
+
+def _statements(document: str) -> Iterator[_Statement]:
+    """Cut where a line ends outside of strings and brackets. One pass; invalid TOML may be cut anywhere."""
+    start, line = 0, 1
+    depth = deepest = dots = most_dots = 0
+    for token in _TOKEN.finditer(document):
+        match token[0]:
+            case "[" | "{":
+                depth, dots = depth + 1, 0
+            case "]" | "}":
+                depth, dots = depth - 1, 0
+            case "," | "=":
+                dots = 0
+            case ".":
+                dots += 1
+            case "\n" if depth <= 0:
+                text = document[start : token.end()]
+                yield _Statement(text, line, deepest, most_dots + 1)
+                start, line = token.end(), line + text.count("\n")
+                depth = deepest = dots = most_dots = 0
+        deepest, most_dots = max(deepest, depth), max(most_dots, dots)
+    yield _Statement(document[start:], line, deepest, most_dots + 1)
+
+
+def _paths(content: object) -> Iterator[tuple[str, ...]]:
+    """Every path of nested tables; those of an array of tables end at the array."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield (name,)
+            yield from ((name, *rest) for rest in _paths(value))
+
+
+def parse_override(argument: str) -> Setting:
+    """``"trainer.lr=1e-5"`` -> its setting. The value is TOML; what is no TOML is a string. Raises ConfigError."""
+    key, separator, text = argument.partition("=")
+    path = tuple(part.strip() for part in key.split("."))
+    if not separator or len(path) < 2 or not all(path):
+        raise ConfigError(f"{key!r} is not of the form section.key=value", where="--set")
+    if key != key.rstrip():  # "key = value"; in "data.suffix= End so" the blank is part of the string
+        text = text.strip()
+    try:
+        value = _parsed(f"value = {text}", "--set")["value"]
+        _check_integers(value, "--set")
+    except ConfigError:
+        value = text
+    return Setting(path=path, value=value, where="--set", text=text)

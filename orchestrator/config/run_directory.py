@@ -2,6 +2,7 @@
 
 <dir>/<name>/
   config.toml       the resolved configuration, with where each value came from
+  starts.jsonl      each start: when, on what machine, with which versions
   metrics.jsonl     one line a trained batch, and one an evaluation
   samples.jsonl     a few answers of each batch
   report.html       the run on one page, and trace.json for Perfetto: written when it ends
@@ -12,13 +13,18 @@
   model/            the final model, a plain Hugging Face directory
   logs/             one file a process
   api.address       host:port of the HTTP service
+  ended.json        why it ended, where the journal does not say it
   api.secret        the key that every HTTP request carries
   lock              held while a supervisor lives
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from contextlib import suppress
+from itertools import count, takewhile
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +32,17 @@ from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError
 from transport.contracts.settings import Settings
 from transport.errors import RunExistsError
-from transport.process.files import LockedError, check_own_tree, locked, remove_remains, replace, run_directory, writing
+from transport.process.files import (
+    LockedError,
+    check_own_tree,
+    is_locked,
+    locked,
+    remove_remains,
+    replace,
+    run_directory,
+    writing,
+)
+from transport.process.programs import command
 
 OWN_LEVELS = 2
 """The run's files, and those of its directories."""
@@ -44,18 +60,38 @@ def journal_of(run_dir: Path) -> Path:
     return rundir.journal
 
 
+def existing_run(run_dir: Path) -> RunDir:
+    """The run in ``run_dir``, for a command that reads its files.
+
+    Raises: ConfigError: there is none.  ForeignError: see ``RunDir.check_own``.
+    """
+    rundir = RunDir(run_dir)
+    if not rundir.exists():
+        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
+    rundir.check_own()
+    return rundir
+
+
 def find_run(run_dir: Path, broker_url: str | None = None) -> tuple[RunDir, Settings]:
     """The run in ``run_dir``, for a command that talks to its broker.
 
     broker_url: as the user named it on the command line; a password goes to no address that the run alone names.
     Raises: ConfigError: there is none, or see above.  ForeignError: see ``RunDir.check_own``.
     """
-    rundir = RunDir(run_dir)
-    if not rundir.exists():
-        raise ConfigError(f"{run_dir} holds no run (no config.toml); give the directory <dir>/<name>")
-    rundir.check_own()
+    rundir = existing_run(run_dir)
     named = [] if broker_url is None else [f"broker.url={broker_url}"]
     return rundir, resolve(None, [], named, os.environ, stored=rundir.config).settings
+
+
+def resume_command(run_dir: Path, settings: Settings, *changes: str) -> str:
+    """How its user goes on with a run of this machine. A broker of the user's own is named again: its password goes to
+    no address that only a file names.  changes: ``section.key=value``.
+    """
+    whole = Path(os.path.abspath(run_dir))  # also where "." was given
+    elsewhere = [] if whole.parent == Path("runs").absolute() else ["--dir", whole.parent]
+    named = [f"broker.url={settings.broker.url}"] if settings.broker.url else []
+    sets = [word for each in (*named, *changes) for word in ("--set", each)]
+    return command("streamrl-orchestrator", "run", "--resume", "--name", whole.name, *elsewhere, *sets)
 
 
 class RunDir:
@@ -64,6 +100,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.starts = path / "starts.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.held_out = path / "eval.jsonl"
         self.journal = path / "journal"
@@ -74,22 +111,15 @@ class RunDir:
         self.logs = path / "logs"
         self.api_address = path / "api.address"
         self.api_secret = path / "api.secret"
+        self.ended = path / "ended.json"
         self._lock: IO[bytes] | None = None
+        self._before: set[str] | None = None  # what the directory held when it was claimed
 
     def exists(self) -> bool:
-        """Whether a run has been started here before."""
         return self.config.exists()
 
-    def has_history(self) -> bool:
-        """Whether its orchestrator ever began: a supervisor may have died before."""
-        return any(self.journal.glob("snapshot-*"))
-
     def create(self) -> None:
-        """Make the directories. Raises RunExistsError where the path is a file, DirectoryError where it may not be;
-        ForeignError where it is another user's.
-        """
-        if self.path.exists() and not self.path.is_dir():
-            raise RunExistsError(f"{self.path} is a file; choose another --name or --dir")
+        """Make the directories. Raises DirectoryError where it may not be; ForeignError where it is another user's."""
         with writing(self.path):
             run_directory(self.path)
             self.logs.mkdir(exist_ok=True)
@@ -100,13 +130,8 @@ class RunDir:
         Raises RunExistsError: it holds a run and ``resume`` is not asked for, or the other way round, or it is live.
         DirectoryError: it cannot be written.  ForeignError: see ``check_own``.
         """
-        if self.exists() and not resume:
-            raise RunExistsError(
-                f"{self.path} already holds a run; go on with it: --resume --name {self.path.name}, "
-                "or choose another --name"
-            )
-        if resume and not self.exists():
-            raise RunExistsError(f"there is no run to resume in {self.path}")
+        self.check_free(resume=resume)
+        self._before = {path.name for path in self.path.iterdir()} if self.path.is_dir() else None
         self.create()
         with writing(self.path):
             self.check_own()
@@ -118,6 +143,36 @@ class RunDir:
             except BaseException:
                 self.unlock()
                 raise
+
+    def check_free(self, *, resume: bool) -> None:
+        """Raises RunExistsError and DirectoryError as ``claim`` does, and changes nothing."""
+        if self.exists() and not resume:
+            raise RunExistsError(
+                f"{self.path} already holds a run; choose another --name, or add --resume to go on with it"
+            )
+        if resume and not self.exists():
+            raise RunExistsError(f"there is no run to resume in {self.path}")
+        if is_locked(self.path / "lock"):
+            self.lock()  # names its holder
+        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not there.is_dir():
+            raise RunExistsError(f"{there} is a file; choose another --name or --dir")
+        if not os.access(there, os.W_OK | os.X_OK):
+            with writing(there):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+    def discard(self) -> None:
+        """Remove what came here since ``claim``: no run began, and its name is free again."""
+        for path in self.path.iterdir():
+            if path.name in (self._before or ()):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if self._before is None:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def check_own(self) -> None:
         """Whether all that the run's processes open here is this user's own: a link in a copy of another's run would
@@ -144,19 +199,12 @@ class RunDir:
 
 def next_free_name(directory: Path, name: str) -> str:
     """``name``, or ``name-2``, ``name-3``, ... if runs of that name are there already."""
-    number = 1
-    while RunDir(directory / _numbered(name, number)).exists():
-        number += 1
-    return _numbered(name, number)
+    if not RunDir(directory / name).exists():
+        return name
+    return next(f"{name}-{n}" for n in count(2) if not RunDir(directory / f"{name}-{n}").exists())
 
 
 def newest_name(directory: Path, name: str) -> str:
     """The last started of ``name``, ``name-2``, ...; ``name`` where there is none."""
-    number = 1
-    while RunDir(directory / _numbered(name, number + 1)).exists():
-        number += 1
-    return _numbered(name, number)
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
+    numbered = (f"{name}-{n}" for n in count(2))
+    return [name, *takewhile(lambda one: RunDir(directory / one).exists(), numbered)][-1]

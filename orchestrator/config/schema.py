@@ -1,50 +1,48 @@
-"""The schema of the settings in words: every key, what it must be, and the table in docs/settings.md.
+"""What settings must be: types and ranges in words, the rules that hold of several, the table in docs/settings.md.
 
 The comments of ``transport/contracts/settings.py`` are the only text about a setting; a setting without one is named by
-its section and type alone, never left out.
+its section and type alone, never left out. Invariant: settings of the right types that break no rule can be started.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
+import enum
+import functools
 import inspect
 import io
+import json
 import tokenize
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import msgspec.inspect
 
-from orchestrator.config.toml_source import to_toml
 from transport.contracts import settings as definitions
-from transport.contracts.settings import Section, Settings
-from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
+from transport.contracts.settings import SERVER_ENGINES, Section, Settings
+from transport.process.secret import BROKER_PASSWORD, HOW_TO_MAKE, MIN_CHARACTERS, SHARED_SECRET
+from transport.tensors.base import parse_ports
 
+A_SERVER = " or ".join(f'"{engine}"' for engine in SERVER_ENGINES)
 PASSWORD = "broker.password"
 FROM_ENVIRONMENT = {PASSWORD: BROKER_PASSWORD, "api.secret": SHARED_SECRET}
 """Secrets, and the variable that may hold each: it wins, and no file repeats it."""
 SECRET = (*FROM_ENVIRONMENT, "broker.url")
 """Shown in no error: a mistyped URL may hold a password that was not recognised as one."""
 
-
-def _fields() -> dict[str, msgspec.structs.FieldInfo]:
-    sections = msgspec.structs.fields(Settings)
-    return {
-        f"{section.name}.{field.name}": field
-        for section in sections
-        for field in msgspec.structs.fields(typing.cast("type[Section]", section.type))
-    }
-
-
-FIELDS = _fields()
+FIELDS = {
+    f"{section.name}.{field.name}": field
+    for section in msgspec.structs.fields(Settings)
+    for field in msgspec.structs.fields(typing.cast("type[Section]", section.type))
+}
 """Dotted key -> its field, in the order of the schema."""
 SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
 
 
 def value_of(settings: Settings, key: str) -> Any:
-    """The value of the dotted ``key``."""
     section, _, name = key.partition(".")
     return getattr(getattr(settings, section), name)
 
@@ -92,6 +90,239 @@ def _range(kind: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
     return f" in {'(' if kind.ge is None else '['}{least}, {most}{')' if kind.le is None else ']'}"
 
 
+FIELD_WORDS = {
+    "learning_rate": "trainer.lr",
+    "batch_size": "pipeline.groups_per_batch",
+    "num_generations": "pipeline.group_size",
+    "stop_strings": "generation.stop",
+    "max_tokens": "sampling.max_new_tokens",
+    "lr_scheduler_type": "trainer.lr_schedule",
+    "warmup_steps": "trainer.warmup_batches",
+    "min_lr_rate": "trainer.lr_min_share",
+    "gradient_clip": "trainer.grad_clip",
+    "steps": "run.batches",
+    "dataset_name": "data.path",
+    "dataset_config": "data.config",
+}
+"""What other trainers call some of our settings."""
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`` (did you mean trainer.lr?)`` for what ``word`` most likely was meant to be, "" when nothing is close.
+
+    In this order: the key it would be an entry of, the same key under another section, a similar key of the same
+    section, a similar key anywhere; FIELD_WORDS are similar to themselves.
+    """
+    section, _, leaf = word.rpartition(".")
+
+    def similar(keys: Sequence[str], *, cutoff: float) -> list[str]:
+        leaves = {name: key for name, key in FIELD_WORDS.items() if key in keys}
+        leaves |= {key.rpartition(".")[2]: key for key in reversed(keys)}
+        return [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=cutoff)]
+
+    found = (
+        [key for key in known if key == section]
+        or [key for key in known if "." in key and key.rpartition(".")[2] == leaf]
+        or similar([key for key in known if key.rpartition(".")[0] == section], cutoff=0.6)
+        or similar(known, cutoff=0.7)
+    )
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def to_toml(value: object) -> str:
+    """One value as TOML. Raises TypeError for what no setting can be."""
+
+    def key(name: str) -> str:
+        bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+        return name if bare else json.dumps(name)
+
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case enum.Enum() | str():
+            text = value.value if isinstance(value, enum.Enum) else value
+            return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return "[" + ", ".join(to_toml(item) for item in typing.cast("Sequence[object]", value)) + "]"
+        case dict():
+            items = typing.cast("Mapping[str, object]", value).items()
+            return "{" + ", ".join(f"{key(name)} = {to_toml(item)}" for name, item in items) + "}"
+        case _:
+            raise TypeError(f"{type(value)} is not a setting")
+
+
+# -- what must hold of several settings
+
+
+def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every rule that ``settings`` break: the keys it is about, and what is wrong with the first of them."""
+    return ((tuple(keys.split()), problem) for keys, problem in _broken_rules(settings))
+
+
+def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
+    try:
+        parse_ports(s.tensors.ports)
+    except ValueError:
+        yield "tensors.ports", 'must be a port or a range of ports, like "7400-7409"'
+    if s.api.secret and len(s.api.secret) < MIN_CHARACTERS:
+        yield "api.secret", f"must be {MIN_CHARACTERS} characters or more; make one with {HOW_TO_MAKE}"
+    if s.pipeline.groups_per_batch % s.trainer.mini_batches:
+        yield (
+            "pipeline.groups_per_batch trainer.mini_batches",
+            "must be divisible by trainer.mini_batches, so that every optimizer step sees as many groups",
+        )
+    if s.trainer.ranks * s.trainer.mini_batches > s.pipeline.groups_per_batch:
+        yield (
+            "trainer.ranks pipeline.groups_per_batch trainer.mini_batches",
+            "must be at most groups_per_batch / mini_batches, or some ranks never get a group",
+        )
+    if s.pipeline.rollout_batches > s.pipeline.max_staleness + 1:
+        yield (
+            "pipeline.rollout_batches pipeline.max_staleness",
+            "must be at most max_staleness + 1, or the last of them is too old when it is trained",
+        )
+    if s.algorithm.old_logprobs == "rollout" and 0 < s.algorithm.importance_cap <= 1 + s.algorithm.clip_high:
+        yield (
+            "algorithm.importance_cap algorithm.clip_high algorithm.old_logprobs",
+            'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what '
+            "the clip is there to stop",
+        )
+    if s.trainer.micro_batch_tokens < s.sampling.max_new_tokens:
+        yield (
+            "trainer.micro_batch_tokens sampling.max_new_tokens",
+            "must be at least sampling.max_new_tokens, or one response does not fit into a micro-batch",
+        )
+    if s.trainer.lr_schedule != "constant" and s.trainer.warmup_batches >= s.run.batches:
+        yield (
+            "trainer.warmup_batches run.batches trainer.lr_schedule",
+            f'must be below run.batches with trainer.lr_schedule "{s.trainer.lr_schedule}", which falls after it',
+        )
+    if s.trainer.lr_min_share and s.trainer.lr_schedule == "constant":
+        yield "trainer.lr_min_share trainer.lr_schedule", 'needs trainer.lr_schedule "linear" or "cosine"'
+    if s.trainer.engine == "emulated" and s.trainer.ranks != 1:
+        yield "trainer.ranks trainer.engine", 'must be 1 with trainer.engine "emulated", whose speed is a setting'
+    if s.trainer.engine == "emulated" and s.generation.engine != "emulated":
+        yield (
+            "generation.engine trainer.engine",
+            'must be "emulated" with trainer.engine "emulated", which has no weights to serve',
+        )
+    if s.generation.stop and s.generation.engine == "emulated":
+        yield (
+            "generation.stop generation.engine",
+            'must be empty with generation.engine "emulated", which writes no text',
+        )
+    if s.generation.engine_url and s.generation.engine not in SERVER_ENGINES:
+        yield "generation.engine_url generation.engine", f"needs generation.engine {A_SERVER}"
+    if s.generation.engine_url and s.generation.workers != 1:
+        yield (
+            "generation.workers generation.engine_url",
+            "must be 1 with generation.engine_url: a server takes new weights from one worker",
+        )
+    own_server = s.generation.server_command or s.generation.server_args
+    if own_server and s.generation.engine not in SERVER_ENGINES:
+        yield (
+            "generation.server_command generation.engine",
+            f"and generation.server_args need generation.engine {A_SERVER}",
+        )
+    if s.generation.engine == "vllm" and (s.sampling.top_p != 1 or s.sampling.top_k != 0):
+        yield (
+            "sampling.top_p sampling.top_k",
+            'must be 1 and 0 with generation.engine "vllm", whose logprobs are of what they leave over',
+        )
+    if own_server and s.generation.engine_url:
+        yield (
+            "generation.server_command generation.engine_url",
+            "and generation.server_args are for a server of the workers' own; leave them out, or generation.engine_url",
+        )
+    if 0 < s.generation.max_context <= s.sampling.max_new_tokens:
+        yield (
+            "generation.max_context sampling.max_new_tokens",
+            "must be 0 or above sampling.max_new_tokens, or no prompt fits",
+        )
+    makes_problems = s.data.source == "reasoning_gym"
+    if not makes_problems and not s.data.path:
+        yield "data.path data.source", "must name the data that data.source reads"
+    if not makes_problems and s.data.task not in ("", Settings().data.task):
+        yield "data.task data.source", 'is read by data.source "reasoning_gym" alone: set that, too'
+    if makes_problems and s.data.path:
+        yield "data.path data.source", 'is not read by data.source "reasoning_gym"; set data.source to "jsonl" or "hf"'
+    if s.data.source != "hf" and (s.data.config or s.data.revision):
+        yield "data.config data.revision data.source", 'and data.revision need data.source "hf"'
+    if s.data.source != "hf" and s.eval.config:
+        yield "eval.config data.source", 'needs data.source "hf"'
+    if s.eval.config and not s.eval.path:
+        yield "eval.config eval.path", "needs eval.path, the data set that has it"
+    if s.scoring.executes_answers and not s.scoring.reward:
+        yield (
+            "scoring.executes_answers scoring.reward",
+            "is about a reward of yours: name it (scoring.reward); the own verifiers execute nothing",
+        )
+    if s.scoring.executes_answers and s.scoring.jail != "auto":
+        yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
+    if makes_problems and s.eval.path:
+        yield (
+            "eval.path data.source",
+            'is not read by data.source "reasoning_gym", which makes its own held-out problems',
+        )
+    if s.generation.min_workers > s.generation.workers:
+        yield (
+            "generation.min_workers generation.workers",
+            "must be at most generation.workers, with which the run starts",
+        )
+    if 0 < s.generation.max_workers < s.generation.workers:
+        yield (
+            "generation.max_workers generation.workers",
+            "must be 0 or at least generation.workers, with which the run starts",
+        )
+    if s.generation.engine_url and s.generation.max_workers > 1:
+        yield (
+            "generation.max_workers generation.engine_url",
+            "must be 0 or 1 with generation.engine_url: a server takes new weights from one worker",
+        )
+    if s.decode_cost.engine not in ("", s.generation.engine):
+        yield (
+            "decode_cost.engine generation.engine",
+            "must be generation.engine: profile the engine that runs, or leave [decode_cost] out",
+        )
+    if s.decode_cost.model not in ("", s.model.path):
+        yield (
+            "decode_cost.model model.path",
+            "must be model.path: profile the model that runs, or leave [decode_cost] out",
+        )
+    if s.ranker.model and s.ranker.kind != "text":
+        yield "ranker.model ranker.kind", 'needs ranker.kind "text"'
+    if s.ranker.base_lengths and s.ranker.kind == "none":
+        yield "ranker.base_lengths ranker.kind", 'needs ranker.kind "text" or "history"'
+    if s.eval.every and s.trainer.engine == "none":
+        yield (
+            "eval.every trainer.engine",
+            'must be 0 with trainer.engine "none": nothing is trained that could be evaluated',
+        )
+    if s.eval.every and s.eval.problems <= 0:
+        yield "eval.every eval.problems", "needs eval.problems above 0"
+    if s.eval.seed == s.run.seed:
+        yield "eval.seed run.seed", "must differ from run.seed, or the held-out problems are the ones trained on"
+    if s.broker.tls_ca and not s.broker.url.startswith("rediss://"):
+        yield "broker.tls_ca broker.url", "needs a broker.url that starts with rediss://"
+    if s.liveness.lease_s < 2 * s.liveness.heartbeat_s:
+        yield (
+            "liveness.lease_s liveness.heartbeat_s",
+            "must be at least twice liveness.heartbeat_s, or one late heartbeat loses a healthy worker",
+        )
+    if s.liveness.warn_s >= s.liveness.stall_s:
+        yield (
+            "liveness.warn_s liveness.stall_s",
+            "must be below liveness.stall_s, or the run stops before it has said what blocks it",
+        )
+    if s.liveness.stall_s <= max(s.liveness.lease_s, s.pipeline.rollout_timeout_s):
+        yield (
+            "liveness.stall_s liveness.lease_s pipeline.rollout_timeout_s",
+            "must be above liveness.lease_s and pipeline.rollout_timeout_s, or the run gives up before it has retried",
+        )
+
+
 # -- the table
 
 TABLE_HEAD = """# Settings
@@ -106,31 +337,49 @@ that the variable with `_FILE` after it names.
 
 
 def settings_table() -> str:
-    """The whole document."""
+    texts = descriptions()
+    lines = [TABLE_HEAD]
+    for section in SECTIONS:
+        lines.append(f"## [{section}]\n\n{_about_section(section)}\n")
+        lines += ["| setting | default | value | what it does |", "|---|---|---|---|"]
+        for key in keys_of(section):
+            name = key.partition(".")[2]
+            cells = (f"`{name}`", f"`{to_toml(value_of(Settings(), key))}`", expected_type(key), texts[key])
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def explained(name: str) -> str:
+    """A setting, or all of a section, for a terminal. Raises KeyError for what is neither."""
+    if name in SECTIONS:
+        return "\n\n".join([f"[{name}]\n{_about_section(name)}", *map(explained, keys_of(name))])
+    default = to_toml(value_of(Settings(), name)) if name in FIELDS else ""
+    return f"{name} = {default}\n    {expected_type(name)}\n    {descriptions()[name]}"
+
+
+def keys_of(section: str) -> list[str]:
+    return [key for key in FIELDS if key.startswith(f"{section}.")]
+
+
+def _about_section(section: str) -> str:
+    return inspect.getdoc(_class_of(section)) or ""
+
+
+def _class_of(section: str) -> type[Section]:
+    return typing.cast("type[Section]", type(getattr(Settings(), section)))
+
+
+@functools.cache
+def descriptions() -> Mapping[str, str]:
+    """Dotted key -> what the setting does: the comment beside its field, and the variable that may hold it."""
     comments = _comments(inspect.getsource(definitions))
-    return "\n".join([TABLE_HEAD, *(line for section in SECTIONS for line in _section(section, comments))])
-
-
-def _section(section: str, comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    kind = typing.cast("type[Section]", next(f.type for f in msgspec.structs.fields(Settings) if f.name == section))
-    yield f"## [{section}]\n\n{inspect.getdoc(kind)}\n"
-    yield "| setting | default | value | what it does |"
-    yield "|---|---|---|---|"
-    for key in (key for key in FIELDS if key.startswith(f"{section}.")):
-        name = key.partition(".")[2]
-        about = comments.get((kind.__name__, name), "")
-        if key in FROM_ENVIRONMENT:
-            about = f"{about} (environment: {FROM_ENVIRONMENT[key]})".strip()
-        yield _row(f"`{name}`", f"`{_default(key)}`", expected_type(key), about)
-    yield ""
-
-
-def _default(key: str) -> str:
-    return to_toml(value_of(Settings(), key))
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+    found: dict[str, str] = {}
+    for key in FIELDS:
+        section, _, name = key.partition(".")
+        about = comments.get((_class_of(section).__name__, name), "")
+        found[key] = f"{about} (environment: {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else about
+    return found
 
 
 def _comments(source: str) -> dict[tuple[str, str], str]:

@@ -8,85 +8,38 @@ randomness. Invariant: the same events at the same times give the same commands,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
 
-from orchestrator.core.dispatch import handout, planning
-from orchestrator.core.fleet import elastic, workers
-from orchestrator.core.invariants import check
+from orchestrator.core import fleet, training
+from orchestrator.core.dispatch import handout
 from orchestrator.core.lanes.evaluation import EvaluationLane
 from orchestrator.core.lanes.service import ServeLane
-from orchestrator.core.model.groups import Lane, Stage, plan_phases
-from orchestrator.core.model.lanes import Evaluation, Request
-from orchestrator.core.model.outbox import CommandId, entry_id, parse_entry_id
+from orchestrator.core.model.groups import NO_WORKER, Lane, plan_phases
+from orchestrator.core.model.outbox import CommandId, HeldOutPromptsKey, PromptsKey
 from orchestrator.core.model.pipeline import Pipeline, Wait
-from orchestrator.core.model.settings import CoreSettings, changed, core_settings, reconfigured
-from orchestrator.core.observe.view import (
-    PipelineView,
-    RunningView,
-    describe_wait,
-    longest_running,
-    rows_reported,
-    view,
-)
-from orchestrator.core.observe.wait_reasons import current_wait
+from orchestrator.core.model.settings import CoreSettings, changed, reconfigured
 from orchestrator.core.rollout.admission import TrainLane
 from orchestrator.core.rollout.lifecycle import Lifecycle
-from orchestrator.core.training import reports as trainer_reports
-from orchestrator.core.training import rounds
-from transport.contracts.messages import (
-    BrokerUsage,
-    CheckpointRequested,
-    CheckpointSaved,
-    Command,
-    Event,
-    GroupScored,
-    HeldOutPromptsArrived,
-    PauseRequested,
-    PlanComputed,
-    PromptsArrived,
-    PromptsSubmitted,
-    RankerJudged,
-    RequestCancelled,
-    ResumeRequested,
-    RolloutFailed,
-    RolloutFinished,
-    RoundDone,
-    RowsMissing,
-    RunResumed,
-    SamplesTaken,
-    ScoringFailed,
-    SettingChanged,
-    StepDone,
-    StopRequested,
-    Tick,
-    TrainerReady,
-    UpdateFailed,
-    WeightsFailed,
-    WeightsLoaded,
-    WeightsPublished,
-    WorkerJoined,
-    WorkerLost,
-    WorkerReported,
-    WorkerStarted,
-)
-from transport.contracts.types import RowId, WeightIdentity, WorkerId, WorkerKind
-
-__all__ = ["CommandId", "CoreSettings", "PipelineState", "PipelineView", "core_settings", "entry_id", "parse_entry_id"]
+from orchestrator.core.view import PipelineView, current_wait, describe_wait, view
+from transport.contracts import messages
+from transport.contracts.messages import Command, Event, SettingChanged, StopRequested
+from transport.contracts.types import UpdateMode
 
 _decoder = msgspec.msgpack.Decoder(Pipeline)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class PipelineState:
-    """The state of one run."""
+    """The state of one run. pipeline: all of it, to be read and not changed."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self._wire(Pipeline(settings=settings, configured=settings))
 
     def _wire(self, pipeline: Pipeline) -> None:
-        self._p = pipeline
+        self.pipeline = pipeline
         settings = pipeline.settings
         self._phases = plan_phases(settings.mini_batches, settings.epochs, settings.record_logprobs)
         self._train = TrainLane(pipeline, self._phases)
@@ -95,85 +48,57 @@ class PipelineState:
         lanes = {Lane.TRAIN: self._train, Lane.EVAL: self._evaluation, Lane.SERVE: self._service}
         self._life = Lifecycle(pipeline, lanes)
 
-    # -- what drivers use
-
     @property
     def seq(self) -> int:
         """Events applied so far: the journal position of the last one."""
-        return self._p.outbox.seq
+        return self.pipeline.outbox.seq
 
     @property
     def now_s(self) -> float:
         """The run's clock at the last event."""
-        return self._p.now_s
+        return self.pipeline.now_s
 
     @property
     def settings(self) -> CoreSettings:
-        return self._p.settings
-
-    @property
-    def configured(self) -> CoreSettings:
-        """The settings that the run was last started with."""
-        return self._p.configured
+        return self.pipeline.settings
 
     @property
     def paused(self) -> bool:
         """Whether dispatch is held by request."""
-        return self._p.paused
-
-    @property
-    def source_position(self) -> str:
-        """The prompt source's state after the last prompt that arrived: where it goes on after a restart."""
-        return self._p.prompts.last_position
-
-    @property
-    def trainer_epoch(self) -> int:
-        """The highest of any trainer so far, 0 before the first."""
-        return self._p.lineage.epoch
-
-    @property
-    def freed_version(self) -> int:
-        """Rows of batches below it are freed: no trainer can go back further."""
-        return self._p.retention.freed.version
-
-    @property
-    def rounds_begin(self) -> str:
-        """Entries of the rounds log up to this one are freed; "" before any is."""
-        freed = self._p.retention.freed
-        return freed.cursor.entry if freed.cursor.seq else ""
+        return self.pipeline.paused
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Apply ``event`` at ``now_s`` on the run's clock and return what to do, in order.
 
         The id of command ``i`` is ``CommandId(self.seq, i)``. A clock that went back counts as standing still.
         """
-        p = self._p
-        elastic.pass_time(p, now_s)
+        p = self.pipeline
+        fleet.pass_time(p, now_s)
         p.now_s = max(p.now_s, now_s)
-        p.outbox.begin()
+        p.outbox.seq += 1
         self._apply(event)
-        if p.settings.service:
-            self._finish_service()
-        else:
+        if not p.settings.service:
             self._train.admit()
-            rounds.release(p, self._phases)
+            training.release(p, self._phases)
+        elif self._service.is_drained():
+            training.finish_run(p, p.stop_reason)
         self._evaluation.advance()
         if not p.finished:
-            workers.choose_next_to_load(p)
-            planning.request_plans(p)
+            if p.settings.update is UpdateMode.STAGGERED:
+                p.fleet.choose_next_to_load()  # before dispatch, which spares that one
+            handout.request_plans(p)
             handout.dispatch(p)
             self._evaluation.dispatch()
-            workers.load_newest(p)
-            elastic.release_drained(p)
+            fleet.load_newest(p)
+            fleet.release_drained(p)
         return p.outbox.take()
 
-    def outstanding(self) -> list[tuple[CommandId, Command]]:
+    def outstanding(self) -> Sequence[tuple[CommandId, Command]]:
         """Commands whose effect is not certain, with their ids, oldest first: executing them again is harmless."""
-        return [(issued.id, issued.command) for issued in self._p.outbox.outstanding()]
+        return self.pipeline.outbox.outstanding()
 
     def snapshot(self) -> bytes:
-        """The whole state, settings included."""
-        return _encoder.encode(self._p)
+        return _encoder.encode(self.pipeline)
 
     @classmethod
     def restore(cls, snapshot: bytes, *, settings: CoreSettings | None = None) -> PipelineState:
@@ -193,163 +118,115 @@ class PipelineState:
         return state
 
     def view(self) -> PipelineView:
-        """A summary for status and metrics."""
-        return view(self._p)
-
-    def longest_running(self) -> tuple[RunningView, ...]:
-        """The groups that have been generated for the longest, for people."""
-        return longest_running(self._p)
+        return view(self.pipeline)
 
     def wait(self) -> Wait | None:
         """What the run waits for now, since when, and who should act; None once it is over."""
-        return current_wait(self._p)
+        return current_wait(self.pipeline)
 
     def describe_wait(self) -> str:
         """The same in words, and where everything is."""
-        return describe_wait(self._p)
-
-    def worker_ids(self) -> list[WorkerId]:
-        """Every worker that the core counts on, of all kinds."""
-        return [*self._p.fleet.workers, *self._p.fleet.others]
-
-    def other_workers(self) -> dict[WorkerId, WorkerKind]:
-        """Those of ``worker_ids`` that do not generate."""
-        return dict(self._p.fleet.others)
-
-    def rows_reported(self) -> list[RowId]:
-        """Rows that must exist in the broker: reported, and neither dropped nor in a durable checkpoint."""
-        return rows_reported(self._p)
-
-    def rows_scored(self) -> list[RowId]:
-        """Those of ``rows_reported`` that must have their advantage too."""
-        return rows_reported(self._p, Stage.READY)
-
-    def evaluation(self) -> Evaluation | None:
-        """The evaluation that is under way. To be read, not changed."""
-        return self._p.evaluations.current
-
-    def check_invariants(self) -> None:
-        """Raise BrokenInvariantError if the state contradicts itself. Costs time linear in the state: for tests."""
-        check(self._p)
-
-    # -- requests of a service run
-
-    def request(self, number: int) -> Request | None:
-        """A request that is not all taken. To be read, not changed."""
-        return self._p.requests.get(number)
-
-    def requests(self) -> dict[int, Request]:
-        """All of them, by number. To be read, not changed."""
-        return self._p.requests
-
-    def request_counts(self) -> dict[int, dict[str, int]]:
-        """Samples of each of them, for people."""
-        return {number: request.counts() for number, request in self._p.requests.items()}
-
-    @property
-    def last_request(self) -> int:
-        """The highest number of any request so far."""
-        return self._p.last_request
-
-    def serving(self) -> dict[WorkerId, WeightIdentity | None]:
-        """What each generation worker serves."""
-        return {worker.worker_id: worker.loaded for worker in self._p.fleet.workers.values()}
-
-    # -- one rule for each event
+        return describe_wait(self.pipeline)
 
     def _apply(self, event: Event) -> None:
-        p = self._p
+        p = self.pipeline
         match event:
             # groups
-            case RolloutFinished():
-                elastic.note_sample(p, event)
-                planning.observe_speed(p, event)
+            case messages.RolloutFinished():
+                fleet.note_sample(p, event)
+                handout.observe_speed(p, event)
                 self._life.finished(event)
-            case GroupScored():
+            case messages.GroupScored():
                 self._life.scored(event)
-            case RolloutFailed():
+            case messages.RolloutFailed():
                 self._life.failed(event)
-            case ScoringFailed():
+            case messages.ScoringFailed():
                 self._life.scoring_failed(event)
-            case RowsMissing():
+            case messages.RowsMissing():
                 self._life.missing(event)
             # generation workers
-            case WorkerReported():
-                workers.reported(p, self._life, event)
-            case WorkerJoined():
-                workers.joined(p, event)
-            case WorkerLost():
-                workers.lost(p, self._life, event)
-            case WeightsLoaded():
-                workers.weights_loaded(p, event)
-            case WeightsFailed():
-                workers.weights_failed(p, event)
+            case messages.WorkerReported():
+                fleet.reported(p, self._life, event)
+            case messages.WorkerJoined():
+                fleet.joined(p, event)
+            case messages.WorkerLost():
+                fleet.lost(p, self._life, event)
+            case messages.WeightsLoaded():
+                fleet.weights_loaded(p, event)
+            case messages.WeightsFailed():
+                fleet.weights_failed(p, event)
             # the trainer
-            case RoundDone():
-                elastic.note_round(p, event)
-                trainer_reports.round_done(p, event)
-            case StepDone():
-                trainer_reports.step_done(p, event)
-            case CheckpointSaved():
-                trainer_reports.checkpoint_saved(p, event)
-            case TrainerReady():
-                trainer_reports.trainer_ready(p, event, self._train, self._evaluation)
-            case BrokerUsage():
-                trainer_reports.broker_used(p, event.retained_bytes)
+            case messages.RoundDone():
+                fleet.note_round(p, event)
+                training.round_done(p, event)
+            case messages.StepDone():
+                training.step_done(p, event)
+            case messages.CheckpointSaved():
+                training.checkpoint_saved(p, event)
+            case messages.TrainerReady():
+                training.trainer_ready(p, event, self._train, self._evaluation)
+            case messages.BrokerUsage():
+                training.broker_used(p, event.retained_bytes)
             # prompts, plans, predictions
-            case PromptsArrived():
-                self._train.prompts_arrived(event)
-            case HeldOutPromptsArrived():
-                self._evaluation.problems_arrived(event)
-            case PlanComputed():
-                planning.use_plan(p, event)
-            case RankerJudged():
+            case messages.PromptsArrived():
+                if p.prompts.arrive(event):
+                    p.outbox.confirm(PromptsKey())
+            case messages.HeldOutPromptsArrived():
+                p.outbox.confirm(HeldOutPromptsKey())
+                if p.evaluations.problems is None:  # they are the same for the whole run
+                    p.evaluations.problems = list(event.prompts)
+            case messages.PlanComputed():
+                handout.use_plan(p, event)
+            case messages.RankerJudged():
                 p.plans.ranker = event
             # readers of a service run
-            case PromptsSubmitted():
+            case messages.PromptsSubmitted():
                 self._service.submitted(event)
-            case SamplesTaken():
+            case messages.SamplesTaken():
                 self._service.samples_taken(event)
-            case RequestCancelled():
+            case messages.RequestCancelled():
                 self._service.cancelled(event)
-            case WeightsPublished():
+            case messages.WeightsPublished():
                 self._service.published(event)
             # people: a request that cannot be granted changes nothing, and the view shows it
             case StopRequested():
                 self._stop(event)
-            case RunResumed():
-                self._resume_run()
-            case PauseRequested():
+            case messages.RunResumed():
+                p.stop_reason, p.paused = "", False
+                p.elastic.spawned, p.elastic.asked_s = 0, []  # this life begins with the workers of its settings
+                training.reopen(p)
+                self._service.reopen()
+            case messages.PauseRequested():
                 p.paused = not p.stopping
-            case ResumeRequested():
+            case messages.ResumeRequested():
                 p.paused = False
-            case CheckpointRequested():
+            case messages.CheckpointRequested():
                 p.retention.requested = True
             case SettingChanged():
                 self._change_setting(event)
-            case Tick():
+            case messages.Tick():
                 self._on_tick()
-            case UpdateFailed() | WorkerStarted():
+            case messages.UpdateFailed() | messages.WorkerStarted():
                 pass  # for readers of the journal: the one is answered elsewhere, the other counts once it joins
             case _:
                 assert_never(event)
 
     def _on_tick(self) -> None:
         """Deadlines are looked at here and nowhere else."""
-        p = self._p
+        p = self.pipeline
         self._life.expire()
-        planning.expire_plans(p)
+        handout.expire_plans(p)
         handout.migrate(p)
         self._service.expire()
-        rounds.expire_pacing(p)
-        workers.expire_loads(p)
+        training.expire_pacing(p)
+        fleet.expire_loads(p)
         self._evaluation.expire()
-        elastic.keep_minimum(p)
+        fleet.keep_minimum(p)
         p.wait = current_wait(p)
 
     def _stop(self, event: StopRequested) -> None:
         """Also out of a pause: the batch in training could not finish otherwise."""
-        p = self._p
+        p = self.pipeline
         if p.stopping:
             return
         p.stop_reason = event.reason or "stopped"
@@ -358,22 +235,12 @@ class PipelineState:
         if not p.settings.service:  # what runs of requests finishes
             self._train.suspend()
 
-    def _resume_run(self) -> None:
-        self._p.stop_reason = ""
-        self._p.paused = False
-        rounds.reopen(self._p)
-        self._service.reopen()
-
     def _change_setting(self, event: SettingChanged) -> None:
         """Not after the trainer's last command, either."""
-        p = self._p
+        p = self.pipeline
         wanted = changed(p.settings, event.key, event.value)
         if wanted is None or p.training.finish_id is not None:
             return
         if wanted.update is not p.settings.update:
-            p.fleet.change_update()
+            p.fleet.next_to_load, p.fleet.loads_pending = NO_WORKER, True
         p.settings = wanted
-
-    def _finish_service(self) -> None:
-        if self._service.is_drained():
-            rounds.finish_run(self._p, self._p.stop_reason)

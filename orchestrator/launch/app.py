@@ -8,11 +8,16 @@
                      retained bytes ─► watch_usage ┘                                                  ▼
       rounds, plans:<worker>, control:<worker>, group columns ◄── broker ◄───────────────────── executor
 
+``main`` is a child of ``run``, whose directory is there and locked by its supervisor; ``main_alone`` is the control
+plane by itself, which workers join over the broker at any time.
+
 Back-pressure: the inbox is bounded, so when deciding is behind, events wait in the broker; the core admits no more
 than its staleness bound allows, so what the executor may have to do is bounded too; ``max_retained_bytes`` bounds the
 broker.
 Recovery: newest snapshot, then the journal's tail through the same ``handle``; then everything that was commanded and
 not confirmed is carried out again (entry ids make that harmless).
+Invariants: what ends the process is one StreamError, whose exit code says whether starting it again is of use; when a
+control plane by itself has ended the run, its workers have left, so that its broker may be stopped.
 """
 
 from __future__ import annotations
@@ -20,44 +25,86 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import structlog
-from starlette.types import ASGIApp
+import uvloop
 
+from orchestrator.config.load import Resolved, render, resolve
 from orchestrator.config.run_directory import RunDir
+from orchestrator.config.starts import note_start
+from orchestrator.core.model.groups import Stage
 from orchestrator.core.state import PipelineState
-from orchestrator.errors import RunFailedError
+from orchestrator.core.view import rows_reported
+from orchestrator.errors import ConfigError, Interrupted, RunFailedError
+from orchestrator.http import check_listening, open_listener, run_key, serve_http
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
-from orchestrator.lengths.ranking import Ranking, open_ranker
+from orchestrator.launch.console import RunConsole
+from orchestrator.launch.processes import FIRST_ANSWER_S, check_inputs, prepare_model, reward_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
-from orchestrator.loop.execute import Executor, Issued
-from orchestrator.loop.intake import Arrival, Inbox, burying, new_inbox, read_events, tick, watch_usage
-from orchestrator.loop.membership import Membership
-from orchestrator.loop.planner import Planner
+from orchestrator.loop.execute import Executor, Issued, Planner
+from orchestrator.loop.intake import (
+    Arrival,
+    Inbox,
+    Membership,
+    append_event,
+    burying,
+    check_new,
+    keep_reconciled,
+    new_inbox,
+    publish_run_metadata,
+    read_events,
+    tick,
+    was_resumed,
+    watch_usage,
+)
 from orchestrator.loop.prompt_server import PromptServer
-from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
+from orchestrator.loop.ranking import Ranking, open_ranker
 from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.http.page_history import PageHistory
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
-from orchestrator.observability.http.server import open_listener, run_key, serve_http
-from orchestrator.observability.http.status import StatusBoard, publish_status
+from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
+from orchestrator.observability.live import PlainView
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
-from orchestrator.prompts.source import ShuffledSource, held_out, load_detokenizer, open_source, write_held_out
-from orchestrator.serving.http import BODY_LIMITS, ServiceApi
-from orchestrator.serving.prompts import ServicePrompts
-from orchestrator.serving.request_store import REQUESTS, RequestStore
-from orchestrator.serving.service import Service
+from orchestrator.observability.standing import noting_end
+from orchestrator.prompts.source import (
+    ShuffledSource,
+    held_out,
+    load_detokenizer,
+    open_source,
+    trial_rows,
+    write_held_out,
+)
+from orchestrator.serving.http import BODY_LIMITS, ServiceApi, ServicePrompts
+from orchestrator.serving.service import REQUESTS, RequestStore, Service
 from ranker.protocol import ConstantPredictor
-from transport.broker.base import Broker, Fence
-from transport.contracts.messages import Command, Event, FinishRun, SlotOutcome, TrainRound, TrialRows
-from transport.contracts.model_identity import identify_model
+from transport.broker import keys
+from transport.broker.base import Broker, Fence, without_password
+from transport.broker.redis_streams import connect
+from transport.contracts.messages import (
+    Command,
+    Event,
+    FinishRun,
+    RunResumed,
+    SlotOutcome,
+    SpawnWorkers,
+    TrainRound,
+    TrialRows,
+)
 from transport.contracts.settings import Settings
+from transport.contracts.types import RunName, WorkerId
+from transport.contracts.user_files import identify_model
+from transport.errors import TransientError, first_error
+from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
-from transport.rows.columns import BrokerRows
+from transport.process.programs import command, configure_logs
+from transport.rows.columns import RowStore
+from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +112,118 @@ RECALLED = 20_000
 """Events of before a restart that metrics still need: about 0.2 s to read, more than the batches that are open."""
 FLUSH_S = 10.0
 """At the end, how long the last commands may take to reach the broker."""
+POLL_S = 0.1
+
+
+# -- the process
+
+
+def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: Mapping[str, str]) -> int:
+    """Serve ``run`` until it is over. Raises StreamError, or ConfigError for a damaged config.toml in ``run_dir``."""
+    configure_logs(process="orchestrator")
+    faults.arm(environ.get("STREAMRL_FAULTS", ""))
+    settings = resolve(None, [], [f"broker.url={broker_url}"], environ, stored=RunDir(run_dir).config).settings
+    return _run(_connected(settings, RunName(run), run_dir, model_dir))
+
+
+def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> int:
+    """Claim the run's directory and serve it.
+
+    resume: the run is there already.  reopen: end its pause, too; its end is undone in any case.
+    model_dir: None prepares ``model.path``; only its tokenizer is used here.
+    Raises: ConfigError without a broker; RunExistsError; Interrupted when a signal came before the run was over.
+    """
+    if not resolved.settings.broker.url:
+        raise ConfigError("serve starts no broker: name one with --broker", key="broker.url")
+    check_listening(resolved.settings.api)
+    check_inputs(resolved.settings)
+    configure_logs(process="orchestrator")
+    return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
+
+
+def _run(work: Coroutine[Any, Any, bool]) -> int:
+    try:
+        finished = uvloop.run(work)
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
+    if not finished:
+        raise _interrupted()
+    return 0
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted("stopped before the run was over; everything is kept for --resume")
+
+
+async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> bool:
+    settings = resolved.settings
+    name = RunName(settings.run.name)
+    broker = await connect(settings.broker, name, outage_s=FIRST_ANSWER_S)
+    reopen = reopen or await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
+    await broker.close()  # it answers: worth a directory and a model
+    rundir = RunDir(Path(settings.run.dir) / name)
+    rundir.claim(render(resolved), resume=resume)
+    view = PlainView()
+    try:
+        model_dir = model_dir or await prepare_model(settings.model.path, rundir.logs, view.note)
+        view.note(f"run {name} in {rundir.path}; workers join with (on another host, with the streamrl-worker there)")
+        for line in join_commands(settings):
+            view.note(f"  {line}")
+        if settings.api.enabled:  # its key is not for a log that others collect
+            look = command("streamrl-orchestrator", "inspect", rundir.path, "--broker", settings.broker.url)
+            view.note(f"live page: once it is served, its link is what this prints first:\n  {look}")
+        console, started_s = RunConsole(settings, rundir, view), time.monotonic()
+        note_start(rundir, resolved)
+        with noting_end(rundir):
+            if not await _connected(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True):
+                raise _interrupted()
+        console.write_report()
+        view.note(console.summary(time.monotonic() - started_s))
+        return True
+    finally:
+        sweep_stale(*segment_directories(rundir.path))  # of workers on this machine that were killed
+        rundir.unlock()
+
+
+def join_commands(settings: Settings) -> list[str]:
+    """What to type, here, for each kind of worker that the run needs."""
+    score = ["score", *reward_arguments(settings.scoring)]
+    kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, ["train"]]
+    where = ["--broker", without_password(settings.broker.url)[0], "--run", settings.run.name]
+    return [command("streamrl-worker", *kind, *where) for kind in kinds]
+
+
+async def _connected(
+    settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, reopen: bool = False, alone: bool = False
+) -> bool:
+    broker = await connect(settings.broker, run, url=settings.broker.url)
+    try:
+        if reopen:
+            await append_event(broker, RunResumed())
+        return await serve(settings, broker, run_dir, model_dir)
+    finally:
+        if alone:  # a supervisor tells its children itself
+            await see_off(broker, limit_s=settings.liveness.lease_s)
+        await broker.close()
+
+
+async def see_off(broker: Broker, *, limit_s: float) -> None:
+    """If the run is over, wait until its workers have left. They see it at their next heartbeat.
+
+    limit_s: how long the lease of a worker lasts that died. Never raises for a broker that is away or a worker that
+    stays: the run is over all the same.
+    """
+    staying: list[WorkerId] = []
+    try:
+        async with asyncio.timeout(limit_s):
+            if await broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+                while staying := sorted(await broker.leases()):  # noqa: ASYNC110 a lease that ends wakes no task
+                    await asyncio.sleep(POLL_S)
+    except (TransientError, TimeoutError):
+        log.warning("not all workers are known to have left", workers=staying)
+
+
+# -- the pipeline
 
 
 async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> bool:
@@ -89,43 +248,58 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
     if await was_resumed(broker, recovered.cursor):
-        restated = [issued for issued in restated if not isinstance(issued[1], FinishRun)]
+        restated = [issued for issued in restated if not isinstance(issued[1], FinishRun | SpawnWorkers)]
     clock, inbox, ended = MonotonicClock(origin_s=recovered.now_s), new_inbox(), Ending()
-    requests = RequestStore(rundir.path / REQUESTS) if settings.trainer.engine == "none" else None
+    trains, rows = settings.trainer.engine != "none", RowStore(broker)
 
+    requests = None if trains else RequestStore(rundir.path / REQUESTS)
     ranking = await open_ranking(settings, rundir, clock, inbox)
     prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated)
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
-    metrics = open_metrics(settings, rundir, state, restated)
+    metrics = MetricsLog(rundir.metrics, trains=trains, passes=settings.trainer.epochs)
+    rounds = [command for _, command in restated if isinstance(command, TrainRound)]
+    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
     watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
-    samples = RecentSamples(
-        BrokerRows(broker), lambda: load_detokenizer(model_dir), SampleKeeper(rundir.path / SAMPLES).keep
-    )
-    service = await open_service(settings, state, broker, inbox, requests, model_dir) if requests is not None else None
-
+    samples = RecentSamples(rows, lambda: load_detokenizer(model_dir), SampleKeeper(rundir.path / SAMPLES).keep)
+    service = None
+    if requests is not None:
+        detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
+        service = Service(settings, state, broker, rows, lambda event: inbox.put(Arrival(event)), requests, detokenize)
     membership = Membership(broker, settings.liveness.lease_s, clock)
     history = PageHistory(rundir.metrics, membership, samples, clock)
+    board = StatusBoard(clock)
 
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
         watchdog.observe(event)
         metrics.observe(event, commands, now_s)
         history.observe(event, now_s)
+        board.observe(event, now_s)
 
+    reported = partial(rows_reported, state.pipeline)
     on_events = samples.on_events if service is None else service.on_events
     decider = Decider(
         state, journal, executor, Trimmer(broker), clock, recovered.cursor, observe=observe, on_events=on_events
     )
-    board = StatusBoard(clock)
-    api, control = Api(board, rundir.metrics, history.latest), ControlRoutes(broker, settings, state.view)
+    mismatch_limit = settings.algorithm.mismatch_limit
     model = await asyncio.to_thread(identify_model, model_dir)
 
     async def publish_metadata() -> None:
-        await publish_run_metadata(broker, settings, state.trainer_epoch, model, trial)
+        await publish_run_metadata(broker, settings, state.pipeline.lineage.epoch, model, trial)
 
     async def restore() -> None:
         await publish_metadata()
         decider.restate()
+
+    async def answer_http(listener: socket) -> None:
+        routes = Api(board, rundir.metrics, history.latest).routes()
+        routes += ControlRoutes(broker, settings, state.view).routes()
+        if service is not None:
+            prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
+            routes += ServiceApi(service, prompts, settings).routes()
+        key = run_key(settings.api, rundir.api_secret)
+        web = build_app(routes, host=settings.api.host, key=key, body_limits=BODY_LIMITS)
+        await serve_http(web, listener)
 
     await publish_metadata()
     executor.submit(restated)
@@ -134,7 +308,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         log.warning(
             "the journal had two writers; records of the one that was replaced are void", records=recovered.num_void
         )
-    ended.end_on_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
@@ -146,14 +321,14 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("events", read_events(broker, inbox, recovered.cursor))
         run("tick", tick(inbox))
         run("usage", watch_usage(broker, fence, inbox))
-        run("membership", membership.watch(inbox, state.worker_ids))
+        run("membership", membership.watch(inbox, state.pipeline.fleet.ids))
         run("prompts", prompts.run(inbox))
         run("planner", planner.run(inbox))
         run("executor", executor.run())
         run("decide", burying(decider.run(inbox), broker))
-        run("reconcile", keep_reconciled(broker, inbox, state.rows_reported, state.rows_scored, restore))
+        run("reconcile", keep_reconciled(broker, inbox, reported, partial(reported, Stage.READY), restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
-        run("status", publish_status(broker, state, membership, metrics, watchdog, clock, board, decider))
+        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit))
         run("watchdog", watchdog.watch(state))
         run("page history", history.watch())
         if service is None:
@@ -163,11 +338,15 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
             if settings.ranker.kind == "text":
                 run("refit ranker", ranking.learn())
         if listener is not None:
-            run("http", serve_http(await open_web(settings, rundir, model_dir, api, control, service), listener))
+            run("http", answer_http(listener))
         if service is not None:
             await service.recover()
         await ended.wait()
-        await flush(decider)
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await decider.snapshot()
+        except TimeoutError:
+            log.warning("the broker did not take the last commands; they are carried out at the next start")
         for loop in loops:
             loop.cancel()
     if ranking is not None:
@@ -199,72 +378,24 @@ async def open_prompts(
     """Prompts, from where the state left off, with the problems of evaluations where there are any; and the rows that a
     reward is tried on. Raises DataError."""
     source = requests or await asyncio.to_thread(open_source, settings, model_dir)
-    source.seek(state.source_position)
-    evaluates = settings.eval.every > 0 or state.evaluation() is not None
+    source.seek(state.pipeline.prompts.last_position)
+    evaluates = settings.eval.every > 0 or state.pipeline.evaluations.current is not None
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
     predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
-    trial = source.trial_rows(settings.scoring.answer_marker) if isinstance(source, ShuffledSource) else None
+    marker = settings.scoring.answer_marker
+    trial = trial_rows(source.problems, marker) if isinstance(source, ShuffledSource) else None
     return PromptServer(source, predictor, held_out=problems, learnt=learnt), trial
 
 
-def open_metrics(settings: Settings, rundir: RunDir, state: PipelineState, restated: Sequence[Issued]) -> MetricsLog:
-    """The run's metrics, with what they need of the time before a restart."""
-    metrics = MetricsLog(rundir.metrics, trains=settings.trainer.engine != "none", passes=settings.trainer.epochs)
-    rounds = [command for _, command in restated if isinstance(command, TrainRound)]
-    metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
-    return metrics
-
-
-async def open_service(
-    settings: Settings, state: PipelineState, broker: Broker, inbox: Inbox, requests: RequestStore, model_dir: Path
-) -> Service:
-    """The service of a run that trains nothing."""
-    detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
-
-    async def report(event: Event) -> None:
-        await inbox.put(Arrival(event))
-
-    return Service(settings, state, broker, BrokerRows(broker), report, requests, detokenize)
-
-
-async def open_web(
-    settings: Settings, rundir: RunDir, model_dir: Path, api: Api, control: ControlRoutes, service: Service | None
-) -> ASGIApp:
-    """Everything that is answered over HTTP, behind the run's key."""
-    routes = [*api.routes(), *control.routes()]
-    if service is not None:
-        prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
-        routes += ServiceApi(service, prompts, settings).routes()
-    key = run_key(settings.api, rundir.api_secret)
-    return build_app(routes, host=settings.api.host, key=key, body_limits=BODY_LIMITS)
-
-
-async def flush(decider: Decider) -> None:
-    """Let the last commands reach the broker, and keep the state after them. Never raises on a time-out."""
-    try:
-        async with asyncio.timeout(FLUSH_S):
-            await decider.snapshot()
-    except TimeoutError:
-        log.warning("the broker did not take the last commands; they are carried out at the next start")
-
-
 class Ending(asyncio.Event):
-    """Set when the run is over, or when this process shall end.
-
-    finished: the run is over.  failure: why the run failed, "" when it did not.
-    """
+    """Set when the run is over (``finished``; ``failure``: why it failed, "" when it did not), or by a first SIGTERM or
+    SIGINT, which ends this process and not the run."""
 
     finished = False
     failure = ""
 
-    def end_on_signals(self) -> None:
-        """A first SIGTERM or SIGINT ends this process, not the run."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.set)
-
     def finish(self, command: FinishRun) -> None:
-        """The core ends the run."""
         self.finished = True
         self.failure = command.reason if command.failed else ""
         self.set()

@@ -1,7 +1,7 @@
 """``streamrl-orchestrator run``: one command that brings up a whole run on this machine and sees it through.
 
-It decides nothing about prompts, batches or weights; the orchestrator does, in a process of its own that may be killed
-like any other. Invariant: when this returns or dies, no child is left, and when it returns, no shared memory of theirs.
+The orchestrator decides, in a process of its own that may be killed like any other. Invariant: when this returns or
+dies, no child is left, and when it returns, no shared memory of theirs.
 
     supervisor ─┬─ broker (embedded, unless broker.url is set)
                 ├─ orchestrator        streamrl-orchestrator serve
@@ -26,39 +26,38 @@ from typing import Any
 import structlog
 
 from orchestrator.config.load import Resolved, render
-from orchestrator.config.run_directory import RunDir
+from orchestrator.config.run_directory import RunDir, resume_command
+from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
-from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError
+from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError, exit_code
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.fleet import LocalFleet
-from orchestrator.launch.processes import Children, ChildSpec, Liveness, Restarts, prepare_model
-from orchestrator.loop.control import append_event
-from orchestrator.loop.membership import read_statuses
+from orchestrator.launch.processes import (
+    FIRST_ANSWER_S,
+    Children,
+    ChildSpec,
+    Liveness,
+    LocalFleet,
+    Restarts,
+    check_inputs,
+    check_places,
+    check_workers,
+    check_workers_inputs,
+    prepare_model,
+)
+from orchestrator.loop.intake import append_event, read_statuses
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
+from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from transport.broker import keys
-from transport.broker.base import Broker
-from transport.broker.connect import connect
+from transport.broker.base import Broker, without_password
 from transport.broker.embedded import EmbeddedServer
-from transport.broker.url import without_password
-from transport.contracts.messages import (
-    RunResumed,
-    SpawnWorkers,
-    WorkerLost,
-    WorkerStarted,
-    encode,
-    spawn_decoder,
-)
+from transport.broker.redis_streams import connect
+from transport.contracts.messages import RunResumed, SpawnWorkers, WorkerLost, WorkerStarted, encode, spawn_decoder
 from transport.contracts.settings import Settings, public
 from transport.contracts.types import RunName, WorkerKind
-from transport.errors import (
-    BrokerUnavailableError,
-    DirectoryError,
-    FatalError,
-    TransientError,
-    first_error,
-)
+from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
 from transport.process.clock import MonotonicClock
+from transport.process.programs import configure_logs, shown
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -68,39 +67,55 @@ POLL_S = 0.5
 STOP_GRACE_S = 15.0
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
-FIRST_ANSWER_S = 5.0
-"""A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
 
 
 def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
-    """Run until the last batch is trained. Returns 0, or raises what ended it (see orchestrator/errors.py)."""
+    """Run until the last batch is trained. Returns 0, also at once for a finished run that is resumed, whose files stay
+    as they are; or raises what ended it (see orchestrator/errors.py).
+    """
+    if resume and (said := nothing_left(read_standing(_run_dir(resolved.settings)), resolved.settings)):
+        print(said)
+        return ExitCode.OK
     return asyncio.run(_run(resolved, resume=resume, plain=plain))
 
 
+def _run_dir(settings: Settings) -> Path:
+    return Path(settings.run.dir) / settings.run.name
+
+
 async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
+    """What can be wrong is looked for before anything starts or is made, what takes least time first."""
     settings = resolved.settings
+    rundir = RunDir(_run_dir(settings))
+    rundir.check_free(resume=resume)
     check_installed(settings.run.loggers)
-    rundir = RunDir(Path(settings.run.dir) / settings.run.name)
+    await check_places(settings)
+    check_workers_inputs(settings)
+    problems = check_inputs(settings)
+    await check_workers(settings, () if resume else problems)
     rundir.claim(render(resolved), resume=resume)
     view = open_view(plain=plain)
+    log_file = (rundir.logs / "supervisor.log").open("a", encoding="utf-8", buffering=1)
     try:
+        configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
+        note_start(rundir, resolved)
         supervisor = Supervisor(settings, rundir, view, resume=resume)
         try:
             await supervisor.run()
-        except FatalError:
-            if not (resume or supervisor.started):
-                rundir.config.unlink()  # no run began here: the corrected command may use the name again
+        except StreamError as error:
+            mistake = exit_code(error) == ExitCode.BAD_CONFIG and not rundir.metrics.exists()
+            if not resume and not isinstance(error, Interrupted) and (mistake or not supervisor.started):
+                rundir.discard()  # nothing was trained here: the corrected command may use the name again
             raise
     finally:
         view.close()
         sweep_stale(*segment_directories(rundir.path))  # of children that had to be killed
         rundir.unlock()
+        log_file.close()
     return 0
 
 
 class Supervisor:
-    """One run's processes from first to last."""
-
     def __init__(self, settings: Settings, rundir: RunDir, view: View, *, resume: bool) -> None:
         self._settings = settings
         self._rundir = rundir
@@ -108,7 +123,8 @@ class Supervisor:
         self._resume = resume
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
-        self._console = RunConsole(settings, rundir, view)
+        self._stopped_by = ""
+        self._console = RunConsole(settings, rundir, view, restarts=lambda: sum(self._children.restarts.values()))
         self._server: EmbeddedServer | None = None
         self._broker_restarts = Restarts(settings.liveness.max_restarts, MonotonicClock())
         self._disk_full: DirectoryError | None = None
@@ -118,14 +134,18 @@ class Supervisor:
     async def run(self) -> None:
         """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stopping.set)
+        for number, by in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM, as the command stop sends")):
+            loop.add_signal_handler(number, self._stop, by)
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
-            stack.callback(self._console.write_report)  # last of all, however the run ends
+            stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
+            stack.enter_context(noting_end(self._rundir))
             await stack.enter_async_context(logging_metrics(self._settings, self._rundir))
             if self._settings.trainer.engine != "none":
-                self._view.note(f"dispatch {chosen_dispatch(self._settings)}")
+                run, groups = self._settings.run, self._settings.pipeline
+                size = f"{run.batches} batches of {groups.groups_per_batch} groups of {groups.group_size}"
+                dispatch = chosen_dispatch(self._settings)
+                self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
@@ -135,20 +155,24 @@ class Supervisor:
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
             secrets = {BROKER_PASSWORD: password, SHARED_SECRET: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
-            if self._resume and self._rundir.has_history():
+            if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
                 await self._until_stopped(self._reopen(broker))
             self.started = True
-            fleet = LocalFleet(
-                settings=self._settings, run_dir=self._rundir.path, model_dir=model_dir, url=url, env=env
-            )
+            run_dir = self._rundir.path
+            fleet = LocalFleet(settings=self._settings, run_dir=run_dir, model_dir=model_dir, url=url, env=env)
             await self._until_stopped(self._supervise(broker, fleet))
-        restarts = sum(self._children.restarts.values())
-        self._view.note(self._console.summary(time.monotonic() - started_s, restarts))
+        self._view.note(self._console.summary(time.monotonic() - started_s))
+
+    def _stop(self, by: str) -> None:
+        self._stopped_by = self._stopped_by or by
+        self._stopping.set()
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
         await self._until_written(broker, lambda: append_event(broker, RunResumed()))
         await self._until_written(broker, lambda: broker.put_meta(keys.SETTINGS, encode(public(self._settings))))
+        none_yet = encode(SpawnWorkers(total=0, reason="the run was resumed"))
+        await self._until_written(broker, lambda: broker.put_meta(keys.SPAWN, none_yet))
         await self._until_written(broker, lambda: broker.put_meta(keys.STATE, keys.STATE_RUNNING))
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -159,7 +183,7 @@ class Supervisor:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise Interrupted(f"stopped; {self._go_on}")
+            raise Interrupted(f"stopped by {self._stopped_by}; {self._go_on}", by=self._stopped_by)
         finally:
             for pending in (task, stop):
                 pending.cancel()
@@ -167,21 +191,19 @@ class Supervisor:
 
     @property
     def _go_on(self) -> str:
-        """A broker of the user's own is named again: its password goes to no address that only a file names."""
-        run, broker = self._settings.run, self._settings.broker
-        named = f" --set broker.url={shlex.quote(broker.url)}" if broker.url else ""
-        return f"go on with: streamrl-orchestrator run --resume --name {run.name} --dir {shlex.quote(run.dir)}{named}"
+        return f"go on with: {resume_command(self._rundir.path, self._settings)}"
 
     async def _open_broker(self, stack: AsyncExitStack) -> tuple[str, str]:
         """Start the embedded broker unless there is a URL. Returns the URL without it, and the password."""
-        if self._settings.broker.url:
-            url, password = without_password(self._settings.broker.url)
-            return url, password or self._settings.broker.password
-        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=self._settings.broker.appendfsync)
+        settings = self._settings.broker
+        if settings.url:
+            url, password = without_password(settings.url)
+            return url, password or settings.password
+        server = self._server = EmbeddedServer(self._rundir.broker, appendfsync=settings.appendfsync)
         stack.push_async_callback(server.stop)
         await self._until_stopped(self._start_broker(server))
-        place = shlex.quote(str(self._rundir.broker))
-        self._view.note(f"broker in {place}: cd there, REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock")
+        place = shlex.quote(shown(self._rundir.broker))
+        self._view.note(f"broker: (cd {place} && REDISCLI_AUTH=$(cat broker.password) redis-cli -s broker.sock)")
         return server.url, server.password
 
     async def _keep_broker(self, server: EmbeddedServer) -> None:
@@ -190,12 +212,10 @@ class Supervisor:
         Raises: BrokerUnavailableError: it died too often in a row; or what ``_start_broker`` raises.
         """
         while True:
-            await server.wait()
+            await server.process.wait()
             if not self._broker_restarts.died():
-                reason = (
-                    f"it died {self._broker_restarts.in_a_row} times in a row; see {self._rundir.broker}/broker.log"
-                )
-                raise BrokerUnavailableError(server.address, reason)
+                often = f"it died {self._broker_restarts.in_a_row} times in a row"
+                raise BrokerUnavailableError(server.address, f"{often}; see {self._rundir.broker}/broker.log")
             log.warning("broker ended, starting it again", in_a_row=self._broker_restarts.in_a_row)
             self._view.note("the broker died; starting it again on its append-only file")
             await self._start_broker(server)
@@ -205,7 +225,7 @@ class Supervisor:
 
         Raises: DirectoryError: there was none; or what else ``EmbeddedServer.start`` raises.
         """
-        deadline_s = self._now_s() + self._settings.broker.outage_s
+        deadline_s = time.monotonic() + self._settings.broker.outage_s
         while True:
             await asyncio.sleep(self._broker_restarts.pause_s)
             self._broker_restarts.started()
@@ -213,7 +233,7 @@ class Supervisor:
                 await server.start()
             except DirectoryError as error:
                 self._disk_full = error
-                if self._now_s() > deadline_s:
+                if time.monotonic() > deadline_s:
                     raise
                 self._console.broker_is_away(error, self._settings.broker.outage_s)
                 await asyncio.sleep(POLL_S)
@@ -231,19 +251,27 @@ class Supervisor:
         trainers: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                orchestrator = self._keep(group, fleet.orchestrator(), broker)
+
+                def keep(spec: ChildSpec) -> asyncio.Task[None]:
+                    async def on_death(pid: int, how: str) -> None:
+                        self._view.note(f"{spec.name} ended ({how}); starting it again")
+                        await self._report_loss(broker, pid)
+
+                    return group.create_task(self._children.keep(spec, on_death=on_death))
+
+                def add(index: int) -> ChildSpec:
+                    spec = fleet.worker(WorkerKind.GENERATE, index)
+                    others.append(keep(spec))
+                    return spec
+
+                orchestrator = keep(fleet.orchestrator())
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
                 for kind, count in fleet.workers():
-                    tasks = [self._keep(group, fleet.worker(kind, index), broker) for index in range(count)]
+                    tasks = [keep(fleet.worker(kind, index)) for index in range(count)]
                     (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))
                 liveness = Liveness(broker, self._children, MonotonicClock(), self._settings.liveness)
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
-
-                def add(index: int) -> ChildSpec:
-                    spec = fleet.worker(WorkerKind.GENERATE, index)
-                    others.append(self._keep(group, spec, broker))
-                    return spec
 
                 generation = self._settings.generation
                 shrinks = 0 < generation.min_workers < generation.workers  # so that others may come back
@@ -262,14 +290,13 @@ class Supervisor:
     async def _add_workers(self, broker: Broker, add: Callable[[int], ChildSpec]) -> None:
         """Start generation workers as the run asks for them, forever, each under a number that none had before.
 
-        What it asked for before this supervisor was there is not started again: a resumed run begins with
-        ``generation.workers``, and asks anew.
+        What it asked for before it was resumed is not started again: it begins with ``generation.workers``, and
+        counts anew what it asks for.
         """
         started = first = self._settings.generation.workers
-        asked_before = await _spawn_asked(broker)
         while True:
             asked = await _spawn_asked(broker)
-            while asked is not None and started - first < asked.total - (asked_before.total if asked_before else 0):
+            while asked is not None and started - first < asked.total:
                 spec = add(started)
                 started += 1
                 log.info("worker added", worker=spec.name, reason=asked.reason)
@@ -290,9 +317,6 @@ class Supervisor:
                 )
             case _:
                 return error
-
-    def _keep(self, group: asyncio.TaskGroup, spec: ChildSpec, broker: Broker) -> asyncio.Task[None]:
-        return group.create_task(self._children.keep(spec, on_death=lambda pid: self._report_loss(broker, pid)))
 
     async def _report_loss(self, broker: Broker, pid: int) -> None:
         """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
@@ -321,12 +345,12 @@ class Supervisor:
         Raises: BrokerUnavailableError (BrokerFullError), or DirectoryError where its disk is why, after ``outage_s``.
         """
         outage_s = self._settings.broker.outage_s
-        deadline_s = self._now_s() + outage_s
+        deadline_s = time.monotonic() + outage_s
         while True:
             try:
                 await write()
             except BrokerUnavailableError as error:
-                if self._now_s() > deadline_s:
+                if time.monotonic() > deadline_s:
                     reason = f"{error.reason}; it took no write for {outage_s:.0f} s. Everything is kept; {self._go_on}"
                     raise self._disk_full or type(error)(error.address, reason) from error
                 self._console.broker_is_away(error, outage_s)
@@ -335,10 +359,6 @@ class Supervisor:
                 return
             await self._console.show(broker)
             await asyncio.sleep(POLL_S)
-
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
 
 
 async def _spawn_asked(broker: Broker) -> SpawnWorkers | None:

@@ -28,6 +28,7 @@ from transport.contracts.messages import (
     RequestHeldOutPrompts,
     RequestPrompts,
     SlotOutcome,
+    SpawnWorkers,
     TrimRounds,
 )
 from transport.contracts.settings import Settings
@@ -37,16 +38,10 @@ from transport.process.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-MAX_BATCH = 512
-"""Events applied before the loop breathes: about 10 ms of deciding."""
 SNAPSHOT_EVERY = 20_000
 """Records between snapshots: replaying so many takes about 0.3 s, and each snapshot waits for the disk."""
 KEPT_ENTRIES = 256
 """Of a log whose newest entries count: more than a reader looks back, few enough to read in ``redis-cli``."""
-_OF_WORKER = (keys.plans(WorkerId("")), keys.control(WorkerId("")))
-"""What the names of a worker's own streams begin with."""
-
-Observe = Callable[[Event, Sequence[Command], float], None]
 
 
 def recover_state(settings: Settings, journal: Journal, recovered: Recovered) -> tuple[PipelineState, list[Issued]]:
@@ -70,20 +65,23 @@ def recover_state(settings: Settings, journal: Journal, recovered: Recovered) ->
             if isinstance(command, DropRows | TrimRounds | SlotOutcome)
         ]
     wanted = core_settings(settings)
-    if state.configured != wanted:
+    if state.pipeline.configured != wanted:
         state = PipelineState.restore(state.snapshot(), settings=wanted)
         journal.snapshot(state.snapshot(), state.seq)
     return state, [*restated(state), *again]
 
 
 def restated(state: PipelineState) -> list[Issued]:
-    """What is sent again to a broker that lost its tail: all that is outstanding, and where the rounds log begins.
+    """What is sent again to a broker that lost its tail: all that is outstanding, where the rounds log begins, and how
+    many workers were asked for.
 
-    Without the latter, entries that came back would stand before a gap.
+    Without the last two, entries that came back would stand before a gap, and the next request would start too many.
     """
-    begins = state.rounds_begin
-    trims = [(CommandId(state.seq, 0), TrimRounds(cursor=begins))] if begins else []
-    return [*state.outstanding(), *trims]
+    freed, spawned = state.pipeline.retention.freed.cursor, state.pipeline.elastic.spawned
+    again: list[Command] = [TrimRounds(cursor=freed.entry)] if freed.seq else []
+    if spawned:
+        again.append(SpawnWorkers(total=spawned, reason="asked for before a restart"))
+    return [*state.outstanding(), *((CommandId(state.seq, 0), command) for command in again)]
 
 
 class Decider:
@@ -98,36 +96,31 @@ class Decider:
         clock: Clock,
         cursor: str,
         *,
-        observe: Observe,
+        observe: Callable[[Event, Sequence[Command], float], None],
         on_events: Callable[[Sequence[Event]], None] = lambda _: None,
     ) -> None:
-        """observe: called with each event, its commands and the time, before they are written down.  on_events: called
-        with the events that were written down."""
-        self._state = state
+        """cursor: id of the last entry of the events log that was applied.  observe: called with each event, its
+        commands and the time, before they are written down.  on_events: with the events that were written down."""
+        self.state = state
         self._journal = journal
         self._executor = executor
         self._clock = clock
-        self._cursor = cursor
+        self.cursor = cursor
         self._trimmer = trimmer
         self._observe = observe
         self._on_events = on_events
         self._since_snapshot = 0
 
-    @property
-    def cursor(self) -> str:
-        """Id of the last entry of the events log that was applied."""
-        return self._cursor
-
     def restate(self) -> None:
         """Submit again what was commanded and is not confirmed; the prompt server, in this process, lost nothing."""
         ours = RequestPrompts | RequestHeldOutPrompts
-        self._executor.restate(issued for issued in restated(self._state) if not isinstance(issued[1], ours))
+        self._executor.restate(issued for issued in restated(self.state) if not isinstance(issued[1], ours))
 
     async def run(self, inbox: Inbox) -> None:
-        """Apply what arrives, forever. Raises EventFailedError."""
+        """Apply what arrives, some 10 ms of deciding at once, forever. Raises EventFailedError."""
         while True:
             arrivals = [await inbox.get()]
-            while len(arrivals) < MAX_BATCH and not inbox.empty():
+            while len(arrivals) < 512 and not inbox.empty():
                 arrivals.append(inbox.get_nowait())
             self._apply(arrivals)
             if self._since_snapshot >= SNAPSHOT_EVERY:
@@ -139,12 +132,17 @@ class Decider:
         records: list[JournalRecord] = []
         issued: list[Issued] = []
         for arrival in arrivals:
-            self._cursor = arrival.cursor or self._cursor
+            self.cursor = arrival.cursor or self.cursor
             record = JournalRecord(
-                seq=self._state.seq + 1, now_s=self._clock.now_s(), event=arrival.event, cursor=self._cursor
+                seq=self.state.seq + 1, now_s=self._clock.now_s(), event=arrival.event, cursor=self.cursor
             )
             records.append(record)
-            issued += self._decide(record, arrival.cursor or "")
+            try:
+                commands = self.state.handle(record.event, record.now_s)
+            except Exception as error:  # what is half changed goes with this process: the journal knows nothing of it
+                raise EventFailedError(record.event, arrival.cursor or "", error) from error
+            self._observe(record.event, commands, record.now_s)
+            issued += [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]
         faults.point("orchestrator.applied")
         self._journal.append(records)
         faults.point("orchestrator.journaled")
@@ -152,21 +150,13 @@ class Decider:
         self._executor.submit(issued)
         self._on_events([record.event for record in records])
 
-    def _decide(self, record: JournalRecord, entry_id: str) -> list[Issued]:
-        try:
-            commands = self._state.handle(record.event, record.now_s)
-        except Exception as error:  # what it has half changed goes with this process: the journal knows nothing of it
-            raise EventFailedError(record.event, entry_id, error) from error
-        self._observe(record.event, commands, record.now_s)
-        return [(CommandId(record.seq, index), command) for index, command in enumerate(commands)]
-
     async def snapshot(self) -> None:
         """Snapshot once everything decided so far is carried out: what lies before it is never looked at again."""
-        seq, state, cursor = self._state.seq, self._state.snapshot(), self._cursor
+        seq, state, cursor = self.state.seq, self.state.snapshot(), self.cursor
         await self._executor.drained()
         self._journal.snapshot(state, seq)
         self._since_snapshot = 0
-        await self._trimmer.trim(cursor, self._state.worker_ids())
+        await self._trimmer.trim(cursor, self.state.pipeline.fleet.ids())
 
 
 class Trimmer:
@@ -191,17 +181,15 @@ class Trimmer:
         if self._safe:
             await self._broker.trim(keys.EVENTS, self._safe)
         self._safe = cursor
-        own = {f"{prefix}{worker}" for prefix in _OF_WORKER for worker in workers}
+        own = {stream for worker in workers for stream in (keys.plans(worker), keys.control(worker))}
+        begins = (keys.plans(WorkerId("")), keys.control(WorkerId("")))  # the names of workers' streams
         streams = await self._broker.streams()
-        gone = {stream for stream in streams if stream.startswith(_OF_WORKER) and stream not in own}
+        gone = {stream for stream in streams if stream.startswith(begins) and stream not in own}
         for stream in sorted(gone & self._gone):
             await self._broker.delete_stream(stream)
         self._gone = gone
         control = [keys.control(worker) for worker in workers]
         for log in (keys.WEIGHTS, *control):
             if streams.get(log, 0) > 2 * KEPT_ENTRIES:
-                await self._keep_newest(log)
-
-    async def _keep_newest(self, log: str) -> None:
-        newest = await self._broker.tail(log, count=KEPT_ENTRIES + 1)
-        await self._broker.trim(log, newest[0].entry_id)
+                newest = await self._broker.tail(log, count=KEPT_ENTRIES + 1)
+                await self._broker.trim(log, newest[0].entry_id)

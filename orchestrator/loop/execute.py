@@ -1,46 +1,31 @@
-"""Commands become I/O, in the order they were decided.
+"""Commands become I/O, in the order they were decided; plans of dispatch are computed in a thread beside the loop.
 
-Owns: the queue of commands not yet carried out. Never: decides, skips or reorders within a stream. Invariant: a command
-carried out twice has the effect of once, because its id is the id of its stream entry.
+Owns: the commands not yet carried out, and the plans to compute. Never: decides, skips or reorders within a stream.
+Invariant: a command carried out twice has the effect of once, because its id is the id of its stream entry.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TypeAlias, assert_never
 
+import msgspec
 import structlog
 
-from orchestrator.core.model.outbox import CommandId, entry_id
+from orchestrator.core.dispatch.compute import compute_plan
+from orchestrator.core.model.outbox import CommandId
+from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ForeignEntryError
+from orchestrator.loop.intake import Arrival, Inbox
 from orchestrator.loop.prompt_server import PromptServer
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, Fence, GroupWrite, Mark, StreamWrite, parse_entry_id
-from transport.contracts.messages import (
-    AbortRollouts,
-    AdmitGroups,
-    CloseMiniBatch,
-    Command,
-    ComputePlan,
-    DispatchGroups,
-    DrainWorker,
-    DropRows,
-    EvaluationOutcome,
-    FinishRun,
-    FinishTraining,
-    GroupAdmitted,
-    GroupPlan,
-    LoadWeights,
-    RequestHeldOutPrompts,
-    RequestPrompts,
-    SlotOutcome,
-    SpawnWorkers,
-    TrainRound,
-    TrimRounds,
-    encode,
-)
+from transport.contracts import messages
+from transport.contracts.messages import Command, ComputePlan, GroupAdmitted, encode
 from transport.contracts.types import Column, GroupId, WorkerId, is_evaluation
 from transport.errors import TailLostError
 from transport.process import faults
@@ -50,19 +35,10 @@ log = structlog.get_logger(__name__)
 
 Issued: TypeAlias = tuple[CommandId, Command]
 
-PLANS = keys.plans(WorkerId(""))
-"""What the names of work queues begin with; the other streams written here are logs."""
-
-GROUPS_PER_COMMIT = 512
-"""Prompt columns written in one step: the broker serves no other client meanwhile, some 10 ms for so many."""
 ENTRIES_PER_STEP = 512
-"""Stream entries appended in one step, for the same reason."""
-_UNFENCED = DropRows | TrimRounds | SpawnWorkers | FinishRun
+"""Stream entries, or groups' prompt columns, written at once: the broker serves nobody meanwhile, some 10 ms."""
+_UNFENCED = messages.DropRows | messages.TrimRounds | messages.SpawnWorkers | messages.FinishRun
 """Commands that are carried out without a fenced commit of their own."""
-RESTATED_S = 60.0
-"""How long commands wait to be sent again after the broker lost its tail, which is looked for every second."""
-RECENT_DROPS = 4096
-"""Groups whose rows were freed last: a lost tail brings them back. More than any file loses between two flushes."""
 
 
 class Executor:
@@ -74,7 +50,7 @@ class Executor:
         fence: Fence,
         prompts: PromptServer,
         request_plan: Callable[[ComputePlan], None],
-        on_finish: Callable[[FinishRun], None],
+        on_finish: Callable[[messages.FinishRun], None],
         *,
         last_seq: int,
     ) -> None:
@@ -87,7 +63,8 @@ class Executor:
         self._last_seq = last_seq
         self._mark = ""
         self._steps = 0
-        self._dropped: deque[GroupId] = deque(maxlen=RECENT_DROPS)
+        # groups whose rows were freed last: a lost tail brings them back; more than a file loses between two flushes
+        self._dropped: deque[GroupId] = deque(maxlen=4096)
         self._restated = asyncio.Event()
         self._waiting: list[Issued] = []
         self._work = asyncio.Event()
@@ -109,7 +86,7 @@ class Executor:
         """
         self._mark = ""
         self._restated.set()
-        again = [DropRows(group_ids=tuple(self._dropped))] if self._dropped else []
+        again = [messages.DropRows(group_ids=tuple(self._dropped))] if self._dropped else []
         self.submit([*issued, *((CommandId(0, 0), command) for command in again)])
 
     async def drained(self) -> None:
@@ -129,7 +106,7 @@ class Executor:
             except TailLostError as error:
                 log.warning("the broker lost its tail; commands wait until all of it was sent again", error=str(error))
                 self._waiting = [*batch, *self._waiting]
-                async with asyncio.timeout(RESTATED_S):
+                async with asyncio.timeout(60.0):  # a lost tail is looked for every second
                     await self._restated.wait()
                 self._work.set()
                 continue
@@ -139,16 +116,16 @@ class Executor:
 
     async def _carry_out(self, batch: Sequence[Issued]) -> None:
         """Prompt columns first (a plan must not be claimed before its prompt is there), then streams, then the rest."""
-        admitted = [group for _, command in batch if isinstance(command, AdmitGroups) for group in command.groups]
-        for start in range(0, len(admitted), GROUPS_PER_COMMIT):
-            writes = tuple(self._group_write(group) for group in admitted[start : start + GROUPS_PER_COMMIT])
+        admissions = (command for _, command in batch if isinstance(command, messages.AdmitGroups))
+        admitted = [group for command in admissions for group in command.groups]
+        for start in range(0, len(admitted), ENTRIES_PER_STEP):
+            writes = tuple(self._group_write(group) for group in admitted[start : start + ENTRIES_PER_STEP])
             await self._broker.commit(Commit(fence=self._fence, groups=writes))
         self._last_seq = max([self._last_seq, *(command_id[0] for command_id, _ in batch)])
         appends: dict[str, dict[str, Entry]] = {}
-        by_id = sorted(batch, key=lambda issued: issued[0])  # a restated command is older, or here twice
-        for command_id, command in by_id:
-            for stream, (identity, entry) in stream_entries(command_id, command):
-                appends.setdefault(stream, {})[identity] = entry
+        for command_id, command in sorted(batch, key=itemgetter(0)):  # a restated command is older, or here twice
+            if (placed := stream_entry(command)) is not None:
+                appends.setdefault(placed[0], {})[command_id.entry] = placed[1]
         for writes in in_steps(appends):
             await self._append(writes)
         if not appends and any(isinstance(command, _UNFENCED) for _, command in batch):
@@ -169,24 +146,21 @@ class Executor:
                     raise ForeignEntryError(write.stream, last)
 
     async def _apply(self, command: Command) -> None:
-        """The commands that are not stream entries."""
         match command:
-            case RequestPrompts():
-                self._prompts.request(command.count)
+            case messages.RequestPrompts() | messages.RequestHeldOutPrompts():
+                self._prompts.request(command)
             case ComputePlan():
                 self._request_plan(command)
-            case RequestHeldOutPrompts():
-                self._prompts.request_held_out(command.count)
-            case SlotOutcome():
+            case messages.SlotOutcome():
                 self._prompts.observe(command)
-            case DropRows():
+            case messages.DropRows():
                 await self._broker.drop_groups(command.group_ids)
                 self._dropped.extend(command.group_ids)
-            case TrimRounds():
+            case messages.TrimRounds():
                 await self._broker.trim(keys.ROUNDS, command.cursor)
-            case SpawnWorkers():
+            case messages.SpawnWorkers():
                 await self._broker.put_meta(keys.SPAWN, encode(command))
-            case FinishRun():
+            case messages.FinishRun():
                 await self._broker.put_meta(keys.STATE, keys.STATE_FINISHED)
                 self._on_finish(command)
             case _:
@@ -211,7 +185,7 @@ def in_steps(appends: Mapping[str, Mapping[str, Entry]]) -> Iterator[list[Stream
         entries = list(by_id.items())
         while entries:
             now, entries = entries[:room], entries[room:]
-            step.append(StreamWrite(stream=stream, entries=now, is_queue=stream.startswith(PLANS)))
+            step.append(StreamWrite(stream=stream, entries=now, is_queue=stream.startswith(keys.plans(WorkerId("")))))
             room -= len(now)
             if not room:
                 yield step
@@ -220,48 +194,62 @@ def in_steps(appends: Mapping[str, Mapping[str, Entry]]) -> Iterator[list[Stream
         yield step
 
 
-def stream_entries(command_id: CommandId, command: Command) -> list[tuple[str, tuple[str, Entry]]]:
-    """(stream, (entry id, entry)) for each entry that ``command`` puts on a stream; [] for the other commands."""
-    identity = entry_id(*command_id)
+def stream_entry(command: Command) -> tuple[str, Entry] | None:
+    """The stream that ``command`` goes to, and its entry there; None for a command that is none."""
     match command:
-        case TrainRound() | CloseMiniBatch() | FinishTraining():
-            return [(keys.ROUNDS, (identity, Entry(fields=_round_fields(command), payload=encode(command))))]
-        case LoadWeights() | AbortRollouts() | DrainWorker():
-            fields = {"command": type(command).__name__, "worker": command.worker_id}
-            return [(keys.control(command.worker_id), (identity, Entry(fields=fields, payload=encode(command))))]
-        case DispatchGroups():
-            (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
-            entry = Entry(fields=_plan_fields(plan), payload=encode(plan))
-            return [(keys.plans(command.worker_id), (identity, entry))]
-        case RequestHeldOutPrompts() | EvaluationOutcome() | ComputePlan():
-            return []
-        case (
-            RequestPrompts() | AdmitGroups() | SlotOutcome() | DropRows() | TrimRounds() | FinishRun() | SpawnWorkers()
-        ):
-            return []
-        case _:
-            assert_never(command)
-
-
-def _plan_fields(plan: GroupPlan) -> dict[str, str]:
-    return {
-        "group": plan.group_id,
-        "batch": str(plan.batch),
-        "prompt": plan.prompt_id,
-        "samples": f"{len(plan.samples)}/{plan.group_size}",
-        "predicted_tokens": f"{plan.predicted_tokens:.0f}",
-        "attempt": str(plan.attempt),
-    }
-
-
-def _round_fields(command: TrainRound | CloseMiniBatch | FinishTraining) -> dict[str, str]:
-    match command:
-        case TrainRound():
+        case messages.TrainRound():
             groups = " ".join(rows.group_id for rank in command.ranks for rows in rank)
-            return {"command": "TrainRound", "batch": str(command.batch), "kind": command.kind, "groups": groups}
-        case CloseMiniBatch():
-            return {"command": "CloseMiniBatch", "batch": str(command.batch), "rows": str(command.num_rows)}
-        case FinishTraining():
-            return {"command": "FinishTraining", "reason": command.reason}
+            stream, fields = keys.ROUNDS, {"batch": str(command.batch), "kind": command.kind, "groups": groups}
+        case messages.CloseMiniBatch():
+            stream, fields = keys.ROUNDS, {"batch": str(command.batch), "rows": str(command.num_rows)}
+        case messages.FinishTraining():
+            stream, fields = keys.ROUNDS, {"reason": command.reason}
+        case messages.LoadWeights() | messages.AbortRollouts() | messages.DrainWorker():
+            stream, fields = keys.control(command.worker_id), {"worker": command.worker_id}
+        case messages.DispatchGroups():
+            (plan,) = command.plans  # the core sends one group a command, so that the command's id names the entry
+            fields = {
+                "group": plan.group_id,
+                "batch": str(plan.batch),
+                "prompt": plan.prompt_id,
+                "samples": f"{len(plan.samples)}/{plan.group_size}",
+                "predicted_tokens": f"{plan.predicted_tokens:.0f}",
+                "attempt": str(plan.attempt),
+            }
+            return keys.plans(command.worker_id), Entry(fields=fields, payload=encode(plan))
+        case messages.RequestPrompts() | messages.RequestHeldOutPrompts() | messages.AdmitGroups() | ComputePlan():
+            return None
+        case messages.SlotOutcome() | messages.EvaluationOutcome() | messages.DropRows() | messages.TrimRounds():
+            return None
+        case messages.FinishRun() | messages.SpawnWorkers():
+            return None
         case _:
             assert_never(command)
+    return stream, Entry(fields={"command": type(command).__name__, **fields}, payload=encode(command))
+
+
+class Planner:
+    """``request`` never waits; ``run`` computes."""
+
+    def __init__(self, settings: Callable[[], CoreSettings]) -> None:
+        """settings: the core's, at the moment of planning."""
+        self._settings = settings
+        self._requests: dict[int, ComputePlan] = {}
+        self._work = asyncio.Event()
+
+    def request(self, command: ComputePlan) -> None:
+        """Ask for a plan; it comes as PlanComputed. Of several for one batch, the last is the one that counts."""
+        self._requests[command.batch] = command
+        self._work.set()
+
+    async def run(self, inbox: Inbox) -> None:
+        while True:
+            await self._work.wait()
+            command = self._requests.pop(next(iter(self._requests)))
+            if not self._requests:
+                self._work.clear()
+            started_s = time.perf_counter()
+            computed = await asyncio.to_thread(compute_plan, command, self._settings())
+            seconds = time.perf_counter() - started_s
+            log.info("planned", batch=command.batch, policy=computed.policy, ms=round(1e3 * seconds, 1))
+            await inbox.put(Arrival(msgspec.structs.replace(computed, compute_s=seconds)))

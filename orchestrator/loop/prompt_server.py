@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from orchestrator.errors import DataError
 from orchestrator.loop.intake import Arrival, Inbox
 from orchestrator.prompts.source import Prompt, PromptSource
 from ranker.protocol import LengthPredictor
-from transport.contracts.messages import HeldOutPromptsArrived, PromptRef, PromptsArrived, SlotOutcome
+from transport.contracts.messages import (
+    HeldOutPromptsArrived,
+    PromptRef,
+    PromptsArrived,
+    RequestHeldOutPrompts,
+    RequestPrompts,
+    SlotOutcome,
+)
 from transport.contracts.types import GroupId, PromptId
 
 MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""
-
-HELD_OUT = "held out: "
-"""A held-out problem may have the id of a prompt that is trained on, and is no earlier visit of it."""
-
-
-class _Request(NamedTuple):
-    num_prompts: int
-    held_out: bool = False
 
 
 class PromptServer:
@@ -50,15 +48,11 @@ class PromptServer:
         self._predictor = predictor
         self._learnt = frozenset(learnt)
         self._cache: dict[PromptId, Prompt] = {}
-        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._requests: asyncio.Queue[RequestPrompts | RequestHeldOutPrompts] = asyncio.Queue()
 
-    def request(self, count: int) -> None:
-        """Ask for up to ``count`` more prompts; they come as PromptsArrived."""
-        self._requests.put_nowait(_Request(count))
-
-    def request_held_out(self, count: int) -> None:
-        """Ask for the first ``count`` held-out problems; they come as HeldOutPromptsArrived."""
-        self._requests.put_nowait(_Request(count, held_out=True))
+    def request(self, command: RequestPrompts | RequestHeldOutPrompts) -> None:
+        """Ask for so many more prompts, or for the first so many held-out problems."""
+        self._requests.put_nowait(command)
 
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """A prompt that has arrived, from the cache or from the source. Raises KeyError for one that never existed."""
@@ -75,22 +69,22 @@ class PromptServer:
         raise DataError(f"{prompt_id} is not among the held-out problems: eval.* or the data has changed since it was")
 
     def observe(self, outcome: SlotOutcome) -> None:
-        """Let source and predictor learn how a slot ended."""
         self._source.observe(outcome)
         if outcome.group_id not in self._learnt:
             self._predictor.observe(outcome.prompt_id, outcome.response_tokens)
 
     async def run(self, inbox: Inbox) -> None:
-        """Answer requests in order, forever."""
         while True:
             request = await self._requests.get()
-            answer = self._name_held_out if request.held_out else self._read
-            await inbox.put(Arrival(await answer(request.num_prompts)))
+            answer = self._read if isinstance(request, RequestPrompts) else self._name_held_out
+            await inbox.put(Arrival(await answer(request.count)))
 
     async def _read(self, count: int) -> PromptsArrived:
         batch = await asyncio.to_thread(self._source.next, count)
         for prompt in batch.prompts:
-            self._remember(prompt)
+            self._cache[prompt.prompt_id] = prompt
+            if len(self._cache) > MAX_CACHED:
+                del self._cache[next(iter(self._cache))]
         return PromptsArrived(
             prompts=await self._refs(batch.prompts), source_positions=tuple(batch.positions), exhausted=batch.exhausted
         )
@@ -101,10 +95,11 @@ class PromptServer:
             return HeldOutPromptsArrived(prompts=())
         self._held_out.seek("")
         batch = await asyncio.to_thread(self._held_out.next, count)
-        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, HELD_OUT))
+        return HeldOutPromptsArrived(prompts=await self._refs(batch.prompts, "held out: "))
 
     async def _refs(self, prompts: Sequence[Prompt], kind: str = "") -> tuple[PromptRef, ...]:
-        """With predictions made in a thread. kind: goes before the ids that the predictor hears."""
+        """With predictions made in a thread. kind: goes before the ids that the predictor hears, since a held-out
+        problem may have the id of a prompt that is trained on, and is no earlier visit of it."""
         ids = [kind + prompt.prompt_id for prompt in prompts]
         estimates = await asyncio.to_thread(self._predictor.predict, ids, [prompt.text for prompt in prompts])
         return tuple(
@@ -116,8 +111,3 @@ class PromptServer:
             )
             for prompt, estimate in zip(prompts, estimates, strict=True)
         )
-
-    def _remember(self, prompt: Prompt) -> None:
-        self._cache[prompt.prompt_id] = prompt
-        if len(self._cache) > MAX_CACHED:
-            del self._cache[next(iter(self._cache))]

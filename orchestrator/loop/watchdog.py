@@ -5,7 +5,7 @@
     rewards that fail for most groups ──► RunFailedError: training on the rest would be called a success
 
 Owns: when something last progressed. Never: what to do about a slow worker (the core has deadlines for that), or what
-the run waits for (``core/observe/wait_reasons.py``). Invariant: what can repeat for ever while nothing gets done is
+the run waits for (``core/view.py``). Invariant: what can repeat for ever while nothing gets done is
 no progress.
 """
 
@@ -19,42 +19,26 @@ import structlog
 
 from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
-from transport.contracts.messages import (
-    BrokerUsage,
-    Event,
-    GroupScored,
-    RankerJudged,
-    RolloutFailed,
-    RowsMissing,
-    ScoringFailed,
-    Tick,
-    TrainerReady,
-    WeightsFailed,
-    WeightsLoaded,
-    WorkerJoined,
-    WorkerLost,
-    WorkerReported,
-    WorkerStarted,
-)
+from transport.contracts import messages
+from transport.contracts.messages import Event
 from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import GroupId
 from transport.process.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-CHECK_S = 1.0
 SCORED_GROUPS, MIN_FAILED_GROUPS = 32, 8
 """Rewards are judged by the last SCORED_GROUPS groups; sooner only where all of the first MIN_FAILED_GROUPS failed."""
 NO_PROGRESS = (
-    Tick,
-    BrokerUsage,
-    RankerJudged,
-    WorkerReported,
-    RolloutFailed,
-    RowsMissing,
-    WeightsFailed,
-    WorkerLost,
-    WorkerStarted,
+    messages.Tick,
+    messages.BrokerUsage,
+    messages.RankerJudged,
+    messages.WorkerReported,
+    messages.RolloutFailed,
+    messages.RowsMissing,
+    messages.WeightsFailed,
+    messages.WorkerLost,
+    messages.WorkerStarted,
 )
 """Events that may repeat forever while nothing gets done."""
 
@@ -79,8 +63,6 @@ def shown_wait(wait: Wait | None, now_s: float) -> dict[str, Any] | None:
 
 
 class Watchdog:
-    """Counts seconds since the last event that means progress."""
-
     def __init__(self, liveness: LivenessSettings, clock: Clock, *, max_failed_share: float = 1.0) -> None:
         """max_failed_share: share of the last groups without a reward that ends the run; 1: never."""
         self._max_failed_share = max_failed_share
@@ -92,8 +74,8 @@ class Watchdog:
         self._warned_of: Wait | None = None
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, GroupScored | ScoringFailed):  # one for each sample that failed, but a group counts once
-            self._judged[event.group_id] = event.reason if isinstance(event, ScoringFailed) else ""
+        if isinstance(event, messages.GroupScored | messages.ScoringFailed):  # of one that failed, many: it counts once
+            self._judged[event.group_id] = event.reason if isinstance(event, messages.ScoringFailed) else ""
             for group_id in list(self._judged)[:-SCORED_GROUPS]:
                 del self._judged[group_id]
         if self._is_progress(event):
@@ -141,9 +123,8 @@ class Watchdog:
             )
 
     async def watch(self, state: Waiting) -> None:
-        """Check forever."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(1.0)
             self.check(state)
 
     def _still_s(self) -> float:
@@ -152,18 +133,13 @@ class Watchdog:
     def _is_progress(self, event: Event) -> bool:
         """What every restart of a process brings counts once: it joins, says that it is ready, loads weights."""
         match event:
-            case WorkerJoined():
-                return self._is_first("joined", event.worker_id, 0)
-            case TrainerReady():
-                return self._is_first("ready", event.worker_id, event.weights.version)
-            case WeightsLoaded():
-                return self._is_first("loaded", event.worker_id, event.weights.version)
+            case messages.WorkerJoined():
+                version = 0
+            case messages.TrainerReady() | messages.WeightsLoaded():
+                version = event.weights.version
             case _:
                 return not isinstance(event, NO_PROGRESS)
-
-    def _is_first(self, what: str, worker_id: str, version: int) -> bool:
-        """Whether no incarnation of this worker came so far."""
-        key = (what, worker_id.rpartition(".")[0])
+        key = (type(event).__name__, event.worker_id.rpartition(".")[0])  # whichever of its incarnations it was
         if version <= self._reached.get(key, -1):
             return False
         self._reached[key] = version

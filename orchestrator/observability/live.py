@@ -5,7 +5,9 @@ Invariant: whatever a model wrote is stripped of control characters before a ter
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -13,7 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.terminal_text import printable
+from orchestrator.errors import printable
+from orchestrator.observability.metrics import no_gradient_line, reward_components
+from transport.broker import keys
+from transport.contracts.messages import STARTING
 
 QUEUES_SHOWN = 6
 
@@ -21,17 +26,11 @@ QUEUES_SHOWN = 6
 class View(Protocol):
     """What the supervisor shows its user."""
 
-    def note(self, text: str) -> None:
-        """One line that stays."""
-        ...
+    def note(self, text: str) -> None: ...  # one line that stays
 
-    def batch(self, line: Mapping[str, Any]) -> None:
-        """A batch was trained."""
-        ...
+    def batch(self, line: Mapping[str, Any]) -> None: ...  # one that was trained
 
-    def status(self, status: Mapping[str, Any]) -> None:
-        """The current state of the whole run, a few times a second."""
-        ...
+    def status(self, status: Mapping[str, Any]) -> None: ...  # of the whole run, a few times a second
 
     def close(self) -> None: ...
 
@@ -42,32 +41,96 @@ def open_view(*, plain: bool) -> View:
     return PlainView() if plain or not console.is_terminal else TableView(console)
 
 
-def batch_line(line: Mapping[str, Any], num_batches: int | None = None) -> str:
-    """One trained batch as a line of text; a number that is not known is left out."""
-    total = f"/{num_batches}" if num_batches else ""
-    parts = [f"batch {line['batch'] + 1}{total}"]
-    formats = (
-        ("reward", "reward {:.3f}"),
-        ("reward_with_filtered", "with filtered {:.3f}"),
-        ("well_formed", "well-formed {:.0%}"),
-        ("right", "right {:.0%}"),
-        ("no_signal", "no signal {:.0%}"),
-        ("truncated", "cut {:.0%}"),
-        ("response_tokens", "{:.1f} tokens"),
-        ("seconds", "{:.1f} s"),
-        ("samples_per_s", "{:.1f} samples/s"),
-        ("tokens_per_s", "{:.0f} tokens/s"),
-        ("staleness", "staleness {:.2f}"),
-        ("loss", "loss {:+.4f}"),
-        ("grad_norm", "grad {:.2f}"),
-        ("logprob_mismatch", "mismatch {:.4f}"),
-    )
-    parts += [text.format(line[name]) for name, text in formats if name in line]
-    return "  ".join(parts)
+def batch_line(line: Mapping[str, Any], num_batches: int | None = None, *, left_s: float | None = None) -> str:
+    """One trained batch as a line of at most COLUMNS characters: what is not known, or has no place, is left out.
+
+    left_s: seconds to the end of the run, where that is known.
+    """
+    count = f"{line['batch'] + 1}/{num_batches}" if num_batches else f"{line['batch'] + 1}"
+    width = 2 * len(str(num_batches)) + 1 if num_batches else 0
+    components = reward_components(line)
+    found = {
+        name: text.format(line[name])
+        for name, text in NUMBERS.items()
+        if name in line and (line[name] or name in EVEN_IF_0)
+    }
+    for name, value in components.items():
+        found[name] = f"{name.replace('_', '-')} " + (f"{value:4.0%}" if name in SHARES else f"{value:.2f}")
+    if left_s is not None:
+        found["left"] = f"{duration(left_s)} left"
+    order = ["reward", *components, *NUMBERS, "left"]
+    shown, room = set[str](), COLUMNS - len(f"batch {count:<{width}}")
+    for name in ("reward", *components, "left", *FIRST, *NUMBERS):
+        if name in found and name not in shown and len(found[name]) + 2 <= room:
+            shown.add(name)
+            room -= len(found[name]) + 2
+    named = dict.fromkeys(name for name in order if name in shown)
+    return "  ".join([f"batch {count:<{width}}", *(found[name] for name in named)])
+
+
+COLUMNS = 100
+"""Of a line that says how a batch went: a terminal of this width shows it as one line."""
+NUMBERS = {
+    "reward": "reward {:.3f}",
+    "no_signal": "no signal {:.0%}",
+    "truncated": "cut {:.0%}",
+    "response_tokens": "{:3.0f} tokens",
+    "seconds": "{:.1f} s",
+    "loss": "loss {:+.3f}",
+    "grad_norm": "grad {:.2f}",
+    "staleness": "staleness {:.1f}",
+    "reward_with_filtered": "with filtered {:.3f}",
+    "kl": "kl {:.4f}",
+    "logprob_mismatch": "mismatch {:.4f}",
+    "tokens_per_s": "{:.0f} tokens/s",
+}
+"""What is said of a batch beside the reward's components, as it stands in the line."""
+FIRST = ("seconds", "no_signal", "grad_norm", "truncated", "loss")
+"""Where there is no room for all: these, then those above in their order."""
+EVEN_IF_0 = ("reward", "loss", "grad_norm")
+SHARES = ("right", "well_formed")  # components of our own rewards that are shares of the samples
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: ``1 h 20 min``, ``3 min 10 s``, ``45 s``."""
+    whole = max(0, round(seconds))
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+class TimeLeft:
+    """How long a run still takes, by its last batches."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=10)  # more would be slow to follow a run that changes
+        self._batch = 0
+        self.num_batches: int | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if "seconds" in line:
+            self._seconds.append(line["seconds"])
+        self._batch = line["batch"] + 1
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds, None before the first batch, and for a run without an end."""
+        if not self._seconds or not self.num_batches:
+            return None
+        return max(0, self.num_batches - self._batch) * fmean(self._seconds)
+
+
+def _known(line: Mapping[str, Any], formats: Sequence[tuple[str, str]]) -> list[str]:
+    return [text.format(line[name]) for name, text in formats if name in line]
+
+
+def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
+    """What is wrong with a trained batch, each as a sentence without "warning"; for terminal, status and live page."""
+    return [text for text in (mismatch_line(line, mismatch_limit), no_gradient_line(line)) if text]
 
 
 def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
-    """A warning where trainer and engine disagree on the sampled tokens by more than ``limit``; "" where they do not.
+    """Where trainer and engine disagree on the sampled tokens by more than ``limit``; "" where they do not.
 
     Weights that are ``staleness`` versions apart disagree, too: only at 0 is it the two implementations alone.
     """
@@ -75,15 +138,13 @@ def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
     if not limit or found <= limit:
         return ""
     return (
-        f"warning: batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
+        f"batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
         f"(largest {line.get('logprob_mismatch_max', 0.0):.2f}, staleness {line.get('staleness', 0.0):.2f}), "
         f"more than algorithm.mismatch_limit {limit:g}"
     )
 
 
 def evaluation_line(line: Mapping[str, Any]) -> str:
-    """One evaluation as a line of text."""
-    parts = [f"evaluation of version {line['version']}"]
     formats = (
         ("eval_reward", "reward {:.3f}"),
         ("eval_well_formed", "well-formed {:.0%}"),
@@ -91,7 +152,7 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
         ("eval_seconds", "{:.1f} s"),
         ("eval_share", "{:.0%} of generation"),
     )
-    parts += [text.format(line[name]) for name, text in formats if name in line]
+    parts = [f"evaluation of version {line['version']}", *_known(line, formats)]
     short = f"ended short: {line['eval_short']}" if line.get("eval_short") else ""
     return "  ".join([*parts, f"{line['eval_answered']} of {line['eval_problems']} problems", short]).rstrip()
 
@@ -112,14 +173,17 @@ def ranker_line(ranker: Mapping[str, Any]) -> str:
 
 
 def progress(status: Mapping[str, Any]) -> str:
-    """How far the run is; a service gets as many requests as there are."""
+    """How far the run is, and what was asked of it."""
+    asked = [word for key, word in (("paused", "paused"), ("stop_reason", "stopping")) if status.get(key)]
+    return "  ".join([how_far(status), *asked])
+
+
+def how_far(status: Mapping[str, Any]) -> str:
+    """Batches that are trained; a service gets as many requests as there are."""
     requests = status.get("num_requests")
     if requests is None:
-        done = f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}"
-    else:
-        done = f"requests {requests}, {len(status.get('requests', ()))} of them open"
-    asked = [word for key, word in (("paused", "paused"), ("stop_reason", "stopping")) if status.get(key)]
-    return "  ".join([done, *asked])
+        return f"trained {status.get('trained_version', 0)}/{status.get('num_batches', 0)}"
+    return f"requests {requests}, {len(status.get('requests', ()))} of them open"
 
 
 def scaling_line(scaling: Mapping[str, Any]) -> str:
@@ -138,33 +202,47 @@ def blocked_line(blocked: Mapping[str, Any]) -> str:
     )
 
 
+def trouble_line(status: Mapping[str, Any]) -> str:
+    """What went wrong so far, "" where nothing did: workers that were lost, restarts, units that were given up."""
+    dead = status.get("queues", {}).get(keys.DEAD, 0)
+    counts = (
+        (status.get("num_lost", 0), "worker lost", "workers lost"),
+        (status.get("restarts", 0), "restart", "restarts"),
+        (dead, "dead letter", "dead letters"),
+    )
+    return "  ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
+
+
 class PlainView:
-    """Lines on stdout, flushed: one a batch, one whenever something else blocks or nothing does any more, or workers
-    come or go."""
+    """Lines on stdout, flushed: one a batch, and one whenever what blocks, what went wrong or who works changes."""
 
     def __init__(self) -> None:
-        self._num_batches: int | None = None
+        self._time_left = TimeLeft()
         self._blocked: tuple[str, ...] = ()
-        self._scaled = ""
+        self._said: dict[str, str] = {}
 
     def note(self, text: str) -> None:
         print(printable(text), flush=True)
 
     def batch(self, line: Mapping[str, Any]) -> None:
-        print(batch_line(line, self._num_batches), flush=True)
+        self._time_left.add(line)
+        print(batch_line(line, self._time_left.num_batches, left_s=self._time_left.left_s), flush=True)
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._num_batches = status.get("num_batches")
-        scaled = scaling_line(status["scaling"]) if status.get("scaling") else ""
-        if scaled != self._scaled:
-            self._scaled = scaled
-            self.note(scaled)
+        self._time_left.num_batches = status.get("num_batches")
+        self._note_change("scaling", scaling_line(status["scaling"]) if status.get("scaling") else "")
+        self._note_change("trouble", trouble_line(status))
         blocked = status.get("blocked")
         named = tuple(str(blocked[name]) for name in ("stage", "waits_for", "owner")) if blocked else ()
         if named == self._blocked:
             return
         self._blocked = named
         self.note(blocked_line(blocked) if blocked else "it goes on")
+
+    def _note_change(self, what: str, text: str) -> None:
+        if text != self._said.get(what, ""):
+            self._said[what] = text
+            self.note(text)
 
     def close(self) -> None: ...
 
@@ -174,48 +252,79 @@ class TableView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._num_batches: int | None = None
+        self._time_left = TimeLeft()
         self._live = Live(Text("starting"), console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._console.print(Text(printable(text)), soft_wrap=True)  # an address stays one: it is there to be clicked
+        said = Text(printable(text), style="yellow" if text.startswith(WARNINGS) else "")
+        self._console.print(said, soft_wrap=True)  # an address or a command stays one: it is there to be copied
 
     def batch(self, line: Mapping[str, Any]) -> None:
-        self._console.print(Text(batch_line(line, self._num_batches)))
+        self._time_left.add(line)
+        said = Text(printable(batch_line(line, self._time_left.num_batches, left_s=self._time_left.left_s)))
+        said.highlight_regex(r"^batch +\S+", "dim")
+        said.highlight_regex(r"reward \S+", "bold green")
+        said.highlight_regex(r"no signal \S+|cut \S+", "yellow")
+        said.highlight_regex(r"\S+( min \S+)? (s|min) left", "cyan")
+        said.highlight_regex(r"loss .*", "dim")
+        self._console.print(said)
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._num_batches = status.get("num_batches")
-        self._live.update(Group(_headline(status), _worker_table(status.get("workers", ()))))
+        self._time_left.num_batches = status.get("num_batches")
+        self._live.update(Group(*_headline(status, self._time_left.left_s), _worker_table(status.get("workers", ()))))
 
     def close(self) -> None:
         self._live.stop()
 
 
-def _headline(status: Mapping[str, Any]) -> Text:
-    queues = {name: depth for name, depth in status.get("queues", {}).items() if depth}
-    deepest = sorted(queues.items(), key=lambda item: -item[1])[:QUEUES_SHOWN]
+WARNINGS = ("warning", "given up", "blocked", "damaged")
+BAR = 24  # characters
+
+
+def _headline(status: Mapping[str, Any], left_s: float | None) -> list[Text]:
+    """How it goes, in one line; what went wrong; where the groups are; what is waited for; what waits in queues."""
+    state, style = _state(status)
+    done, total = status.get("trained_version", 0), status.get("num_batches") or 0
+    filled = round(BAR * min(1.0, done / total)) if total else 0
+    bar = ("━" * filled, "green"), ("━" * (BAR - filled), "bright_black")
+    first = Text.assemble(
+        (state, f"bold {style}"),
+        ("  " + str(status.get("run", "")), "bold"),
+        f"  {how_far(status)}  ",
+        *(bar if status.get("num_requests") is None else ()),
+        f"  {duration(status.get('elapsed_s', 0.0))}",
+        (f", {duration(left_s)} left" if left_s is not None else "", "cyan"),
+    )
     stages = ("pending", "running", "scoring", "ready", "rounds_outstanding")
     groups = "  ".join(f"{name.replace('_', ' ')} {status[name]}" for name in stages if name in status)
-    parts = [
-        f"{status.get('run', '')}  {status.get('elapsed_s', 0.0):.0f} s  {progress(status)}",
-        f"groups: {groups}",
-        "queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"),
-        _waiting(status.get("wait")),
-        ranker_line(status["ranker"]) if status.get("ranker") else "",
-        scaling_line(status["scaling"]) if status.get("scaling") else "",
+    queues = {name: depth for name, depth in status.get("queues", {}).items() if depth}
+    deepest = sorted(queues.items(), key=lambda item: -item[1])[:QUEUES_SHOWN]
+    wait, blocked = status.get("wait"), status.get("blocked")  # something is waited for also where all is well
+    lines = [
+        (trouble_line(status), "bold yellow"),
+        (status.get("given_up", "") and f"given up: {status['given_up']}", "yellow"),
+        (f"groups: {groups}", ""),
+        ("{stage} waits for {waits_for}  {waited_s:.0f} s".format_map(wait) if wait and not blocked else "", ""),
+        ("queues: " + ("  ".join(f"{name} {depth}" for name, depth in deepest) or "empty"), "dim"),
+        (ranker_line(status["ranker"]) if status.get("ranker") else "", "dim"),
+        (scaling_line(status["scaling"]) if status.get("scaling") else "", ""),
+        (blocked_line(blocked) if blocked else "", "bold red"),
     ]
-    text = Text("\n".join(part for part in parts if part), style="bold")
-    if blocked := status.get("blocked"):
-        text.append("\n" + printable(blocked_line(blocked)), style="bold red")
-    return text
+    shown = (Text(printable(text), style=style, overflow="fold") for text, style in lines if text)
+    return [Text(""), first, *shown]
 
 
-def _waiting(wait: Mapping[str, Any] | None) -> str:
-    """What the pipeline waits for at this moment; a healthy one does too."""
-    if not wait:
-        return ""
-    return printable(f"{wait['stage']} waits for {wait['waits_for']}  {wait['waited_s']:.0f} s")
+def _state(status: Mapping[str, Any]) -> tuple[str, str]:
+    """How the run is, in a word, and its colour."""
+    if status.get("blocked"):
+        return "blocked", "red"
+    if status.get("stop_reason") or status.get("finish_reason"):
+        return "ending", "yellow"
+    if status.get("paused"):
+        return "paused", "yellow"
+    ready = any(worker["doing"] != STARTING and worker["kind"] != "score" for worker in status.get("workers", ()))
+    return ("healthy", "green") if ready else ("starting", "yellow")
 
 
 def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:

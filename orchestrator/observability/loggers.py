@@ -1,8 +1,7 @@
-"""Lines of ``metrics.jsonl`` to the services that people watch runs with: TensorBoard, Weights & Biases, MLflow.
+"""Lines of ``metrics.jsonl`` to TensorBoard, Weights & Biases and MLflow: extras, chosen with ``run.loggers``.
 
-Each is an extra of its own (``pip install 'streamrl[tensorboard]'``), chosen with ``run.loggers``. Sent are the numbers
-of a line, and the settings without secrets; never samples. A thread of the supervisor feeds them, so that they delay
-nothing; one that fails is reported once and left out. Without ``run.loggers`` nothing is imported or sent anywhere.
+Sent are the numbers of a line, and the settings without secrets; never samples. A thread of the supervisor feeds them,
+so that they delay nothing; one that fails is reported once and left out.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ import structlog
 from orchestrator.config.run_directory import RunDir
 from orchestrator.config.schema import FIELDS, SECRET, value_of
 from orchestrator.errors import ConfigError
-from orchestrator.observability.metrics_file import NewLines
+from orchestrator.observability.metrics import NewLines, grouped
 from transport.contracts.settings import Settings
 from transport.errors import StreamError
 from transport.process.files import replace
+from transport.process.programs import command
 
 log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
-CLOSE_S = 30.0
-"""At the end, how long the services may take for the last lines."""
+CLOSE_S = 30.0  # at the end, how long the services may take for the last lines
 PROJECT = "streamrl"
-MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Logger -> the module that its extra brings."""
+MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # the module that its extra brings
 
 Line = Mapping[str, Any]
 
@@ -49,9 +47,7 @@ class LoggerError(StreamError):
 class MetricsLogger(Protocol):
     """Something that wants every line. Both methods may block, and raise LoggerError."""
 
-    def log(self, line: Line) -> None:
-        """Take one line of metrics.jsonl."""
-        ...
+    def log(self, line: Line) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,7 +56,8 @@ def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError for the first logger whose extra is not installed."""
     for name in names:
         if importlib.util.find_spec(MODULES[name]) is None:
-            raise ConfigError(f"{name} is not installed: pip install 'streamrl[{name}]'", key="run.loggers")
+            how = command("pip", "install", f"streamrl[{name}]")
+            raise ConfigError(f"{name} is not installed: {how}", key="run.loggers")
 
 
 @asynccontextmanager
@@ -75,7 +72,13 @@ async def logging_metrics(settings: Settings, rundir: RunDir) -> AsyncIterator[N
         return
     feed = LoggerFeed([opener(name, settings, rundir.path) for name in settings.run.loggers])
     lines = NewLines(rundir.metrics, skip=True)
-    follower = asyncio.create_task(_follow(lines, feed), name="loggers")
+
+    async def follow() -> None:
+        while True:
+            feed.put(lines.read())
+            await asyncio.sleep(POLL_S)
+
+    follower = asyncio.create_task(follow(), name="loggers")
     try:
         yield
     finally:
@@ -83,12 +86,6 @@ async def logging_metrics(settings: Settings, rundir: RunDir) -> AsyncIterator[N
         await asyncio.gather(follower, return_exceptions=True)
         feed.put(lines.read())
         await asyncio.to_thread(feed.close)
-
-
-async def _follow(lines: NewLines, feed: LoggerFeed) -> None:
-    while True:
-        feed.put(lines.read())
-        await asyncio.sleep(POLL_S)
 
 
 class LoggerFeed:
@@ -148,9 +145,9 @@ def step_of(line: Line) -> int:
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """What of a line can be plotted: finite numbers by name."""
+    """What of a line can be plotted: finite numbers by group and key."""
     return {
-        name: float(value)
+        grouped(name): float(value)
         for name, value in line.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }

@@ -1,6 +1,7 @@
 """The lines of ``metrics.jsonl``: what passes as events and commands, summed up for each batch and each evaluation.
 
 A line for each trained batch, by ``batch``; one for each evaluation of held-out problems, by ``eval`` (its number).
+docs/metrics.md explains every key.
 
 Invariants: a line is written once per (incarnation of the trainer, batch) and per evaluation, however often a step is
 reported, also over restarts of the orchestrator; a step that is reported after that of a later batch gets its line at
@@ -10,17 +11,21 @@ was generated again counts as it was last, and a group counts where it was train
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import os
+import threading
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, BinaryIO
 
 import structlog
 
-from orchestrator.observability.metrics_file import append_line, read_file
 from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
@@ -36,23 +41,55 @@ from transport.contracts.messages import (
     WeightsLoaded,
 )
 from transport.contracts.types import FinishReason, GroupId, batch_of, is_evaluation
+from transport.process.files import writing
 
 log = structlog.get_logger(__name__)
 
-KEPT_BATCHES = 64
-"""A batch so far behind the newest is not trained again; as many as a trainer reports again (``workers/trainer``)."""
+GROUPS: Mapping[str, str] = {
+    "reward": "reward reward_std reward_with_filtered no_signal",
+    "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated",
+    "loss": "loss grad_norm lr skipped_nonfinite entropy kl computed_tokens clip_fraction_low clip_fraction_high",
+    "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv",
+    "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s samples_trained tokens_trained "
+    "groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead rows_in_steps "
+    "tokens_in_steps",
+    "run": "batch version incarnation time_s eval",
+}
+"""Group -> its keys, for whoever shows a number among a hundred others."""
+PREFIXES = ("eval", "ranker")  # of keys that are groups of their own
+_GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}
+
+
+def grouped(key: str) -> str:
+    """A key under its group's name: ``loss/kl``, ``eval/right``; what is in none is a component of the reward."""
+    if key not in _GROUP_OF:
+        for prefix in PREFIXES:
+            if key.startswith(f"{prefix}_"):
+                return f"{prefix}/{key.removeprefix(f'{prefix}_')}"
+    return f"{_GROUP_OF.get(key, 'reward')}/{key}"
+
+
+def reward_components(line: Mapping[str, Any]) -> dict[str, float]:
+    """Means of the reward's own components in a batch's line, in its order."""
+    others = ("bubble_", "generation_present", "trainer_present")
+    return {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, float | int) and key not in _GROUP_OF and grouped(key) == f"reward/{key}"
+        if not key.startswith(others)
+    }
+
+
+KEPT_BATCHES = 64  # one so far behind the newest is not trained again; as many as a trainer reports again
 
 
 @dataclass(slots=True)
 class _Group:
-    """What was reported last of one prompt group.
-
-    versions: sample -> oldest weights.  truncated: samples that were cut at the limit.
-    """
+    """What was reported last of one prompt group."""
 
     score: GroupScored | None = None
-    versions: dict[int, int] = field(default_factory=dict[int, int])
-    truncated: set[int] = field(default_factory=set[int])
+    versions: dict[int, int] = field(default_factory=dict[int, int])  # sample -> oldest weights
+    truncated: set[int] = field(default_factory=set[int])  # samples that were cut at the limit
 
 
 @dataclass(slots=True)
@@ -64,23 +101,6 @@ class _Since:
     outcomes: Counter[str] = field(default_factory=Counter[str])
     filtered: list[GroupScored] = field(default_factory=list[GroupScored])
 
-    def summary(self) -> dict[str, Any]:
-        ended = {f"groups_{outcome}": count for outcome, count in sorted(self.outcomes.items())}
-        return {"samples_generated": self.samples, "tokens_generated": self.tokens, **ended}
-
-
-@dataclass(slots=True)
-class _EngineSeconds:
-    """Seconds that samples spent in slots of engines since the last evaluation."""
-
-    training: float = 0.0
-    evaluation: float = 0.0
-
-    @property
-    def share(self) -> float:
-        total = self.training + self.evaluation
-        return self.evaluation / total if total else 0.0
-
 
 class MetricsLog:
     """Notes groups from the events and rounds from the commands, and appends a line to ``path`` for each batch."""
@@ -91,17 +111,16 @@ class MetricsLog:
         self._trains = trains
         self._passes = passes
         self._groups: dict[GroupId, _Group] = {}
-        self._members: dict[int, dict[GroupId, None]] = {}
-        """Batch -> groups that its rounds hold."""
+        self._members: dict[int, dict[GroupId, None]] = {}  # batch -> groups that its rounds hold
         self._since = _Since()
         file = read_file(path)
         if said := file.say():
             log.warning(said, path=str(path))
         self._written = {(line.get("incarnation", 0), line["batch"]) for line in file.lines if "batch" in line}
         self._evaluated = {line["eval"] for line in file.lines if "eval" in line}
-        self._engine_s = _EngineSeconds()
+        self._engine_s: defaultdict[str, float] = defaultdict(float)  # by lane, in slots since the last evaluation
+        # Of the next line: the last step, or when weights were loaded after a start: starting up is no batch's time.
         self._begun_s: float | None = None
-        """When the seconds of the next line begin: at the last step, of the first batch when weights were loaded."""
         self._ranker: dict[str, float] = {}
         self.last_line: dict[str, Any] = {}
 
@@ -115,30 +134,26 @@ class MetricsLog:
             self._note_command(command, 0.0)
         newest = (0, -1)
         for record in records:
-            match record.event:
-                case RolloutFinished() | GroupScored():
-                    self.observe(record.event, (), record.now_s)
-                case StepDone() as event if (key := (event.weights.epoch, event.batch)) > newest:  # not reported again
-                    newest = key
-                    self._begun_s, self._since = record.now_s, _Since()
-                case WeightsLoaded() | RunResumed():
-                    self._begin(record.event, record.now_s)
-                case RankerJudged():
-                    self._ranker = ranker_numbers(record.event)
-                case _:
-                    pass
+            event = record.event
+            if not isinstance(event, StepDone):
+                self.observe(event, (), record.now_s)
+            elif (key := (event.weights.epoch, event.batch)) > newest:  # not reported again
+                newest = key
+                self._begun_s, self._since = record.now_s, _Since()
 
     def observe(self, event: Event, commands: Iterable[Command], now_s: float) -> dict[str, Any] | None:
         """Take note of one applied event. Returns the batch's line if this event finished a batch."""
         if not self._trains:
             return None
         match event:
-            case WeightsLoaded() | RunResumed():
-                self._begin(event, now_s)
+            case WeightsLoaded() if self._begun_s is None:
+                self._begun_s = now_s
+            case RunResumed():
+                self._begun_s = None
             case RolloutFinished():
                 self._finished(event)
             case GroupScored() if not is_evaluation(event.group_id):
-                self._group(event.group_id).score = event
+                self._groups.setdefault(event.group_id, _Group()).score = event
             case RankerJudged():
                 self._ranker = ranker_numbers(event)
             case _:
@@ -147,33 +162,20 @@ class MetricsLog:
             self._note_command(command, now_s)
         return self._finish(event, now_s) if isinstance(event, StepDone) else None
 
-    def _begin(self, event: WeightsLoaded | RunResumed, now_s: float) -> None:
-        """Generation may begin; before it the run starts up, or starts up again, which is no batch's time."""
-        if isinstance(event, RunResumed):
-            self._begun_s = None
-        elif self._begun_s is None:
-            self._begun_s = now_s
-
     def _finished(self, event: RolloutFinished) -> None:
-        if is_evaluation(event.row_id):
-            self._engine_s.evaluation += event.engine_s
+        lane = "eval" if is_evaluation(event.row_id) else "train"
+        self._engine_s[lane] += event.engine_s
+        if lane == "eval":
             return
-        self._engine_s.training += event.engine_s
         self._since.samples += 1
         self._since.tokens += event.response_tokens
         name, _, sample = event.row_id.rpartition("/")
-        group, index = self._group(GroupId(name)), int(sample)
+        group, index = self._groups.setdefault(GroupId(name), _Group()), int(sample)
         group.versions[index] = event.oldest.version
         if event.finish_reason is FinishReason.LENGTH:
             group.truncated.add(index)
         else:
             group.truncated.discard(index)
-
-    def _group(self, group_id: GroupId) -> _Group:
-        group = self._groups.get(group_id)
-        if group is None:
-            group = self._groups[group_id] = _Group()
-        return group
 
     def _note_command(self, command: Command, now_s: float) -> None:
         match command:
@@ -186,18 +188,13 @@ class MetricsLog:
                 if ended and ended.score and command.outcome == "filtered":
                     self._since.filtered.append(ended.score)
             case EvaluationOutcome():
-                self._evaluated_line(command, now_s)
+                cost, self._engine_s = self._engine_s, defaultdict(float)
+                if command.number not in self._evaluated:
+                    share = cost["eval"] / (sum(cost.values()) or 1.0)
+                    self._evaluated.add(command.number)
+                    append_line(self._path, evaluation_line(command, now_s, share))
             case _:
                 pass
-
-    def _evaluated_line(self, outcome: EvaluationOutcome, now_s: float) -> None:
-        """Write the line of an evaluation, with what it cost since the one before."""
-        share, self._engine_s = self._engine_s.share, _EngineSeconds()
-        if outcome.number in self._evaluated:
-            return
-        line = evaluation_line(outcome, now_s, share)
-        self._evaluated.add(outcome.number)
-        append_line(self._path, line)
 
     def _finish(self, event: StepDone, now_s: float) -> dict[str, Any] | None:
         key = (event.weights.epoch, event.batch)
@@ -219,30 +216,46 @@ class MetricsLog:
             **summarise(event.batch, trained, since.filtered),
             "samples_trained": samples,
             "tokens_trained": tokens,
-            **since.summary(),
+            "samples_generated": since.samples,
+            "tokens_generated": since.tokens,
+            **{f"groups_{outcome}": count for outcome, count in sorted(since.outcomes.items())},
             **rates,
             "rows_in_steps": event.num_rows,
             "tokens_in_steps": event.num_tokens,
             **event.metrics,
             **self._ranker,
         }
-        line = {name: value for name, value in line.items() if _is_number_or_text(value)}
+        # JSON has no NaN and no infinity.
+        line = {name: each for name, each in line.items() if not isinstance(each, float) or math.isfinite(each)}
         if key >= max(self._written, default=key):
             self.last_line = line
-        self._forget(event.batch - KEPT_BATCHES)
-        self._written.add(key)
-        append_line(self._path, line)
-        return line
-
-    def _forget(self, before: int) -> None:
-        """Forget batches before ``before``: no restart of the trainer goes back so far."""
+        before = event.batch - KEPT_BATCHES
         self._members = {batch: members for batch, members in self._members.items() if batch >= before}
         self._groups = {name: group for name, group in self._groups.items() if batch_of(name) >= before}
+        self._written.add(key)
+        append_line(self._path, line)
+        if warning := no_gradient_line(line):
+            log.warning(warning)
+        return line
 
 
-def _is_number_or_text(value: object) -> bool:
-    """Whether JSON has it: NaN and infinity are left out."""
-    return not isinstance(value, float) or math.isfinite(value)
+def no_gradient_line(line: Mapping[str, Any]) -> str:
+    """Why a trained batch taught nothing (its gradient's norm is 0), and what to do; "" where it taught something.
+
+    An emulated trainer reports no norm.
+    """
+    if line.get("grad_norm") != 0.0:
+        return ""
+    if not line.get("groups_trained"):
+        why = "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"
+    elif line.get("no_signal") == 1.0:
+        why = (
+            "the rewards within each of its groups are equal; set pipeline.drop_no_signal=true to replace such groups, "
+            "or ask problems that the model solves now and then"
+        )
+    else:
+        why = "although rewards differ within groups; see clip_fraction_low and clip_fraction_high in metrics.jsonl"
+    return f"batch {line['batch'] + 1} carries no gradient: {why}"
 
 
 def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupScored]) -> dict[str, Any]:
@@ -258,8 +271,10 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
         line |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
         if left_out := [reward for score in filtered for reward in score.rewards]:
             line["reward_with_filtered"] = fmean([*rewards, *left_out])
-        line |= _component_means(scores)
+        names = sorted({name for score in scores for name in score.components})
+        line |= {name: mean_of_component(name, scores) for name in names}
         judged = [*scores, *filtered]
+        line |= {f"{name}_with_filtered": mean_of_component(name, judged) for name in names if filtered}
         line |= {
             "no_signal": sum(not score.signal for score in judged) / len(judged),
             "response_tokens": fmean(tokens),
@@ -276,13 +291,8 @@ def summarise(batch: int, trained: Sequence[_Group], filtered: Sequence[GroupSco
     return line
 
 
-def _component_means(scores: Sequence[GroupScored]) -> dict[str, float]:
-    """Of each named component of the reward, over the groups that have it."""
-    values: dict[str, list[float]] = {}
-    for score in scores:
-        for name, mean in score.components.items():
-            values.setdefault(name, []).append(mean)
-    return {name: fmean(means) for name, means in sorted(values.items())}
+def mean_of_component(name: str, scores: Sequence[GroupScored]) -> float:
+    return fmean(score.components[name] for score in scores if name in score.components)
 
 
 def quantiles(tokens: Sequence[int]) -> dict[str, int]:
@@ -295,28 +305,20 @@ def ranker_numbers(judged: RankerJudged) -> dict[str, float]:
     """How right predictions were, as part of a batch's line; nothing before the first groups were judged."""
     if not judged.num_groups:
         return {}
-    return {
-        "ranker_recall_20": round(judged.recall_20, 3),
-        "ranker_recall_10": round(judged.recall_10, 3),
-        "ranker_recall_5": round(judged.recall_5, 3),
-        "ranker_tau": round(judged.kendall_tau, 3),
-        "ranker_drift": round(judged.drift, 3),
-        "ranker_trusted": float(judged.trusted),
-    }
+    numbers = {name: round(getattr(judged, name), 3) for name in ("recall_20", "recall_10", "recall_5")}
+    numbers |= {"tau": round(judged.kendall_tau, 3), "drift": round(judged.drift, 3), "trusted": float(judged.trusted)}
+    return {f"ranker_{name}": number for name, number in numbers.items()}
 
 
 def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> dict[str, Any]:
-    """An evaluation as a line of ``metrics.jsonl``. share: of the engines' seconds since the one before, for this one.
-
-    Without any answer there are no means.
-    """
+    """An evaluation as a line of ``metrics.jsonl``. share: of the engines' seconds since the one before."""
     line: dict[str, Any] = {
         "eval": outcome.number,
         "version": outcome.weights.version,
         "incarnation": outcome.weights.epoch,
         "time_s": round(now_s, 3),
     }
-    if outcome.answered:
+    if outcome.answered:  # else there are no means
         line |= {"eval_reward": outcome.reward}
         line |= {f"eval_{name}": mean for name, mean in sorted(outcome.components.items())}
         line |= {"eval_response_tokens": outcome.response_tokens}
@@ -328,3 +330,142 @@ def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> d
         "eval_share": round(share, 4),
         "eval_short": outcome.reason,
     }
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+# A last line without an end is being written, or a kill tore it: readers wait for its end, and the next append removes
+# it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsFile:
+    """What a metrics file holds; a last line without an end is neither good nor damaged."""
+
+    lines: Sequence[dict[str, Any]]  # the good ones, in order
+    damaged: Sequence[int]  # numbers of the others, from 1
+
+    def say(self) -> str:
+        """Which lines are damaged, "" where none is."""
+        if not self.damaged:
+            return ""
+        named = ", ".join(map(str, self.damaged[:5])) + (", ..." if len(self.damaged) > 5 else "")
+        return f"metrics.jsonl: {len(self.damaged)} damaged, skipped: line {named}"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of trained batches in a metrics file, in order."""
+    return [line for line in read_file(path).lines if "batch" in line]
+
+
+def read_file(path: Path) -> MetricsFile:
+    """A metrics file, also a damaged one; an empty one where there is none."""
+    lines: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    with path.open("rb") if path.exists() else nullcontext(()) as file:
+        for number, raw in enumerate(file, start=1):
+            line = parse_line(raw)
+            if line is not None:
+                lines.append(line)
+            elif raw.endswith(b"\n"):
+                damaged.append(number)
+    return MetricsFile(lines=lines, damaged=damaged)
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """One line of a metrics file; None where it is no object with the number of a batch or an evaluation."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("batch", line.get("eval")), int):
+        return None
+    return line
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one line, without a tail that a kill tore off: behind it, it would be lost, too. Raises DirectoryError."""
+    with writing(path.parent), path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            tail = file.read().rpartition(b"\n")[2]
+            if parse_line(tail) is not None:
+                file.write(b"\n")
+            else:
+                file.truncate(end - len(tail))
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+# --- while it grows ---------------------------------------------------------------------------------------------------
+
+
+class _Growing:
+    """Whole lines that were appended to a file since the last call; only they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = self._seen_bytes = 0
+
+    def _is_replaced(self, file: BinaryIO) -> bool:
+        """Whether another file, or a shorter one, stands at the path: the next lines are its first."""
+        now = os.fstat(file.fileno())
+        if now.st_ino == self._inode and now.st_size >= self._seen_bytes:
+            return False
+        self._inode, self._seen_bytes = now.st_ino, 0
+        return True
+
+    def _appended(self, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Where each good line begins, and the line."""
+        file.seek(self._seen_bytes)
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            if (line := parse_line(raw)) is not None:
+                yield self._seen_bytes, line
+            self._seen_bytes += len(raw)
+
+
+class NewLines(_Growing):
+    """Every good line of a growing metrics file, each returned once."""
+
+    def __init__(self, path: Path, *, skip: bool = False) -> None:
+        """skip: leave out the lines that are there now."""
+        super().__init__(path)
+        self._num_read = 0
+        if skip:
+            self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines since the last call. A file that was replaced goes on after as many lines as were returned."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            known = self._num_read if self._is_replaced(file) else 0
+            lines = [line for _, line in self._appended(file)][known:]
+        self._num_read += len(lines)
+        return lines
+
+
+class BatchLines(_Growing):
+    """Lines of any batches of a growing metrics file, for several threads; eight bytes a batch are kept."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._begins = array("Q")
+        self._lock = threading.Lock()
+
+    def read(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Up to ``count`` lines from number ``first`` on, as ``read_metrics`` has them; [] where there are none."""
+        if not self._path.exists():
+            return []
+        with self._lock, self._path.open("rb") as file:
+            if self._is_replaced(file):  # and read anew
+                self._begins = array("Q")
+            self._begins.extend(begin for begin, line in self._appended(file) if "batch" in line)
+            lines: list[dict[str, Any]] = []
+            for begin in self._begins[first : first + count]:
+                file.seek(begin)
+                if line := parse_line(file.readline()):
+                    lines.append(line)
+            return lines

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from orchestrator.errors import DataError
-from transport.contracts.messages import Event, GroupScored, RolloutInfo, rollout_info_decoder
+from transport.contracts.messages import Event, GroupScored, rollout_info_decoder
 from transport.contracts.types import Column, RowId, is_evaluation, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array
@@ -27,13 +27,12 @@ log = structlog.get_logger(__name__)
 
 Detokenize = Callable[[Sequence[int]], str]
 
-REST_S = 2.0
-"""After a group that was shown: people do not read faster."""
-GONE_REST_S = 0.05
-"""After a group that was gone already: the next one that is scored may be there still."""
+REST_S = 2.0  # after a group that was shown: people do not read faster
+GONE_REST_S = 0.05  # after a group that was gone already: the next one that is scored may be there still
 MAX_SHOWN = 12
 MAX_PROMPT_CHARS = 1_500
-MAX_RESPONSE_CHARS = 3_000
+MAX_RESPONSE_CHARS, MAX_RESPONSE_END = 2_000, 1_000  # of a long response its beginning and its end, where the answer is
+MAX_QUESTION_CHARS, MAX_EXPECTED_CHARS = 600, 300
 COLUMNS = (Column.RESPONSE_IDS, Column.ROLLOUT_INFO, Column.REWARD_COMPONENTS)
 
 
@@ -43,25 +42,17 @@ class RecentSamples:
     def __init__(
         self,
         rows: RowStore,
-        load_detokenizer: Callable[[], Detokenize],
-        keep: Callable[[dict[str, Any]], object] = lambda _: None,
+        load_detokenizer: Callable[[], Detokenize],  # slow, may raise DataError; called once, off the loop
+        keep: Callable[[dict[str, Any]], object] = lambda _: None,  # called with each that is shown, for the report
         rest: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """load_detokenizer: slow, may raise DataError; called once, off the loop.
-
-        keep: called with each sample that is shown, for the run's report.  rest: lets so many seconds pass.
-        """
         self._rows = rows
         self._load = load_detokenizer
         self._keep = keep
         self._rest = rest
-        self._shown: deque[dict[str, Any]] = deque(maxlen=MAX_SHOWN)
+        self.newest_first: deque[dict[str, Any]] = deque(maxlen=MAX_SHOWN)
         self._newest: GroupScored | None = None
         self._is_scored = asyncio.Event()
-
-    @property
-    def newest_first(self) -> list[dict[str, Any]]:
-        return list(self._shown)
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Hear of what happened: the newest group that was scored is the next to be shown. Evaluations are not."""
@@ -85,27 +76,47 @@ class RecentSamples:
             await self._rest(REST_S if is_shown else GONE_REST_S)
 
     async def _show(self, scored: GroupScored, detokenize: Detokenize) -> bool:
-        """Fetch the samples of a group that was just scored. Returns whether any was still there."""
+        """Returns whether any sample of the group was still there."""
         chosen = best_and_worst(scored.rewards)
         ids = [row_id(scored.group_id, sample) for sample in chosen]
         rows = await self._rows.read_rows(ids, COLUMNS)
-        (group,) = await self._rows.read_groups([scored.group_id], [Column.PROMPT_TEXT])
-        prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
+        (group,) = await self._rows.read_groups([scored.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
+        problem = readable_problem(group)
         found = [
-            readable_sample(row, columns, detokenize, reward=scored.rewards[sample], prompt=prompt)
+            readable_sample(row, columns, detokenize, reward=scored.rewards[sample], problem=problem)
             for row, columns, sample in zip(ids, rows, chosen, strict=True)
             if {Column.RESPONSE_IDS, Column.ROLLOUT_INFO} <= columns.keys()
         ]
         for sample in reversed([sample for sample in found if sample is not None]):
-            self._shown.appendleft(sample)
+            self.newest_first.appendleft(sample)
             self._keep(sample)
         return bool(found)
 
 
+def readable_problem(columns: Mapping[Column, bytes]) -> dict[str, Any]:
+    """What is shown of a group: a long prompt's end, and the question and the expected answer, "" where not known."""
+    prompt = columns.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
+    try:
+        entry = msgspec.json.decode(columns.get(Column.TASK_ENTRY, b"{}"), type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        entry = {}
+    question, expected = (entry.get(name) for name in ("question", "answer"))
+    return {
+        "question": cut(question if isinstance(question, str) else "", MAX_QUESTION_CHARS),
+        "expected": cut("" if expected is None else str(expected), MAX_EXPECTED_CHARS),
+        "prompt": prompt[-MAX_PROMPT_CHARS:],
+        "prompt_cut": max(0, len(prompt) - MAX_PROMPT_CHARS),
+    }
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def readable_sample(
-    row: RowId, columns: Mapping[Column, bytes], detokenize: Detokenize, *, reward: float, prompt: str
+    row: RowId, columns: Mapping[Column, bytes], detokenize: Detokenize, *, reward: float, problem: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """A row's columns as what is shown of it; None where they are not what we write."""
+    """What is shown of a row: a long response's beginning and end; None where it is not what we write."""
     try:
         info = rollout_info_decoder.decode(columns[Column.ROLLOUT_INFO])
         response = detokenize(decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]).tolist())
@@ -113,20 +124,7 @@ def readable_sample(
     except (MessageError, msgspec.MsgspecError, OverflowError, IndexError) as error:
         log.warning("a sample cannot be shown", row=row, error=str(error))
         return None
-    return sample_view(row, info, reward, components, prompt, response)
-
-
-def best_and_worst(rewards: Sequence[float]) -> list[int]:
-    """Indices of the highest and the lowest reward, of the first among equals; one index when all are equal."""
-    best = max(range(len(rewards)), key=rewards.__getitem__, default=0)
-    worst = min(range(len(rewards)), key=rewards.__getitem__, default=0)
-    return [best] if best == worst else [best, worst]
-
-
-def sample_view(
-    row: RowId, info: RolloutInfo, reward: float, components: Mapping[str, float], prompt: str, response: str
-) -> dict[str, Any]:
-    """One sample for JSON. Of a long prompt the end is kept, of a long response the beginning."""
+    left_out = max(0, len(response) - MAX_RESPONSE_CHARS - MAX_RESPONSE_END)
     return {
         "row": row,
         "reward": round(reward, 4),
@@ -136,19 +134,25 @@ def sample_view(
         "finish": info.finish_reason.value,
         "versions": sorted({span.weights.version for span in info.spans}),
         "engine_s": round(info.engine_s, 2),
-        "prompt": prompt[-MAX_PROMPT_CHARS:],
-        "prompt_cut": max(0, len(prompt) - MAX_PROMPT_CHARS),
-        "response": response[:MAX_RESPONSE_CHARS],
-        "response_cut": max(0, len(response) - MAX_RESPONSE_CHARS),
+        **problem,
+        "response": response[:MAX_RESPONSE_CHARS] if left_out else response,
+        "response_cut": left_out,
+        "response_end": response[-MAX_RESPONSE_END:] if left_out else "",
     }
+
+
+def best_and_worst(rewards: Sequence[float]) -> list[int]:
+    """Indices of the highest and the lowest reward, of the first among equals; one index when all are equal."""
+    best = max(range(len(rewards)), key=rewards.__getitem__, default=0)
+    worst = min(range(len(rewards)), key=rewards.__getitem__, default=0)
+    return [best] if best == worst else [best, worst]
 
 
 # --- the file of a report ---------------------------------------------------------------------------------------------
 
 SAMPLES = "samples.jsonl"
 MAX_OF_BATCH = 2
-MAX_REPORTED = 24
-"""Samples in a report: the newest. Enough to see what the model writes now; the file keeps more."""
+MAX_REPORTED = 24  # samples in a report: the newest. Enough to see what the model writes now; the file keeps more
 
 
 class SampleKeeper:
@@ -161,18 +165,13 @@ class SampleKeeper:
         self._of_batch = Counter(_batch(sample) for sample in known)
 
     def keep(self, sample: dict[str, Any]) -> None:
-        """Keep one, if it is new and its batch has not had its share."""
-        if self._is_wanted(sample):
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(sample) + "\n")
-
-    def _is_wanted(self, sample: dict[str, Any]) -> bool:
         batch = _batch(sample)
         if sample.get("row") in self._rows or self._of_batch[batch] >= MAX_OF_BATCH:
-            return False
+            return
         self._rows.add(sample.get("row"))
         self._of_batch[batch] += 1
-        return True
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(sample) + "\n")
 
 
 def _batch(sample: dict[str, Any]) -> str:

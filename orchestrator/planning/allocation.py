@@ -14,20 +14,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil, lcm
 from typing import Literal, TypeAlias
 
-from orchestrator.core.costs.analytic import (
+from orchestrator.sim.costs import (
+    ASSUMED,
     GPUS_PER_NODE,
-    OPTIMIZER_BYTES,
-    RESIDENT_BYTES,
+    Assumptions,
     DoesNotFitError,
-    check_training_fits,
-    smallest_tensor_degree,
+    Gpu,
+    activation_bytes,
+    generation_degrees,
+    most_micro_batch_tokens,
+    state_bytes,
     tensor_degrees,
+    training_misfit,
 )
-from orchestrator.core.costs.hardware import ASSUMED, Assumptions, Gpu
-from orchestrator.core.costs.llms import Llm
+from orchestrator.sim.llms import Llm
 
 Objective: TypeAlias = Literal["time", "cost"]
 
@@ -35,8 +39,6 @@ MAX_SIZES = 32
 """Of a stage in one pool: nodes up to 32 of them, then several nodes together."""
 WHOLE_NODES_FROM_GPUS = 8 * GPUS_PER_NODE
 """A pool of so many GPUs or more is dealt out in whole nodes."""
-RANK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""GPUs of a data-parallel rank."""
 TRIED_RANK_SIZES = 2
 """The smallest that fit: more ranks are as fast and balance worse, fewer hold whole groups more easily."""
 TIE_SHARE = 0.01
@@ -89,25 +91,31 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A candidate that was measured. bound_s: what no schedule beats.  iteration_s: by simulation."""
+class MeasuredSplit:
+    """A split and the seconds of an iteration, by simulation or as a bound."""
 
     split: Split
-    bound_s: float
     iteration_s: float
 
-    @property
-    def cost(self) -> float:
-        """Of an iteration: price times time. Divided by its samples it is the cost of a sample."""
-        return self.split.price * self.iteration_s
+    def score(self, minimise: Objective) -> float:
+        """What is to be small: seconds of an iteration, or price times time; that by its samples is the cost of one."""
+        return self.iteration_s if minimise == "time" else self.iteration_s * self.split.price
+
+
+Progress: TypeAlias = Callable[[int, int, MeasuredSplit], None]
+"""(measured, at most to measure, the best so far)."""
+
+
+def silent(done: int, most: int, best: MeasuredSplit) -> None:
+    """For callers who show nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search saw. outcomes: in the order measured.  num_cut: left out, though their bounds did not exclude them,
-    because ``max_measured`` was reached."""
+    """What a search saw. measured: in that order.  num_cut: left out, though their bounds did not exclude them, because
+    ``max_measured`` was reached."""
 
-    outcomes: tuple[Outcome, ...]
+    measured: tuple[MeasuredSplit, ...]
     num_candidates: int
     num_cut: int
 
@@ -121,62 +129,42 @@ def splits(
     *,
     context_tokens: int,
     max_instances: int,
+    max_ranks: int = 0,
     minimise: Objective = "time",
     assumed: Assumptions = ASSUMED,
 ) -> list[Split]:
     """Every choice of pools, sizes and degrees that fits.
 
-    Args:    context_tokens: of the longest sample, which one instance must hold.  max_instances: samples of a batch:
-             more instances would be idle.
+    Args:    context_tokens: of the longest sample, which one instance and one micro-batch must hold.
+             max_instances: samples of a batch: more instances would be idle.  max_ranks: groups of a batch, likewise;
+             0: as many as instances.
     Raises:  DoesNotFitError: nothing fits; the message says what would.
     """
     found = [
-        split
-        for generation in pools
-        for training in pools
-        for split in _between(llm, generation, training, context_tokens, max_instances, minimise, assumed)
+        Split(
+            generation=generation,
+            generation_gpus=generation_gpus,
+            tensor_parallel=degree,
+            training=training,
+            training_gpus=training_gpus,
+            ranks=training_gpus // per_rank,
+            training_tensor_parallel=tensor,
+            pipeline_parallel=per_rank // tensor,
+        )
+        for generation, training in product(pools, repeat=2)
+        for degree in generation_degrees(llm, generation.gpu, context_tokens, assumed)
+        for generation_gpus in sizes(generation.num_gpus, degree)
+        if generation_gpus <= max_instances * degree
+        for left in [training.num_gpus - (generation_gpus if generation is training else 0)]
+        for fastest in [generation is training and minimise == "time"]
+        for training_gpus, per_rank in trainers(
+            llm, training.gpu, left, context_tokens, max_ranks or max_instances, fastest, assumed
+        )
+        for tensor in [max(part for part in tensor_degrees(llm, training.gpu) if per_rank % part == 0)]
     ]
     if not found:
         raise DoesNotFitError(what_would_fit(llm, pools, context_tokens, assumed))
     return found
-
-
-def _between(
-    llm: Llm,
-    generation: Pool,
-    training: Pool,
-    context_tokens: int,
-    max_instances: int,
-    minimise: Objective,
-    assumed: Assumptions,
-) -> Iterator[Split]:
-    for degree in generation_degrees(llm, generation.gpu, context_tokens, assumed):
-        for generation_gpus in sizes(generation.num_gpus, degree):
-            if generation_gpus // degree > max_instances:
-                break
-            shared = generation is training
-            left = training.num_gpus - generation_gpus if shared else training.num_gpus
-            for training_gpus, per_rank in trainers(llm, training.gpu, left, shared and minimise == "time", assumed):
-                tensor = max(part for part in tensor_degrees(llm, training.gpu) if per_rank % part == 0)
-                yield Split(
-                    generation=generation,
-                    generation_gpus=generation_gpus,
-                    tensor_parallel=degree,
-                    training=training,
-                    training_gpus=training_gpus,
-                    ranks=training_gpus // per_rank,
-                    training_tensor_parallel=tensor,
-                    pipeline_parallel=per_rank // tensor,
-                )
-
-
-def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> list[int]:
-    """Tensor-parallel degrees that hold the weights and the longest sample; none where a whole node does not."""
-    try:
-        smallest = smallest_tensor_degree(llm, gpu, assumed, context_tokens=context_tokens)
-    except DoesNotFitError:
-        return []
-    return [degree for degree in tensor_degrees(llm, gpu) if degree >= smallest]
 
 
 def sizes(num_gpus: int, degree: int, points: int = MAX_SIZES) -> list[int]:
@@ -188,37 +176,38 @@ def sizes(num_gpus: int, degree: int, points: int = MAX_SIZES) -> list[int]:
 
 
 def trainers(
-    llm: Llm, gpu: Gpu, left: int, all_of_it: bool, assumed: Assumptions = ASSUMED
+    llm: Llm,
+    gpu: Gpu,
+    left: int,
+    context_tokens: int,
+    max_ranks: int,
+    all_of_it: bool,
+    assumed: Assumptions = ASSUMED,
 ) -> Iterator[tuple[int, int]]:
     """(GPUs, GPUs of a rank) of trainers that fit. all_of_it: only the largest, which is the fastest."""
     tried: Counter[int] = Counter()
-    for per_rank in RANK_SIZES:
-        whole = left // per_rank * per_rank
-        for training_gpus in (whole,) if all_of_it and whole else sizes(left, per_rank):
+    for per_rank in assumed.trainer.rank_sizes:
+        whole = min(left // per_rank, max_ranks) * per_rank
+        for training_gpus in (whole,) if all_of_it and whole else sizes(whole, per_rank):
             key = 0 if all_of_it else training_gpus
-            if tried[key] < TRIED_RANK_SIZES and _trains(llm, gpu, training_gpus, per_rank, assumed):
+            ranks = training_gpus // per_rank
+            misfit = training_misfit(llm, gpu, training_gpus, ranks, assumed, context_tokens)
+            if tried[key] < TRIED_RANK_SIZES and not misfit:
                 tried[key] += 1
                 yield training_gpus, per_rank
 
 
-def _trains(llm: Llm, gpu: Gpu, num_gpus: int, per_rank: int, assumed: Assumptions) -> bool:
-    try:
-        check_training_fits(llm, gpu, num_gpus, num_gpus // per_rank, assumed)
-    except DoesNotFitError:
-        return False
-    return True
-
-
 def what_would_fit(llm: Llm, pools: Sequence[Pool], context_tokens: int, assumed: Assumptions = ASSUMED) -> str:
-    """Why nothing fits into ``pools``, and the fewest GPUs of each type that would do."""
+    """Why nothing fits into ``pools``: the memory that is missing, or the fewest GPUs of each type that would do."""
     given = ", ".join(map(str, pools))
     needs: dict[str, str] = {}
     for pool in pools:
         degrees = generation_degrees(llm, pool.gpu, context_tokens, assumed)
-        training = least_training_gpus(llm, pool.gpu, assumed)
+        training = least_training_gpus(llm, pool.gpu, context_tokens, assumed)
         instance = f"{degrees[0]} for an instance" if degrees else "no node is large enough for an instance"
-        needs[pool.gpu.name] = f"{pool.gpu.name}: {instance}, {training} for the trainer"
-        if degrees:
+        trainer = f"{training} for the trainer" if training else missing(llm, pool.gpu, context_tokens, assumed)
+        needs[pool.gpu.name] = f"{pool.gpu.name}: {instance}, {trainer}"
+        if degrees and training:
             needs[pool.gpu.name] += f", so {degrees[0] + training} for both"
     return (
         f"{llm.name} with samples of up to {context_tokens} tokens does not fit into {given}. What would: "
@@ -226,14 +215,38 @@ def what_would_fit(llm: Llm, pools: Sequence[Pool], context_tokens: int, assumed
     )
 
 
-def least_training_gpus(llm: Llm, gpu: Gpu, assumed: Assumptions = ASSUMED) -> int:
-    """The smallest trainer that holds the states: one rank, or several of the largest size."""
-    room = gpu.memory_bytes * assumed.usable_memory - assumed.activation_bytes
-    needed = llm.params * (RESIDENT_BYTES + OPTIMIZER_BYTES) / room
-    for per_rank in RANK_SIZES:
-        if per_rank >= needed:
+def missing(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> str:
+    """Why no number of these GPUs trains it, where each rank holds the whole model on the GPUs of one rank."""
+    per_rank = assumed.trainer.rank_sizes[-1]
+    states = state_bytes(llm, per_rank, 1, assumed)
+    longest = activation_bytes(llm, context_tokens, context_tokens, assumed)
+    usable = gpu.memory_bytes * assumed.usable_memory
+    if gpu.measured is not None:
+        return "its profile has no trainer"
+    shorter = int(max(0.0, most_micro_batch_tokens(llm, gpu, per_rank, 1, 0, assumed)))
+    while shorter > 0 and training_misfit(llm, gpu, per_rank, 1, assumed, shorter):
+        shorter = shorter * 9 // 10  # the mask grows with the square
+    weights = (usable - longest) / assumed.trainer.rank_bytes / 1e9
+    fits = [f"samples of up to {shorter} tokens"] if shorter > 0 else []
+    fits += [f"a model of at most {weights:.1f} billion weights"] if weights > 0 else []
+    fits += [f"GPUs of {ceil((states + longest) / assumed.usable_memory / 1e9)} GB"]
+    return (
+        f"no number of them for the trainer, which holds the whole model on each: {states / 1e9:.1f} GB of weights, "
+        f"gradients and optimizer and {longest / 1e9:.1f} GB of activations of the longest sample; {usable / 1e9:.1f} "
+        f"GB are usable, {(states + longest - usable) / 1e9:.1f} GB are missing; it takes {', or '.join(fits)}"
+    )
+
+
+def least_training_gpus(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> int:
+    """The smallest trainer that holds it: one rank, or several of the largest size; 0 where none does."""
+    for per_rank in assumed.trainer.rank_sizes:
+        if not training_misfit(llm, gpu, per_rank, 1, assumed, context_tokens):
             return per_rank
-    return ceil(needed / RANK_SIZES[-1]) * RANK_SIZES[-1]
+    if not assumed.trainer.shared_bytes or gpu.measured is not None:
+        return 0
+    room = gpu.memory_bytes * assumed.usable_memory - activation_bytes(llm, context_tokens, context_tokens, assumed)
+    largest = assumed.trainer.rank_sizes[-1]
+    return ceil(state_bytes(llm, 1, 1, assumed) / room / largest) * largest
 
 
 # -- search
@@ -247,62 +260,48 @@ def search(
     minimise: Objective = "time",
     at_once: int = 1,
     max_measured: int = 48,
-    progress: Callable[[int, int, Outcome], None] = lambda done, most, best: None,
+    progress: Progress = silent,
 ) -> Found:
     """Measure candidates in the order of their bounds, until the next bound is no better than the best result.
 
     Args:    bound_s: seconds of an iteration that no schedule beats.  measure: seconds of an iteration, of each.
-             at_once: handed to ``measure`` together.  progress: (measured, at most to measure, the best so far).
+             at_once: handed to ``measure`` together.
     """
-    bounds = {split: bound_s(split) for split in candidates}
-    waiting: list[Split] = sorted(candidates, key=lambda split: (_score(split, bounds[split], minimise), split.price))
-    outcomes: list[Outcome] = []
-    while waiting and len(outcomes) < max_measured:
-        chosen = waiting[: min(at_once, max_measured - len(outcomes))]
-        outcomes += [
-            Outcome(split=split, bound_s=bounds[split], iteration_s=seconds)
+    bounds = [MeasuredSplit(split=split, iteration_s=bound_s(split)) for split in candidates]
+    waiting = sorted(bounds, key=lambda bound: (bound.score(minimise), bound.split.price))
+    measured: list[MeasuredSplit] = []
+    while waiting and len(measured) < max_measured:
+        count = min(at_once, max_measured - len(measured))
+        chosen = [bound.split for bound in waiting[:count]]
+        measured += [
+            MeasuredSplit(split=split, iteration_s=seconds)
             for split, seconds in zip(chosen, measure(chosen), strict=True)
         ]
-        rest = waiting[len(chosen) :]
-        waiting = [split for split in rest if _may_win(split, bounds[split], outcomes, minimise)]
-        leader = best(outcomes, minimise)
-        progress(len(outcomes), min(max_measured, len(outcomes) + len(waiting)), leader)
-    return Found(outcomes=tuple(outcomes), num_candidates=len(candidates), num_cut=len(waiting))
+        waiting = [bound for bound in waiting[count:] if _may_win(bound, measured, minimise)]
+        progress(len(measured), min(max_measured, len(measured) + len(waiting)), ranked(measured, minimise)[0])
+    return Found(measured=tuple(measured), num_candidates=len(candidates), num_cut=len(waiting))
 
 
-def _may_win(split: Split, bound_s: float, outcomes: Sequence[Outcome], minimise: Objective) -> bool:
+def _other(minimise: Objective) -> Objective:
+    return "cost" if minimise == "time" else "time"
+
+
+def _may_win(bound: MeasuredSplit, measured: Iterable[MeasuredSplit], minimise: Objective) -> bool:
     """Whether it can be better than the best, or as good and better by the other objective."""
-    could = Outcome(split=split, bound_s=bound_s, iteration_s=bound_s)
-    other: Objective = "cost" if minimise == "time" else "time"
-    for outcome in outcomes:
-        if score(could, minimise) > (1 + TIE_SHARE) * score(outcome, minimise):
-            return False
-        if score(could, minimise) >= score(outcome, minimise) and score(could, other) >= score(outcome, other):
-            return False
-    return True
+    score, other_score = bound.score(minimise), bound.score(_other(minimise))
+    return not any(
+        score > (1 + TIE_SHARE) * one.score(minimise)
+        or (score >= one.score(minimise) and other_score >= one.score(_other(minimise)))
+        for one in measured
+    )
 
 
-def _score(split: Split, seconds: float, minimise: Objective) -> float:
-    return seconds if minimise == "time" else seconds * split.price
-
-
-def score(outcome: Outcome, minimise: Objective) -> float:
-    """What is to be small: seconds of an iteration, or its cost."""
-    return _score(outcome.split, outcome.iteration_s, minimise)
-
-
-def ranked(outcomes: Iterable[Outcome], minimise: Objective) -> list[Outcome]:
+def ranked(measured: Iterable[MeasuredSplit], minimise: Objective) -> list[MeasuredSplit]:
     """Best first: of those within ``TIE_SHARE`` of the least the other objective decides, then by score."""
-    ordered = sorted(outcomes, key=lambda outcome: score(outcome, minimise))
-    other: Objective = "cost" if minimise == "time" else "time"
-    limit = (1 + TIE_SHARE) * score(ordered[0], minimise) if ordered else 0.0
-    first = sorted((o for o in ordered if score(o, minimise) <= limit), key=lambda outcome: score(outcome, other))
-    return [*first, *ordered[len(first) :]]
-
-
-def best(outcomes: Iterable[Outcome], minimise: Objective) -> Outcome:
-    """The first of ``ranked``."""
-    return ranked(outcomes, minimise)[0]
+    ordered = sorted(measured, key=lambda one: one.score(minimise))
+    limit = (1 + TIE_SHARE) * ordered[0].score(minimise) if ordered else 0.0
+    tied = sum(one.score(minimise) <= limit for one in ordered)
+    return [*sorted(ordered[:tied], key=lambda one: one.score(_other(minimise))), *ordered[tied:]]
 
 
 def released(split: Split, pools: Iterable[Pool]) -> dict[str, int]:

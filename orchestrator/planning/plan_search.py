@@ -6,28 +6,46 @@ lengths and seed, and everything that is compared in the end was simulated by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, inf
 from multiprocessing import get_context
-from typing import Protocol, TypeVar
 
-from orchestrator.core.costs.analytic import GPUS_PER_NODE, Algorithm, decode_cost, transfer_cost
-from orchestrator.core.costs.hardware import ASSUMED, Assumptions, Gpu
-from orchestrator.core.costs.llms import Llm
+import msgspec
+
 from orchestrator.core.model.autoscale import estimate_of
 from orchestrator.core.model.settings import CoreSettings, default_dispatch
-from orchestrator.planning.allocation import Found, Objective, Outcome, Pool, Split, ranked, score, search, splits
-from orchestrator.planning.length_files import Group, representative
-from orchestrator.sim.bounds import Bound, bound
-from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
+from orchestrator.planning.allocation import (
+    Found,
+    MeasuredSplit,
+    Objective,
+    Pool,
+    Progress,
+    Split,
+    ranked,
+    search,
+    silent,
+    splits,
+)
+from orchestrator.sim.costs import (
+    ASSUMED,
+    GPUS_PER_NODE,
+    OUR_TRAINER,
+    Algorithm,
+    Assumptions,
+    Gpu,
+    decode_cost,
+    most_micro_batch_tokens,
+    transfer_s,
+)
+from orchestrator.sim.engine import SimulationLog
+from orchestrator.sim.lengths import Group, representative
+from orchestrator.sim.llms import Llm
+from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
-from transport.contracts.messages import TrainerCommand
-
-T = TypeVar("T")
 
 SLOTS = 256
 """Samples that an instance decodes at once, at most. With 1,024 a long sample shares its steps with more: between 2%
@@ -49,6 +67,9 @@ def micro_batch_tokens_of(gpu: Gpu) -> int:
     return gpu.measured.micro_batch_tokens if gpu.measured is not None else MICRO_BATCH_TOKENS
 
 
+PLANNED = msgspec.structs.replace(ASSUMED, trainer=OUR_TRAINER)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """How long to simulate: ``iterations``, of which the first and the last do not count."""
@@ -66,7 +87,9 @@ LONG = Window(iterations=16, warm_up=4, cool_down=2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be trained, and how. groups: lengths as read from a file.
+    """What is to be trained, and how, by our trainer unless ``assumed`` says otherwise.
+
+    groups: lengths as read from a file.
 
     link_bytes_per_s: between two sites.  recall: of the ranker, None: it knows every prompt's mean length.
     """
@@ -81,7 +104,7 @@ class Job:
     recall: float | None = 0.75
     link_bytes_per_s: float = 10e9
     seed: int = 0
-    assumed: Assumptions = ASSUMED
+    assumed: Assumptions = PLANNED
 
     @property
     def settings(self) -> CoreSettings:
@@ -108,6 +131,7 @@ class Job:
         lengths = representative(
             self.groups,
             batch=self.batch,
+            group_size=self.group_size,
             batches=batches,
             prompt_tokens=self.prompt_tokens,
             recall=self.recall,
@@ -118,6 +142,14 @@ class Job:
         )
 
     def layout(self, split: Split, workload: Workload) -> Layout:
+        means = [sum(group) / len(group) for group in workload.lengths.lengths[: self.batch]]
+        tokens = sum(means) * self.group_size + self.batch * self.prompt_tokens
+        wanted = min(micro_batch_tokens_of(split.training.gpu), max(1.0, tokens / split.ranks / ROUNDS))
+        longest = self.context_tokens
+        most = most_micro_batch_tokens(
+            self.llm, split.training.gpu, split.training_gpus, split.ranks, longest, self.assumed
+        )
+        micro_batch_tokens = min(max(wanted, longest), most)  # a sample is never split
         return Layout(
             generation_gpus=split.generation_gpus,
             training_gpus=split.training_gpus,
@@ -126,7 +158,7 @@ class Job:
             generation_gpu=split.generation.gpu,
             training_gpu=split.training.gpu,
             slots=slots_of(split.generation.gpu),
-            micro_batch_tokens=self._micro_batch_tokens(split, workload),
+            micro_batch_tokens=int(micro_batch_tokens),
             link_bytes_per_s=self.edge_bytes_per_s(split.generation, split.training),
         )
 
@@ -134,12 +166,6 @@ class Job:
         """Of the weight transfer: the slower node's network, or the link between the sites."""
         nodes = GPUS_PER_NODE * min(generation.gpu.network_bytes_per_s, training.gpu.network_bytes_per_s)
         return min(nodes, self.link_bytes_per_s) if generation.site != training.site else nodes
-
-    def _micro_batch_tokens(self, split: Split, workload: Workload) -> int:
-        sampled = [group for group in workload.lengths.lengths[: self.batch]]
-        tokens = sum(sum(group) / len(group) for group in sampled) * self.group_size + self.batch * self.prompt_tokens
-        most = micro_batch_tokens_of(split.training.gpu)
-        return int(min(most, max(1.0, tokens / split.ranks / ROUNDS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,48 +196,52 @@ def bound_of(job: Job, workload: Workload, split: Split) -> Bound:
 
 def iteration_s(job: Job, window: Window, split: Split) -> float:
     """Seconds of an iteration, by simulation."""
-    return _simulated(job, window, split, trace=False).iteration_s(window.warm_up, window.cool_down)
+    return _steady_s(simulation_of(job, window, split, trace=False), window, bound_of(job, job.workload(1), split), job)
+
+
+def _steady_s(log: SimulationLog, window: Window, least: Bound, job: Job) -> float:
+    """Of the window, and no less than the bound: a window that ends behind a burst of versions, which were generated
+    before it began, is shorter than the same number of iterations in the long run."""
+    return max(log.iteration_s(window.warm_up, window.cool_down), least.iteration_s(job.settings.max_staleness))
 
 
 def predict(job: Job, window: Window, split: Split) -> Prediction:
     """The same, with everything that is worth saying of it."""
-    log = _simulated(job, window, split, trace=True)
+    log = simulation_of(job, window, split, trace=True)
     workload = job.workload(1)
-    seconds = log.iteration_s(window.warm_up, window.cool_down)
+    least = bound_of(job, workload, split)
+    seconds = _steady_s(log, window, least, job)
     begin_s = log.published_s[window.warm_up - 1]
     end_s = log.published_s[len(log.published_s) - window.cool_down - 1]
-    least = bound_of(job, workload, split)
     idle = _generation_idle(log, split.instances, begin_s, end_s)
     edge = job.edge_bytes_per_s(split.generation, split.training)
+    busy_s = sum(max(0.0, min(at_s + took_s, end_s) - max(at_s, begin_s)) for at_s, took_s, _ in log.training)
     return Prediction(
         split=split,
         iteration_s=seconds,
         bound=least,
-        transfer_s=transfer_cost(job.llm, edge, split.instances, job.assumed).transfer_s(),
+        transfer_s=transfer_s(job.llm, edge, split.instances, job.assumed),
         generation_idle=idle,
         generation_thin=max(0.0, 1.0 - idle - least.generation_s / seconds),
-        trainer_idle=max(0.0, 1.0 - _busy_s(log.training, begin_s, end_s) / (end_s - begin_s)),
+        trainer_idle=max(0.0, 1.0 - busy_s / (end_s - begin_s)),
         mean_age=log.mean_age,
         oldest_age=log.oldest_age,
     )
 
 
-def _simulated(job: Job, window: Window, split: Split, *, trace: bool) -> SimulationLog:
+def simulation_of(job: Job, window: Window, split: Split, *, trace: bool) -> SimulationLog:
     workload = job.workload(window.iterations)
-    run = scenario(
-        workload,
-        job.layout(split, workload),
-        job.settings,
-        iterations=window.iterations,
-        assumed=job.assumed,
-        dispatch=job.dispatch(split),
-        trace=trace,
+    return simulate(
+        scenario(
+            workload,
+            job.layout(split, workload),
+            job.settings,
+            iterations=window.iterations,
+            assumed=job.assumed,
+            dispatch=job.dispatch(split),
+            trace=trace,
+        )
     )
-    return simulate(run)
-
-
-def _busy_s(training: Sequence[tuple[float, float, TrainerCommand]], begin_s: float, end_s: float) -> float:
-    return sum(max(0.0, min(at_s + seconds, end_s) - max(at_s, begin_s)) for at_s, seconds, _ in training)
 
 
 def _generation_idle(log: SimulationLog, instances: int, begin_s: float, end_s: float) -> float:
@@ -227,31 +257,9 @@ def _generation_idle(log: SimulationLog, instances: int, begin_s: float, end_s: 
     return idle_s / (instances * (end_s - begin_s))
 
 
-class Simulate(Protocol):
-    """Ask the same of several splits."""
-
-    def __call__(self, ask: Callable[[Split], T], splits: Sequence[Split]) -> list[T]: ...
-
-
-@contextmanager
-def simulating(processes: int) -> Iterator[Simulate]:
-    """Several simulations at once, each in a process of its own; 1: one after another, in this one."""
-    if processes <= 1:
-        yield lambda ask, splits: [ask(split) for split in splits]
-        return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        yield lambda ask, splits: list(pool.map(ask, splits))
-
-
 FINALIST_SHARE = 0.05
 """What a short simulation may be off by: splits this near to the best are simulated longer."""
 MAX_FINALISTS = 6
-
-Progress = Callable[[int, int, Outcome], None]
-
-
-def silent(done: int, most: int, best: Outcome) -> None:
-    """For callers who show nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,39 +282,28 @@ def advise(
         pools,
         context_tokens=job.context_tokens,
         max_instances=job.samples,
+        max_ranks=job.batch,
         minimise=minimise,
         assumed=job.assumed,
     )
-    workload = job.workload(1)
-    bounds = Bounds(job, workload)
-    with simulating(processes) as simulate:
+    bounds = Bounds(job, job.workload(1))
+    several = processes > 1  # each simulation in a process of its own
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) if several else nullcontext() as pool:
+        simulated = map if pool is None else pool.map
         found = search(
             candidates,
             bounds.iteration_s,
-            lambda chosen: simulate(partial(iteration_s, job, SHORT), chosen),
+            lambda chosen: list(simulated(partial(iteration_s, job, SHORT), chosen)),
             minimise=minimise,
             at_once=processes,
             progress=progress,
         )
-        finalists = _finalists(found, candidates, bounds, minimise)
-        return _judged(job, simulate, finalists, bounds.quickest(_even(candidates)), found, minimise)
-
-
-def _judged(
-    job: Job,
-    simulate: Simulate,
-    finalists: list[Split],
-    even: Split | None,
-    found: Found,
-    minimise: Objective,
-) -> Advice:
-    compared = finalists if even is None or even in finalists else [*finalists, even]
-    predictions = dict(zip(compared, simulate(partial(predict, job, LONG), compared), strict=True))
-    measured = [
-        Outcome(split=split, bound_s=0.0, iteration_s=prediction.iteration_s)
-        for split, prediction in predictions.items()
-    ]
-    order = [outcome.split for outcome in ranked(measured, minimise)]
+        even = bounds.quickest(_even(candidates))
+        compared = _finalists(found, candidates, bounds, minimise)
+        compared += [even] if even is not None and even not in compared else []
+        predictions = dict(zip(compared, simulated(partial(predict, job, LONG), compared), strict=True))
+    measured = [MeasuredSplit(split=split, iteration_s=one.iteration_s) for split, one in predictions.items()]
+    order = [one.split for one in ranked(measured, minimise)]
     others = [split for split in order[1:] if _place(split) != _place(order[0])]
     return Advice(
         best=predictions[order[0]],
@@ -322,14 +319,56 @@ def _place(split: Split) -> tuple[str, int, str, int]:
 
 def _finalists(found: Found, candidates: Sequence[Split], bounds: Bounds, minimise: Objective) -> list[Split]:
     """The close ones, and in any case one of another size: the best measured, else the one with the best bound."""
-    order = ranked(found.outcomes, minimise)
-    limit = (1 + FINALIST_SHARE) * score(order[0], minimise)
-    close = [outcome.split for outcome in order if score(outcome, minimise) <= limit][:MAX_FINALISTS]
-    others = [outcome.split for outcome in order if _place(outcome.split) != _place(close[0])]
+    order = ranked(found.measured, minimise)
+    limit = (1 + FINALIST_SHARE) * order[0].score(minimise)
+    close = [one.split for one in order if one.score(minimise) <= limit][:MAX_FINALISTS]
+    others = [one.split for one in order if _place(one.split) != _place(close[0])]
     if not others:
         elsewhere = [split for split in candidates if _place(split) != _place(close[0])]
-        others = [outcome.split for outcome in ranked(map(bounds.outcome, elsewhere), minimise)]
+        reached = [MeasuredSplit(split=split, iteration_s=bounds.iteration_s(split)) for split in elsewhere]
+        others = [one.split for one in ranked(reached, minimise)]
     return list(dict.fromkeys([*close, *others[:1]]))
+
+
+# -- a plan as settings of a run
+
+GROUP_LIVES = 4.0
+"""Times the iterations that a group may be under way, before it is taken back: it also waits for a slot."""
+
+
+def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> dict[str, dict[str, object]]:
+    """Section -> settings that make a run what was simulated; all others keep their defaults.
+
+    engine: of generation.  model_path: as setting ``model.path``.
+    """
+    split, core = plan.split, job.settings
+    layout = job.layout(split, job.workload(1))
+    cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
+    costs = {name: getattr(cost, name) for name in cost.__struct_fields__}
+    server_args = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
+    timeout_s = ceil(max(300.0, GROUP_LIVES * (core.max_staleness + 1) * plan.iteration_s))
+    generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
+    if split.tensor_parallel > 1:
+        generation["server_args"] = [server_args[engine], str(split.tensor_parallel)]
+    return {
+        "model": {"path": model_path},
+        "sampling": {"max_new_tokens": max(max(group) for group in job.groups)},
+        "generation": generation,
+        "trainer": {"ranks": split.ranks, "micro_batch_tokens": layout.micro_batch_tokens},
+        "pipeline": {
+            "groups_per_batch": job.batch,
+            "group_size": job.group_size,
+            "max_staleness": core.max_staleness,
+            "update": core.update,
+            "release": core.release,
+            "mini_batch_groups": max(1, job.batch // MINI_BATCHES),
+            "rollout_batches": core.rollout_batches,
+            "membership": core.membership,
+            "rollout_timeout_s": float(timeout_s),
+        },
+        "decode_cost": {name: value for name, value in costs.items() if value and value != inf},
+        "liveness": {"stall_s": 2.0 * timeout_s},
+    }
 
 
 # -- bounds, and the split that needs no thought
@@ -347,11 +386,6 @@ class Bounds:
     def iteration_s(self, split: Split) -> float:
         """What no schedule of the job's pipeline beats."""
         return bound_of(self._job, self._workload, split).iteration_s(self._job.settings.max_staleness)
-
-    def outcome(self, split: Split) -> Outcome:
-        """As if it were reached."""
-        bound_s = self.iteration_s(split)
-        return Outcome(split=split, bound_s=bound_s, iteration_s=bound_s)
 
     def stages_s(self, split: Split) -> tuple[float, float]:
         """Each stage by itself: generation with even shares, longest first; training without waiting."""
@@ -382,9 +416,10 @@ class Bounds:
 
 def _even(candidates: Sequence[Split]) -> list[Split]:
     """One pool each, or half and half of the only one: what needs no thought (StreamRL fig. 10)."""
-    apart = [split for split in candidates if split.generation is not split.training and _whole(split)]
+    apart = [
+        split
+        for split in candidates
+        if split.generation is not split.training
+        and (split.generation_gpus, split.training_gpus) == (split.generation.num_gpus, split.training.num_gpus)
+    ]
     return apart or [split for split in candidates if 2 * split.generation_gpus == split.generation.num_gpus]
-
-
-def _whole(split: Split) -> bool:
-    return (split.generation_gpus, split.training_gpus) == (split.generation.num_gpus, split.training.num_gpus)

@@ -16,16 +16,15 @@ from typing import TypeVar
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import TrainCost
-from orchestrator.core.costs.hardware import GPUS, Gpu, Measured, profiled
-from orchestrator.core.costs.llms import Llm, UnknownModelError, from_config
 from orchestrator.core.model.settings import decode_cost_of
 from orchestrator.errors import ConfigError
-from transport.contracts.continuous_batching import DecodeCost
-from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
+from orchestrator.sim.costs import GPUS, Gpu, Measured, TrainCost
+from orchestrator.sim.llms import Llm, UnknownModelError, from_config
+from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
 from transport.contracts.settings import DecodeCostSettings
 from transport.errors import InputFileError
-from transport.process.json_files import read_json
+from transport.process.files import read_json
+from transport.process.programs import command
 
 NAME = "measured"
 """Of the hardware that a profile defines, beside the names of GPUs."""
@@ -35,8 +34,6 @@ FOLDS = 4
 """A quarter of the runs at a time tells how good the fit of the others is."""
 KNEE_GAIN = 0.8
 """A knee has one parameter more; it must make the errors so much smaller, or there is none."""
-ROUNDING = 1e-12
-"""Of a sum of squared relative errors."""
 MIN_RUNS = 4
 """Runs for four coefficients."""
 MIN_BATCH_SIZES = 3
@@ -79,16 +76,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def measured(self) -> Measured:
         """For the cost model."""
-        return Measured(
-            decode=decode_cost_of(self.decode_cost),
-            train=self.train,
-            publish_s=self.publish_s,
-            load_s=self.load_s,
-            slots=self.slots,
-            micro_batch_tokens=self.micro_batch_tokens,
-            decode_beside=self.decode_beside,
-            train_beside=self.train_beside,
-        )
+        same = {name: getattr(self, name) for name in Measured.__struct_fields__ if name != "decode"}
+        return Measured(decode=decode_cost_of(self.decode_cost), **same)
 
 
 def read_profile(path: Path) -> Profile:
@@ -96,12 +85,13 @@ def read_profile(path: Path) -> Profile:
     try:
         return read_json(path, Profile)
     except InputFileError as error:
-        raise ConfigError(f"{error}; make a profile with `streamrl-orchestrator profile`") from error
+        make = command("streamrl-orchestrator", "profile")
+        raise ConfigError(f"{error}; make a profile: {make}") from error
 
 
 def hardware(profile: Profile | None) -> Mapping[str, Gpu]:
     """Name, in capitals -> what may be simulated."""
-    return GPUS if profile is None else {**GPUS, NAME.upper(): profiled(NAME, profile.measured)}
+    return GPUS if profile is None else {**GPUS, NAME.upper(): Gpu(name=NAME, measured=profile.measured)}
 
 
 def llm_of(profile: Profile) -> Llm:
@@ -153,11 +143,15 @@ def fit(measurements: Measurements) -> Profile:
             key="generation.slots",
         )
     train = fit_train(found.train, found.optimizer_s) if found.train else None
+    try:
+        llm = from_config(found.model, found.config)
+    except UnknownModelError:
+        llm = None
     cost = fit_decode(found.decode, found.prefill)
     fields = {name: getattr(cost, name) for name in cost.__struct_fields__ if name != "kv_capacity_tokens"}
     return Profile(
         model=found.model,
-        llm=_shape(found),
+        llm=llm,
         engine=found.engine,
         host=found.host,
         decode_cost=DecodeCostSettings(
@@ -174,13 +168,6 @@ def fit(measurements: Measurements) -> Profile:
         held_out=_errors(held_out_errors(found.decode)),
         train_held_out=_errors(held_out_train_errors(found.train)),
     )
-
-
-def _shape(found: Measurements) -> Llm | None:
-    try:
-        return from_config(found.model, found.config)
-    except UnknownModelError:
-        return None
 
 
 def _slowdown(ratios: Sequence[float]) -> float:
@@ -229,9 +216,9 @@ def fit_decode(runs: Sequence[DecodeRun], prefill: Sequence[PrefillRun]) -> Deco
     best, error = min((_fit_steps(runs, 0, padded) for padded in (False, True)), key=itemgetter(1))
     for knee in sorted({run.batch for run in runs})[1:-1]:
         cost, knee_error = _fit_steps(runs, knee, best.padded)
-        if knee_error < KNEE_GAIN * error - ROUNDING:
+        if knee_error < KNEE_GAIN * error - 1e-12:  # rounding of a sum of squared relative errors
             best, error = cost, knee_error
-    return msgspec.structs.replace(best, prefill_token_s=_fit_prefill(best, prefill))
+    return msgspec.structs.replace(best, prefill_token_s=_fit_prefill(prefill))
 
 
 def _read_tokens(run: DecodeRun, padded: bool) -> float:
@@ -265,7 +252,7 @@ def _fit_steps(runs: Sequence[DecodeRun], knee: int, padded: bool) -> tuple[Deco
     return cost, error
 
 
-def _fit_prefill(cost: DecodeCost, runs: Sequence[PrefillRun]) -> float:
+def _fit_prefill(runs: Sequence[PrefillRun]) -> float:
     """What a prompt token takes, above what a step takes in any case."""
     slopes = [
         (long.seconds - short.seconds) / (long.tokens - short.tokens)
@@ -278,15 +265,13 @@ def _fit_prefill(cost: DecodeCost, runs: Sequence[PrefillRun]) -> float:
 def fit_train(runs: Sequence[TrainRun], optimizer_s: Sequence[float]) -> TrainCost:
     """Coefficients of micro-batches; the first optimizer step, which allocates, does not count."""
     later = optimizer_s[1:] or optimizer_s
-    best, _ = min((_fit_micro_batches(runs, padded) for padded in (False, True)), key=itemgetter(1))
+    fits: list[tuple[TrainCost, float]] = []
+    for padded in (False, True):
+        rows = [(1.0, run.tokens, _attended(run, padded)) for run in runs]
+        (round_s, token_s, squared_s), error = non_negative(rows, [run.seconds for run in runs])
+        fits.append((TrainCost(round_s=round_s, token_s=token_s, squared_token_s=squared_s, padded=padded), error))
+    best, _ = min(fits, key=itemgetter(1))
     return msgspec.structs.replace(best, optimizer_s=median(later) if later else 0.0)
-
-
-def _fit_micro_batches(runs: Sequence[TrainRun], padded: bool) -> tuple[TrainCost, float]:
-    """(coefficients, sum of squared relative errors)."""
-    rows = [(1.0, run.tokens, _attended(run, padded)) for run in runs]
-    (round_s, token_s, squared_s), error = non_negative(rows, [run.seconds for run in runs])
-    return TrainCost(round_s=round_s, token_s=token_s, squared_token_s=squared_s, padded=padded), error
 
 
 def non_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
@@ -299,7 +284,8 @@ def non_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> t
     weighted = np.array(rows) / np.array(seconds)[:, None]
     count = weighted.shape[1]
     best, least = [0.0] * count, float("inf")
-    for used in _subsets(count):
+    # every choice of columns but none: with four of them the exact answer is this cheap
+    for used in [list(one) for size in range(1, count + 1) for one in itertools.combinations(range(count), size)]:
         if not np.any(weighted[:, used], axis=0).all():
             continue
         found = np.linalg.lstsq(weighted[:, used], np.ones(len(seconds)), rcond=None)[0]
@@ -309,8 +295,3 @@ def non_negative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> t
             for place, value in zip(used, found, strict=True):
                 best[place] = float(value)
     return best, least
-
-
-def _subsets(count: int) -> list[list[int]]:
-    """Every choice of columns but none: with four of them the exact answer is this cheap."""
-    return [list(used) for size in range(1, count + 1) for used in itertools.combinations(range(count), size)]

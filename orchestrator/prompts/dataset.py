@@ -4,6 +4,8 @@
     jsonl           one JSON object a line, .gz too, with named columns
     hf              a data set of the ``datasets`` library: hub name, saved directory, or parquet/JSON files
 
+A prompt is text, or a conversation: a list of ``{"role", "content"}`` that ends before the answer.
+
 Invariant: no question is in both parts, and the same settings and data give the same problems in the same order.
 """
 
@@ -12,17 +14,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from orchestrator.config.toml_source import nearest
+from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import PromptId
 from transport.errors import InputFileError
-from transport.process.json_files import read_rows
+from transport.process.files import read_rows
+from transport.process.programs import command
 
 REASONING_GYM_SIZE = 4096
 """Problems of one pass when ``data.size`` is 0: more than a short run sees, made in a tenth of a second."""
@@ -32,17 +36,26 @@ HELD_OUT_SHARE = 10
 """Of a file without its own held-out file, at most one row in so many is held out: the rest is to be trained."""
 
 
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation, as a chat template reads it."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A question and what its reward needs.
 
     prompt_id: names its row, e.g. ``chain_sum/17`` or ``train.jsonl/17`` (the line); the same on every pass.
+    question: of a conversation, its texts one after another.  messages: the conversation, () where there is none.
     entry_json: ``{"question", "answer", "metadata"}``; metadata: what reasoning_gym says, or the row's other columns.
     """
 
     prompt_id: PromptId
     question: str
     entry_json: str
+    messages: tuple[ChatMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +71,13 @@ def load_problems(settings: Settings) -> Problems:
     if settings.data.source == "reasoning_gym":
         held_out = _held_out_of_task(settings)
         training = list(_made(settings.data, settings.data.size or REASONING_GYM_SIZE, settings.run.seed))
-    elif settings.eval.path:
-        of_eval = msgspec.structs.replace(settings.data, path=settings.eval.path, split=settings.eval.split, size=0)
-        held_out = _sample(list(_read(of_eval)), settings.eval.problems, settings.eval.seed)
-        training = list(_read(settings.data))
     else:
         training = list(_read(settings.data))
-        number = min(settings.eval.problems, len(training) // HELD_OUT_SHARE)
-        held_out = _sample(training, number, settings.eval.seed)
+        choice, most = training, len(training) // HELD_OUT_SHARE
+        if settings.eval.path:
+            choice = list(_read(_of_eval(settings), section="eval"))
+            most = len(choice)
+        held_out = random.Random(settings.eval.seed).sample(choice, min(settings.eval.problems, most))
     questions = {problem.question for problem in held_out}
     remaining = [problem for problem in training if problem.question not in questions]
     if not remaining:
@@ -75,18 +87,25 @@ def load_problems(settings: Settings) -> Problems:
     return Problems(training=remaining, held_out=held_out)
 
 
-def _sample(problems: list[Problem], number: int, seed: int) -> list[Problem]:
-    return random.Random(seed).sample(problems, min(number, len(problems)))
+def _of_eval(settings: Settings) -> DataSettings:
+    """Where held-out problems come from: columns as for training, another file, data set, configuration or split."""
+    data, held_out = settings.data, settings.eval
+    same = held_out.path == data.path
+    return msgspec.structs.replace(
+        data,
+        path=held_out.path,
+        config=held_out.config or (data.config if same else ""),
+        split=held_out.split,
+        revision=data.revision if same else "",
+        size=0,
+    )
 
 
 # --- reasoning_gym ----------------------------------------------------------------------------------------------------
 
 
 def _held_out_of_task(settings: Settings) -> list[Problem]:
-    """Different questions as far as possible, but at most half of those that the task has; then they repeat.
-
-    chain_sum with 2 terms of 1 digit has 200 different questions: 128 held out would leave little to train on.
-    """
+    """Different questions as far as possible, but at most half of those that the task has; then they repeat."""
     number = settings.eval.problems
     if number == 0:
         return []
@@ -126,25 +145,59 @@ def _reasoning_gym(data: DataSettings, size: int, seed: int) -> Iterable[Mapping
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _read(data: DataSettings) -> Iterator[Problem]:
-    """Problems of a file or data set, up to ``data.size`` of them. Raises DataError, also when there is none."""
-    rows = _jsonl_rows(Path(data.path)) if data.source == "jsonl" else _hf_rows(data)
-    name = Path(data.path).name
+def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
+    """Problems of a file or data set, up to ``data.size`` of them. section: of the settings that name it.
+
+    Raises DataError, also when there is none.
+    """
+    path = _file(data.path)
+    name = path.name
+    if data.source == "hf":  # two splits of one data set may be read
+        name = "/".join(filter(None, (name, data.config, data.split)))
     count = 0
-    for number, row in rows:
+    for number, row in _jsonl_rows(path) if data.source == "jsonl" else _hf_rows(data, section):
         if data.size and count >= data.size:
             return
-        question = _column(row, data.prompt_column, "data.prompt_column", f"{data.path}, row {number}")
-        if not isinstance(question, str) or not question.strip():
-            raise DataError(f"{data.path}, row {number}: column {data.prompt_column!r} must be text that is not empty")
-        answer = None
-        if data.answer_column:
-            answer = _column(row, data.answer_column, "data.answer_column", f"{data.path}, row {number}")
+        where = f"{data.path}, row {number}"
+        question = _column(row, data.prompt_column, "data.prompt_column", where)
+        messages = _conversation(question, data, where) if isinstance(question, list) else ()
+        text = "\n\n".join(message.content for message in messages) if messages else question
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(
+                f"{where}: column {data.prompt_column!r} must be text that is not empty, or a list of messages"
+            )
+        answer = _column(row, data.answer_column, "data.answer_column", where) if data.answer_column else None
         others = {key: value for key, value in row.items() if key not in (data.prompt_column, data.answer_column)}
-        yield _problem(f"{name}/{number}", question, answer, others, data)
+        yield _problem(f"{name}/{number}", text, answer, others, data, messages)
         count += 1
     if count == 0:
         raise DataError(f"{data.path} is empty: it has no rows")
+
+
+def _conversation(column: list[object], data: DataSettings, where: str) -> tuple[ChatMessage, ...]:
+    """Raises DataError for what is none, or has the answer in it, or where no template is to be used."""
+    try:
+        messages = msgspec.convert(column, tuple[ChatMessage, ...])
+    except msgspec.ValidationError as error:
+        raise DataError(
+            f'{where}: column {data.prompt_column!r} is no list of messages {{"role": ..., "content": text}}: {error}'
+        ) from error
+    if messages and messages[-1].role == "assistant":
+        raise DataError(
+            f"{where}: the messages in column {data.prompt_column!r} end with the assistant's, which the model is to "
+            "write: leave it out (and put the right answer into data.answer_column)"
+        )
+    if not data.chat_template:
+        raise DataError(
+            f"{where}: column {data.prompt_column!r} is a list of messages, which needs data.chat_template = true"
+        )
+    return messages
+
+
+def _file(path: str) -> Path:
+    """``preset:<name>`` is a file beside the presets, which an installed package has, too."""
+    scheme, _, name = path.partition(":")
+    return Path(str(files("orchestrator.config.presets") / name)) if scheme == "preset" else Path(path)
 
 
 def _column(row: Mapping[str, Any], column: str, setting: str, where: str) -> Any:
@@ -153,11 +206,22 @@ def _column(row: Mapping[str, Any], column: str, setting: str, where: str) -> An
     return row[column]
 
 
-def _problem(name: str, question: str, answer: object, metadata: object, data: DataSettings) -> Problem:
+def _problem(
+    name: str,
+    question: str,
+    answer: object,
+    metadata: object,
+    data: DataSettings,
+    messages: tuple[ChatMessage, ...] = (),
+) -> Problem:
     """enc_hook=str: reasoning_gym's metadata holds fractions and the like; data sets hold dates and the like."""
     entry = {"question": question, "answer": answer, "metadata": metadata}
     encoded = msgspec.json.encode(entry, enc_hook=str)
-    return Problem(prompt_id=PromptId(name), question=question + data.suffix, entry_json=encoded.decode())
+    if messages:
+        last = msgspec.structs.replace(messages[-1], content=messages[-1].content + data.suffix)
+        messages = (*messages[:-1], last)
+    question += data.suffix
+    return Problem(prompt_id=PromptId(name), question=question, entry_json=encoded.decode(), messages=messages)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -165,37 +229,48 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         yield from read_rows(path)
     except InputFileError as error:
-        raise DataError(str(error)) from error
+        other = '. data.source "jsonl" reads one JSON object a line'
+        other += '; for Parquet, CSV and JSON documents set data.source to "hf" (pip install "streamrl[hf]")'
+        raise DataError(f"{error}{other if error.where == f'{path}:1' else ''}") from error
 
 
-def _hf_rows(data: DataSettings) -> Iterator[tuple[int, dict[str, Any]]]:
+def _hf_rows(data: DataSettings, section: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number from 0, row) of a data set of the ``datasets`` library."""
     try:
         import datasets  # here: the extra ``hf``, which files and reasoning_gym do not need
         from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
-        raise DataError('data.source "hf" needs the datasets library: pip install "streamrl[hf]"') from error
+        how = command("pip", "install", "streamrl[hf]")
+        raise DataError(f'data.source "hf" needs the datasets library: {how}') from error
     datasets.disable_progress_bars()
     try:
-        rows = _hf_split(datasets, data)
+        rows = _hf_split(datasets, data, section)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()
-        raise DataError(f"data set {data.path} cannot be loaded: {reason[0] if reason else error!r}") from error
+        reason = " ".join(str(error).split("\nExample")[0].split()) or repr(error)  # it lists what there is
+        wrong = next((name for name in ("config", "split") if f"{name} " in reason.lower()), "")
+        remedy = f"; set {section}.{wrong}" if wrong else ""
+        raise DataError(f"{section}.path: data set {data.path} cannot be loaded: {reason}{remedy}") from error
     yield from enumerate(dict(row) for row in rows)
 
 
-def _hf_split(datasets: Any, data: DataSettings) -> Iterable[Mapping[str, Any]]:
-    """``data.split`` of a saved directory, of files, or of a hub name (``name`` or ``name:configuration``)."""
+def _hf_split(datasets: Any, data: DataSettings, section: str) -> Iterable[Mapping[str, Any]]:
+    """``data.split`` of a saved directory, of files, or of a hub name."""
     path = Path(data.path).expanduser()
+    if path.exists() and data.revision:
+        raise DataError(f"data.revision is of a data set on the hub; {path} is on this machine: leave it out")
+    if data.config and (path.is_file() or (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
+        raise DataError(
+            f"{section}.config: {data.path} is one file, or was saved, and has no configurations: leave it out"
+        )
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         loaded = datasets.load_from_disk(str(path))
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded
         if data.split not in loaded:
-            raise DataError(f"{data.path} has no split {data.split!r}; it has {', '.join(loaded)}. Set data.split")
+            raise DataError(f"{data.path} has no split {data.split!r}; it has {', '.join(loaded)}. Set {section}.split")
         return loaded[data.split]
     if path.is_file():
         kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "json")
         return datasets.load_dataset(kind, data_files=str(path), split="train")
-    name, _, configuration = data.path.partition(":")
-    return datasets.load_dataset(str(path) if path.is_dir() else name, configuration or None, split=data.split)
+    where = str(path) if path.is_dir() else data.path
+    return datasets.load_dataset(where, data.config or None, split=data.split, revision=data.revision or None)

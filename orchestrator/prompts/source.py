@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
-from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import PromptId
@@ -66,7 +66,6 @@ class PromptSource(Protocol):
 
     def seek(self, position: str) -> None:
         """Go on as after ``position``; "" is the start. Raises DataError for a position in other data."""
-        ...
 
     def lookup(self, prompt_id: PromptId) -> Prompt:
         """The prompt of this name, wherever the position is. Raises KeyError when there is none."""
@@ -74,7 +73,6 @@ class PromptSource(Protocol):
 
     def observe(self, outcome: SlotOutcome) -> None:
         """Hear how a prompt's slot ended."""
-        ...
 
 
 def open_source(settings: Settings, model_dir: Path) -> ShuffledSource:
@@ -93,30 +91,37 @@ def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
 
 
 def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
-    """Write the held-out prompts to ``path`` as JSON lines, unless it is there, so that any model can be asked them
-    later.
+    """Write the held-out prompts to ``path`` as JSON lines, unless it is there: any model can be asked them later.
 
     Raises DataError.
     """
     if path.exists() or not settings.eval.problems or settings.trainer.engine == "none":
         return
-    batch = held_out(settings, model_dir).next(settings.eval.problems)
-    lines = [
-        json.dumps(
-            {
-                "prompt_id": prompt.prompt_id,
-                "text": prompt.text,
-                "prompt_ids": prompt.prompt_ids.tolist(),
-                "entry": prompt.entry_json,
-            }
-        )
-        for prompt in batch.prompts
-    ]
-    replace(path, "".join(line + "\n" for line in lines))
+    lines: list[str] = []
+    for prompt in held_out(settings, model_dir).next(settings.eval.problems).prompts:
+        ids = prompt.prompt_ids.tolist()
+        line = {"prompt_id": prompt.prompt_id, "text": prompt.text, "prompt_ids": ids, "entry": prompt.entry_json}
+        lines.append(json.dumps(line) + "\n")
+    replace(path, "".join(lines))
 
 
 TRIAL_ROWS = 4
 """A good reward may fail on one hard row, and hardly on four."""
+
+
+def trial_rows(problems: Sequence[Problem], marker: str) -> TrialRows:
+    """The first of ``problems``, each with its right answer after ``marker`` where the data has one."""
+    answers = [msgspec.json.decode(one.entry_json).get("answer") for one in problems[:TRIAL_ROWS]]
+    return TrialRows(
+        rows=[
+            TrialRow(
+                prompt=one.question,
+                response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
+                entry=one.entry_json,
+            )
+            for one, answer in zip(problems, answers, strict=False)
+        ]
+    )
 
 
 class ShuffledSource:
@@ -126,34 +131,17 @@ class ShuffledSource:
         self, problems: Sequence[Problem], encoder: PromptEncoder, *, seed: int, shuffle: bool, passes: int
     ) -> None:
         """passes: passes before it is exhausted; 0: it never is."""
-        self._problems = problems
+        self.problems = problems
         self._encoder = encoder
         self._seed = seed
         self._shuffle = shuffle
         self._passes = passes if problems else 1
         self._by_id = {problem.prompt_id: problem for problem in problems}
         self._fingerprint = _fingerprint(problems, seed=seed, shuffle=shuffle)
-        self._pass = 0
-        self._index = 0
-        self._order = self._order_of(0)
+        self._go_to(0, 0)
 
     def __len__(self) -> int:
-        """Prompts in one pass."""
-        return len(self._problems)
-
-    def trial_rows(self, marker: str) -> TrialRows:
-        """The first rows, each with its right answer after ``marker`` where the data has one."""
-        answers = [msgspec.json.decode(one.entry_json).get("answer") for one in self._problems[:TRIAL_ROWS]]
-        return TrialRows(
-            rows=[
-                TrialRow(
-                    prompt=one.question,
-                    response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
-                    entry=one.entry_json,
-                )
-                for one, answer in zip(self._problems, answers, strict=False)
-            ]
-        )
+        return len(self.problems)
 
     @property
     def position(self) -> str:
@@ -162,22 +150,22 @@ class ShuffledSource:
     @property
     def exhausted(self) -> bool:
         """Whether the last pass is over."""
-        return self._passes > 0 and (self._pass >= self._passes or not self._problems)
+        return self._passes > 0 and (self._pass >= self._passes or not self.problems)
 
     def next(self, count: int) -> PromptBatch:
         prompts: list[Prompt] = []
         positions: list[str] = []
         while len(prompts) < count and not self.exhausted:
-            prompts.append(self._prompt(self._problems[self._order[self._index]]))
-            self._advance()
+            prompts.append(self._prompt(self.problems[self._order[self._index]]))
+            if self._index + 1 < len(self.problems):
+                self._index += 1
+            else:
+                self._go_to(self._pass + 1, 0)
             positions.append(self.position)
         return PromptBatch(prompts=prompts, positions=positions, exhausted=self.exhausted)
 
     def seek(self, position: str) -> None:
-        if not position:
-            self._go_to(0, 0)
-            return
-        match = re.fullmatch(r"(\d+)/(\d+)@(\w+)", position)
+        match = re.fullmatch(r"(\d+)/(\d+)@(\w+)", position or f"0/0@{self._fingerprint}")
         if match is None or int(match[2]) >= max(1, len(self)) or match[3] != self._fingerprint:
             raise DataError(
                 f"position {position!r} is not one in these prompts ({self._fingerprint}): the data, its settings or "
@@ -192,29 +180,16 @@ class ShuffledSource:
         """Every prompt comes as often as any other, however it went."""
 
     def _prompt(self, problem: Problem) -> Prompt:
-        text = self._encoder.render(problem.question)
-        return Prompt(
-            prompt_id=problem.prompt_id,
-            text=text,
-            prompt_ids=self._encoder.encode(text),
-            entry_json=problem.entry_json,
-        )
-
-    def _advance(self) -> None:
-        if self._index + 1 < len(self._problems):
-            self._index += 1
-        else:
-            self._go_to(self._pass + 1, 0)
+        text = self._encoder.render(problem.question, problem.messages)
+        ids = self._encoder.encode(text)
+        return Prompt(prompt_id=problem.prompt_id, text=text, prompt_ids=ids, entry_json=problem.entry_json)
 
     def _go_to(self, number: int, index: int) -> None:
+        """The order of a pass is its own seeded stream, so that it needs no pass before it."""
         self._pass, self._index = number, index
-        self._order = self._order_of(number)
-
-    def _order_of(self, number: int) -> NDArray[np.int64]:
-        """The order of pass ``number``: its own seeded stream, so that it needs no pass before it."""
-        if not self._shuffle:
-            return np.arange(len(self._problems))
-        return np.random.default_rng((self._seed, number)).permutation(len(self._problems))
+        self._order: NDArray[np.int64] = np.arange(len(self.problems))
+        if self._shuffle:
+            self._order = np.random.default_rng((self._seed, number)).permutation(len(self.problems))
 
 
 def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
@@ -227,34 +202,55 @@ def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
 # --- text and tokens --------------------------------------------------------------------------------------------------
 
 
+class ModelTokenizer:
+    """The model's tokenizer and chat template. May be used from several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
+        self.has_template = bool(tokenizer.chat_template)
+
+    def ids(self, text: str, *, special: bool) -> list[int]:
+        """special: add the tokenizer's own special tokens; a chat template has put all of them into the text."""
+        with self._lock:
+            return self._tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def render(self, messages: list[dict[str, str]], refusal: str, hint: str = "") -> str:
+        """The text that the chat template makes of them. Raises DataError: ``refusal``, why, and ``hint``."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"{refusal}: {error}{hint}") from error
+
+
 class PromptEncoder:
     """Questions to texts to ids, with the model's chat template and tokenizer. May be used from several threads."""
 
     def __init__(self, tokenizer: Any, data: DataSettings) -> None:
         """tokenizer: of transformers.  data: chat_template, system."""
-        self._tokenizer = tokenizer
+        self._tokenizer = ModelTokenizer(tokenizer)
         self._system = data.system
-        self._templated = data.chat_template and bool(tokenizer.chat_template)
-        self._lock = threading.Lock()  # encoding changes the tokenizer's own settings while it runs
+        self._templated = data.chat_template and self._tokenizer.has_template
 
-    def render(self, question: str) -> str:
-        """The text the model reads. Raises DataError when its chat template refuses the messages."""
+    def render(self, question: str, conversation: Sequence[ChatMessage] = ()) -> str:
+        """The text the model reads. Raises DataError when its chat template refuses the messages, or there is none."""
         if not self._templated:
+            if conversation:
+                raise DataError("a prompt is a list of messages, and the model has no chat template: give text")
             return f"{self._system}\n\n{question}" if self._system else question
-        from jinja2 import TemplateError
-
         messages = [{"role": "system", "content": self._system}] if self._system else []
-        messages.append({"role": "user", "content": question})
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise DataError(f"the model's chat template refuses the prompt: {error}; see data.system") from error
+        messages += [{"role": turn.role, "content": turn.content} for turn in conversation]
+        if not conversation:
+            messages.append({"role": "user", "content": question})
+        return self._tokenizer.render(
+            messages, "the model's chat template refuses the prompt", hint="; see data.system"
+        )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """[P] int32. A chat template has put all special tokens into the text; else the tokenizer adds its own."""
-        with self._lock:
-            ids = self._tokenizer(text, add_special_tokens=not self._templated)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
+        """[P] int32."""
+        return np.asarray(self._tokenizer.ids(text, special=not self._templated), dtype=np.int32)
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -282,10 +278,15 @@ def load_detokenizer(model_dir: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def text_config(model_dir: Path) -> dict[str, Any]:
+    """The model's configuration; of one that reads more than text, that part of it."""
+    config = json.loads((model_dir / "config.json").read_bytes())
+    return config.get("text_config") or config
+
+
 def context_limit(settings: Settings, model_dir: Path) -> int:
     """Tokens of prompt and response. Raises DataError when more are asked for than the model was made for."""
-    config = json.loads((model_dir / "config.json").read_bytes())
-    of_model = (config.get("text_config") or config).get("max_position_embeddings") or DEFAULT_CONTEXT
+    of_model = text_config(model_dir).get("max_position_embeddings") or DEFAULT_CONTEXT
     asked = settings.generation.max_context
     if asked > of_model:
         raise DataError(f"generation.max_context is {asked}, but {settings.model.path} was made for {of_model} tokens")
@@ -303,7 +304,13 @@ def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, set
             f"a context of {limit} tokens has no room for a prompt beside sampling.max_new_tokens "
             f"({settings.sampling.max_new_tokens})"
         )
-    lengths = [_length_if_near(encoder, problem, room) for problem in problems]
+
+    def length(problem: Problem) -> int:
+        """Tokens; 0 for a prompt of so few bytes that it surely fits, which saves tokenising whole data sets."""
+        text = encoder.render(problem.question, problem.messages)
+        return 0 if len(text.encode()) + TEMPLATE_TOKENS <= room else len(encoder.encode(text))
+
+    lengths = list(map(length, problems))
     fit = [problem for problem, length in zip(problems, lengths, strict=True) if length <= room]
     if len(fit) == len(problems) or (fit and settings.data.overlong == "skip"):
         return fit
@@ -313,11 +320,3 @@ def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, set
         f"{lengths[longest]} tokens, and a context of {limit} leaves {room} beside sampling.max_new_tokens "
         f'({settings.sampling.max_new_tokens}). Raise generation.max_context, or set data.overlong to "skip"'
     )
-
-
-def _length_if_near(encoder: PromptEncoder, problem: Problem, room: int) -> int:
-    """Tokens of the prompt; 0 for one of so few bytes that it surely fits, which saves tokenising whole data sets."""
-    text = encoder.render(problem.question)
-    if len(text.encode()) + TEMPLATE_TOKENS <= room:
-        return 0
-    return len(encoder.encode(text))

@@ -1,7 +1,7 @@
 """The service interface over HTTP: ``generate`` and ``update`` of a run that trains nothing (docs/service.md).
 
 Owns: the form of requests and answers, and what a body may hold. Never: what follows (``serving/service.py``); who may
-ask (``guard.py``).
+ask (``orchestrator/http.py``).
 
     POST   /generate              prompts; the answer is the stream of their samples, NDJSON, each as it ends
     GET    /generate/{name}       the rest of that stream, ``?from=N``
@@ -16,9 +16,13 @@ import asyncio
 import re
 import secrets
 import threading
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,11 +31,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from orchestrator.errors import DataError, RefusedError
-from orchestrator.observability.http.answers import answer, number_of
-from orchestrator.observability.http.guard import BodyLimit
-from orchestrator.serving.prompts import ServicePrompts
-from orchestrator.serving.request_store import StoredPrompt, Ticket
-from orchestrator.serving.service import Service
+from orchestrator.http import BodyLimit, answer, number_of
+from orchestrator.prompts.dataset import ChatMessage
+from orchestrator.prompts.source import ModelTokenizer, context_limit, load_tokenizer, text_config
+from orchestrator.serving.service import Service, StoredPrompt, Ticket
 from transport.contracts.messages import UpdateRequest, WeightManifest
 from transport.contracts.settings import SamplingSettings, Settings
 from transport.contracts.types import SamplingParams
@@ -54,13 +57,6 @@ NDJSON = "application/x-ndjson"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn, as a chat template reads it."""
-
-    role: str
-    content: str
 
 
 class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,9 +96,78 @@ class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] = 120.0
 
 
-class ServiceApi:
-    """The routes of one service."""
+class ServicePrompts:
+    """Makes token ids of the prompts of requests, for one model; may be used from several threads.
 
+    Invariant: an accepted prompt fits the model: every id is a word of it, and the response has room.
+    """
+
+    def __init__(self, settings: Settings, model_dir: Path) -> None:
+        """Raises DataError where the model directory cannot be read."""
+        tokenizer = load_tokenizer(model_dir)
+        self._tokenizer = ModelTokenizer(tokenizer)
+        self._limit = context_limit(settings, model_dir)
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self._vocab_size = int(text_config(model_dir)["vocab_size"])
+
+    def encode(
+        self, prompts: Sequence[str | list[int] | Chat], max_new_tokens: int, *, wanted: threading.Event | None = None
+    ) -> list[StoredPrompt]:
+        """Raises DataError naming the first prompt that cannot be generated from, and why.
+
+        wanted: cleared when the answer is not wanted any more; the work then ends after the current prompt.
+        """
+        encoded: list[StoredPrompt] = []
+        for index, prompt in enumerate(prompts):
+            if wanted is not None and not wanted.is_set():
+                raise DataError(f"prompt {index} is not wanted any more")
+            encoded.append(self._encode(index, prompt, self._limit - max_new_tokens))
+        return encoded
+
+    def _encode(self, index: int, prompt: str | list[int] | Chat, room: int) -> StoredPrompt:
+        text = "" if isinstance(prompt, list) else self._text(index, prompt, room)
+        ids = prompt if isinstance(prompt, list) else self._tokenizer.ids(text, special=isinstance(prompt, str))
+        if not ids:
+            raise DataError(f"prompt {index} has no tokens")
+        if len(ids) > room:
+            raise DataError(f"prompt {index} has {len(ids)} tokens; beside max_new_tokens there is room for {room}")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise DataError(f"prompt {index} has token ids outside [0, {self._vocab_size})")
+        return StoredPrompt(text=text, ids=np.asarray(ids, dtype="<i4").tobytes())
+
+    def _text(self, index: int, prompt: str | Chat, room: int) -> str:
+        """The text as the model reads it. One that must be too long is refused before it is rendered and tokenised,
+        which takes 140 bytes of memory a character.
+        """
+        if isinstance(prompt, str):
+            self._check_length(index, len(prompt), room)
+            return prompt
+        self._check_length(index, sum(len(turn.role) + len(turn.content) + 1 for turn in prompt.messages), room)
+        if not self._tokenizer.has_template:
+            raise DataError(f"prompt {index} has messages, but the model has no chat template: send text or token ids")
+        messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+        text = self._tokenizer.render(messages, f"prompt {index}: the model's chat template refuses it")
+        self._check_length(index, len(text), room)
+        return text
+
+    def _check_length(self, index: int, characters: int, room: int) -> None:
+        if characters > room * self._longest_token:
+            raise DataError(
+                f"prompt {index} has {characters} characters; there is room for {room} tokens, and none is longer than "
+                f"{self._longest_token} characters"
+            )
+
+
+@contextmanager
+def answering_refusals() -> Iterator[None]:
+    """What the service refuses is an answer with the status that it names."""
+    try:
+        yield
+    except RefusedError as error:
+        raise HTTPException(error.status, str(error)) from error
+
+
+class ServiceApi:
     def __init__(self, service: Service, prompts: ServicePrompts, settings: Settings) -> None:
         self._service = service
         self._prompts = prompts
@@ -119,10 +184,8 @@ class ServiceApi:
         ]
 
     async def generate(self, request: Request) -> Response:
-        try:
+        with answering_refusals():
             ticket = await self._accept(request)
-        except RefusedError as error:
-            raise HTTPException(error.status, str(error)) from error
         return self._stream(ticket, self._service.first_untaken(ticket))
 
     async def _accept(self, request: Request) -> Ticket:
@@ -132,9 +195,8 @@ class ServiceApi:
                 asked = await asyncio.to_thread(_decode, await request.body(), Generate)
                 name = asked.id or secrets.token_hex(8)
                 if NAME.fullmatch(name) is None:
-                    raise RefusedError(
-                        400, "id must be 1 to 64 letters, digits, - _ . beginning with a letter or digit"
-                    )
+                    reason = "id must be 1 to 64 letters, digits, - _ . beginning with a letter or digit"
+                    raise RefusedError(400, reason)
                 sampling = sampling_of(asked, self._settings.sampling)
                 self._service.check_room(name, len(asked.prompts))
                 prompts = await self._encode(asked, sampling.max_new_tokens)
@@ -157,8 +219,7 @@ class ServiceApi:
     async def resume(self, request: Request) -> Response:
         ticket = self._find(request)
         untaken = self._service.first_untaken(ticket)
-        asked = request.query_params.get("from")
-        first = untaken if asked is None else number_of(asked)
+        first = number_of(request.query_params.get("from", str(untaken)))
         if first is None or first > ticket.num_samples:
             raise HTTPException(400, f"from must be a number of a sample, 0 to {ticket.num_samples}")
         if first < untaken:
@@ -168,10 +229,8 @@ class ServiceApi:
     async def taken(self, request: Request) -> Response:
         ticket = self._find(request)
         upto = _decode(await request.body(), Taken).upto
-        try:
+        with answering_refusals():
             await self._service.take(ticket, upto)
-        except RefusedError as error:
-            raise HTTPException(error.status, str(error)) from error
         return answer({"taken": upto}, 202)
 
     async def cancel(self, request: Request) -> Response:
@@ -184,18 +243,15 @@ class ServiceApi:
         if bool(asked.path) == (asked.manifest is not None):
             raise HTTPException(400, 'name "path" or "manifest", one of them')
         update = UpdateRequest(update=secrets.token_hex(8), path=asked.path, manifest=asked.manifest)
-        try:
-            return answer(await self._service.update(update, asked.wait_s))
-        except RefusedError as error:
-            raise HTTPException(error.status, str(error)) from error
-        except TransientError as error:
-            raise HTTPException(503, "the broker does not answer") from error
+        with answering_refusals():
+            try:
+                return answer(await self._service.update(update, asked.wait_s))
+            except TransientError as error:
+                raise HTTPException(503, "the broker does not answer") from error
 
     def _find(self, request: Request) -> Ticket:
-        try:
+        with answering_refusals():
             return self._service.find(request.path_params["name"])
-        except RefusedError as error:
-            raise HTTPException(error.status, str(error)) from error
 
     def _stream(self, ticket: Ticket, start: int) -> Response:
         headers = {"x-request-id": ticket.name, "x-num-samples": str(ticket.num_samples)}
@@ -206,12 +262,12 @@ class SampleStream(StreamingResponse):
     """A stream whose reader may be slow, but not for ever."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patient(message: Message) -> None:
+        async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(READER_S):
                 await send(message)
 
         try:
-            await super().__call__(scope, receive, patient)
+            await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
             log.warning("a reader took nothing", seconds=READER_S, path=scope["path"])
 
@@ -232,17 +288,7 @@ def _decode(body: bytes, kind: type[T]) -> T:
 def sampling_of(asked: Generate, run: SamplingSettings) -> SamplingParams:
     """The run's sampling with what the request wants otherwise. Raises RefusedError above the run's limit."""
     if asked.max_new_tokens is not None and asked.max_new_tokens > run.max_new_tokens:
-        raise RefusedError(
-            400,
-            f"max_new_tokens is at most {run.max_new_tokens} here (sampling.max_new_tokens): workers keep room for it",
-        )
-
-    def chosen(wanted: Any, default: Any) -> Any:
-        return default if wanted is None else wanted
-
-    return SamplingParams(
-        max_new_tokens=chosen(asked.max_new_tokens, run.max_new_tokens),
-        temperature=chosen(asked.temperature, run.temperature),
-        top_p=chosen(asked.top_p, run.top_p),
-        top_k=chosen(asked.top_k, run.top_k),
-    )
+        limit = f"max_new_tokens is at most {run.max_new_tokens} here (sampling.max_new_tokens)"
+        raise RefusedError(400, f"{limit}: workers keep room for it")
+    wanted = {name: getattr(asked, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
+    return SamplingParams(**{n: getattr(run, n) if value is None else value for n, value in wanted.items()})

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from orchestrator.core.costs.cost_model import TrainCost
+from orchestrator.core.model.groups import NO_WORKER
+from orchestrator.core.model.outbox import CommandId
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.core.state import CommandId, PipelineState
+from orchestrator.core.state import PipelineState
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.lengths import LengthModel, Lengths
-from orchestrator.sim.log import SimulationLog
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import Command, Event, FinishRun, JournalRecord, Tick, TrainerCommand
-from transport.contracts.types import WorkerId
+from transport.contracts.types import RowId, WorkerId
 
 SMALL_DECODE = DecodeCost(fixed_s=0.02, sample_s=0.0005)
 SMALL_TRAIN = TrainCost(round_s=0.05, token_s=0.0002, optimizer_s=0.5)
@@ -58,10 +60,6 @@ class CostModel:
     decode_beside: float = 1.0
     train_beside: float = 1.0
 
-    @property
-    def shares_a_machine(self) -> bool:
-        return (self.decode_beside, self.train_beside) != (1.0, 1.0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultModel:
@@ -85,10 +83,6 @@ class FaultModel:
 
 Action: TypeAlias = Callable[[], None]
 Execute: TypeAlias = Callable[[CommandId, Command], None]
-
-
-class SimulationStalledError(Exception):
-    """The simulated run did not end in time; the message names what it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +111,64 @@ class Scenario:
     def decode_cost(self, index: int) -> DecodeCost:
         """Of the worker in place ``index``."""
         return self.decode[index] if self.decode else self.costs.decode
+
+
+@dataclass(slots=True)
+class SimulationLog:
+    """What a simulated run leaves behind.
+
+    history: every event with its commands, in order, if recorded.  end_s: virtual time at which the run was over.
+    num_events: that the state handled.  num_actions: of the event heap.
+    trainer_busy_s: seconds that the trainer computed.  tokens: of all rows that were generated.
+    trained: rows of each batch in the surviving lineage of weights, in the order trained.
+    published_s: when each version was published, from 1.
+    token_ages: how many trained tokens were sampled under weights that were so many versions behind when trained.
+    batches: (when, worker, samples that decode from then on), if traced.  training: (when, seconds, what), if traced.
+    """
+
+    history: list[tuple[JournalRecord, list[Command]]] = field(default_factory=list)
+    initial: bytes = b""
+    end_s: float = 0.0
+    finish_reason: str = ""
+    num_events: int = 0
+    num_actions: int = 0
+    trainer_busy_s: float = 0.0
+    tokens: int = 0
+    trained: dict[int, list[RowId]] = field(default_factory=dict)
+    published_s: list[float] = field(default_factory=list)
+    token_ages: Counter[int] = field(default_factory=Counter)
+    batches: list[tuple[float, WorkerId, int]] = field(default_factory=list)
+    training: list[tuple[float, float, TrainerCommand]] = field(default_factory=list)
+
+    def iteration_s(self, warm_up: int = 0, cool_down: int = 0) -> float:
+        """Mean seconds from one version to the next, without the first ``warm_up`` and the last ``cool_down``.
+
+        The first ones fill the pipeline; beside the last ones nothing else is generated any more.
+        """
+        begin_s = self.published_s[warm_up - 1] if warm_up else 0.0
+        last = len(self.published_s) - cool_down
+        return (self.published_s[last - 1] - begin_s) / (last - warm_up)
+
+    @property
+    def oldest_age(self) -> int:
+        """Versions that the oldest trained token was behind."""
+        return max(self.token_ages, default=0)
+
+    @property
+    def mean_age(self) -> float:
+        """Versions that a trained token was behind, on average."""
+        total = sum(self.token_ages.values())
+        return sum(age * tokens for age, tokens in self.token_ages.items()) / total if total else 0.0
+
+
+def counted(iterations: int) -> tuple[int, int]:
+    """(how many at the start fill the pipeline, how many at the end empty it): they do not count."""
+    warm_up = min(4, iterations // 2)
+    return warm_up, min(2, (iterations - warm_up) // 3)
+
+
+class SimulationStalledError(Exception):
+    """The simulated run did not end in time; the message names what it waits for."""
 
 
 @dataclass(slots=True)
@@ -149,7 +201,7 @@ class SharedMachine:
 
 
 class Simulation:
-    """Virtual time, the state, and the actors that do what it commands."""
+    """Virtual time, the state, and the actors that do what it commands. workers: execute what is addressed to them."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -158,29 +210,20 @@ class Simulation:
         self.chance = random.Random(scenario.faults.seed)
         self.log = SimulationLog(initial=self.state.snapshot() if scenario.record else b"")
         self.finished = False
-        self.machine = SharedMachine() if scenario.costs.shares_a_machine else None
-        self._repeat = scenario.faults.repeat
+        shared = (scenario.costs.decode_beside, scenario.costs.train_beside) != (1.0, 1.0)
+        self.machine = SharedMachine() if shared else None
         self._heap: list[tuple[float, int, Action]] = []
         self._num_scheduled = 0
         self._actors: dict[type[Command], Execute] = {}
-        self._workers: dict[WorkerId, Execute] = {}
+        self.workers: dict[WorkerId, Execute] = {}
 
     def attach(self, execute: Execute, *kinds: type[Command]) -> None:
         """One actor executes commands of these kinds."""
         self._actors.update(dict.fromkeys(kinds, execute))
 
-    def attach_worker(self, worker_id: WorkerId, execute: Execute) -> None:
-        """A worker executes the commands that are addressed to it."""
-        self._workers[worker_id] = execute
-
-    def detach_worker(self, worker_id: WorkerId) -> None:
-        """Commands that are addressed to this worker are lost from now on."""
-        del self._workers[worker_id]
-
     def after(self, seconds: float, action: Action) -> None:
         """Do ``action`` in ``seconds`` of virtual time; what is due at one time happens in the order of these calls."""
-        heapq.heappush(self._heap, (self.now_s + seconds, self._num_scheduled, action))
-        self._num_scheduled += 1
+        self.at(self.now_s + seconds, action)
 
     def at(self, at_s: float, action: Action) -> None:
         """Do ``action`` at this virtual time, now if it has passed."""
@@ -190,7 +233,7 @@ class Simulation:
     def report(self, event: Event) -> None:
         """The state handles ``event`` now, and with the fault ``repeat`` sometimes twice."""
         self._apply(event)
-        if self._repeat and self.strikes(self._repeat):
+        if self.strikes(self.scenario.faults.repeat):
             self._apply(event)
 
     def strikes(self, probability: float) -> bool:
@@ -198,16 +241,6 @@ class Simulation:
         if probability <= 0 or self.now_s > self.scenario.faults.until_s:
             return False
         return self.chance.random() < probability
-
-    def note_batch(self, worker_id: WorkerId, num_running: int) -> None:
-        """A worker decodes so many samples from now on."""
-        if self.scenario.trace:
-            self.log.batches.append((self.now_s, worker_id, num_running))
-
-    def note_training(self, began_s: float, command: TrainerCommand, seconds: float) -> None:
-        """The trainer was busy with ``command`` for so long."""
-        if self.scenario.trace:
-            self.log.training.append((began_s, seconds, command))
 
     def run(self) -> SimulationLog:
         """Until the run is over. Raises SimulationStalledError when it does not end within ``max_s``."""
@@ -231,20 +264,14 @@ class Simulation:
     def _apply(self, event: Event) -> None:
         commands = self.state.handle(event, self.now_s)
         seq = self.state.seq
-        log = self.log
-        log.num_events += 1
+        self.log.num_events += 1
         if self.scenario.record:
             record = JournalRecord(seq=seq, now_s=self.now_s, event=event, cursor=f"{seq}-0")
-            log.history.append((record, commands))
+            self.log.history.append((record, commands))
         for number, command in enumerate(commands):
-            self._execute(CommandId(seq, number), command)
-
-    def _execute(self, command_id: CommandId, command: Command) -> None:
-        execute = self._actors.get(type(command))
-        if execute is None:
-            worker_id = getattr(command, "worker_id", None)
-            execute = self._workers.get(worker_id) if worker_id is not None else None
-        if execute is not None:
-            execute(command_id, command)
-        elif isinstance(command, FinishRun):
-            self.finished, self.log.finish_reason = True, command.reason
+            kind, worker_id = type(command), getattr(command, "worker_id", NO_WORKER)
+            execute = self._actors.get(kind) or self.workers.get(worker_id)
+            if execute is not None:
+                execute(CommandId(seq, number), command)
+            elif isinstance(command, FinishRun):
+                self.finished, self.log.finish_reason = True, command.reason

@@ -1,4 +1,4 @@
-"""Simulated generation workers: what an instance decodes, weights taken between steps, sudden death.
+"""Simulated prompts, generation workers, rows and scoring.
 
 One entry of the event heap stands for a worker's next boundary between two decode steps; whatever reaches the worker in
 between takes effect at the first boundary after.
@@ -7,18 +7,24 @@ between takes effect at the first boundary after.
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeAlias
 
 from orchestrator.core.model.outbox import CommandId
-from orchestrator.sim.engine import Simulation
-from orchestrator.sim.rows import SimulatedRows
+from orchestrator.sim.engine import Action, Simulation
 from transport.contracts.continuous_batching import ContinuousBatching, Sample
 from transport.contracts.messages import (
     AbortRollouts,
     Command,
     DispatchGroups,
     DrainWorker,
+    DropRows,
     GroupPlan,
+    GroupScored,
+    HeldOutPromptsArrived,
     LoadWeights,
+    PromptsArrived,
+    RequestHeldOutPrompts,
+    RequestPrompts,
     RolloutFailed,
     RolloutFinished,
     SpawnWorkers,
@@ -27,11 +33,120 @@ from transport.contracts.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.contracts.types import FinishReason, GroupId, WeightIdentity, WorkerId, WorkerKind, row_id
+from transport.contracts.types import (
+    FinishReason,
+    GroupId,
+    RowId,
+    WeightIdentity,
+    WorkerId,
+    WorkerKind,
+    is_evaluation,
+    parse_row_id,
+    row_id,
+)
+
+Spans: TypeAlias = tuple[tuple[WeightIdentity, int], ...]
+"""(weights, tokens that they sampled), in order."""
+FIRST_HELD_OUT = 1_000_000_000
+"""Place of the first held-out prompt, behind all that are trained."""
 
 
 class SampleTooLongError(ValueError):
     """A sample does not fit into the KV cache of an empty instance."""
+
+
+class SimulatedPrompts:
+    """The prompt source, with a ranker as good as the scenario's lengths say."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._num_read = 0
+        simulation.attach(self._execute, RequestPrompts, RequestHeldOutPrompts)
+
+    def _execute(self, _: CommandId, command: Command) -> None:
+        assert isinstance(command, RequestPrompts | RequestHeldOutPrompts)
+        answer = self._read if isinstance(command, RequestPrompts) else self._name_held_out
+        self._simulation.after(self._simulation.scenario.costs.prompts_s, partial(answer, command.count))
+
+    def _name_held_out(self, count: int) -> None:
+        places = range(FIRST_HELD_OUT, FIRST_HELD_OUT + count)
+        prompts = tuple(map(self._simulation.scenario.lengths.prompt, places))
+        self._simulation.report(HeldOutPromptsArrived(prompts=prompts))
+
+    def _read(self, count: int) -> None:
+        scenario = self._simulation.scenario
+        places = range(self._num_read, min(self._num_read + count, scenario.num_prompts))
+        self._num_read = places.stop
+        arrived = PromptsArrived(
+            prompts=tuple(map(scenario.lengths.prompt, places)),
+            source_positions=tuple(str(place + 1) for place in places),
+            exhausted=self._num_read >= scenario.num_prompts,
+        )
+        self._simulation.report(arrived)
+
+
+class SimulatedRows:
+    """The row store and the scoring tasks behind it: a group that becomes whole is scored a little later.
+
+    Only the first insert of a row counts and is reported.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._rows: dict[RowId, tuple[Spans, int]] = {}
+        self._missing: dict[GroupId, int] = {}
+        self._dropped: set[GroupId] = set()
+        simulation.attach(self._execute, DropRows)
+
+    def _execute(self, _: CommandId, command: Command) -> None:
+        assert isinstance(command, DropRows)
+        self._dropped.update(command.group_ids)
+        for group_id in command.group_ids:
+            for row in self._rows_of(group_id):
+                self._rows.pop(row, None)
+
+    def has(self, row: RowId) -> bool:
+        return row in self._rows
+
+    def spans(self, row: RowId) -> Spans:
+        """Which weights sampled how many tokens of the row."""
+        return self._rows[row][0]
+
+    def num_tokens(self, row: RowId) -> int:
+        """Response length of the row."""
+        return self._rows[row][1]
+
+    def lose(self, row: RowId) -> None:
+        group_id, _ = parse_row_id(row)
+        del self._rows[row]
+        self._missing[group_id] = self._missing.get(group_id, 0) + 1
+
+    def insert(self, event: RolloutFinished, sample: Sample[GroupPlan]) -> None:
+        """The first insert wins, and only it is reported; a dropped group takes none."""
+        group_id, row = sample.request.group_id, event.row_id
+        if row in self._rows or group_id in self._dropped:
+            return
+        self._rows[row] = tuple(sample.spans), event.response_tokens
+        self._simulation.log.tokens += event.response_tokens
+        self._simulation.report(event)
+        missing = self._missing.get(group_id, sample.request.group_size) - 1
+        self._missing[group_id] = missing
+        if not missing:
+            del self._missing[group_id]
+            self._simulation.after(self._simulation.scenario.costs.scoring_s, partial(self._score, group_id))
+
+    def _rows_of(self, group_id: GroupId) -> list[RowId]:
+        size = 1 if is_evaluation(group_id) else self._simulation.scenario.core.group_size
+        return [row_id(group_id, sample) for sample in range(size)]
+
+    def _score(self, group_id: GroupId) -> None:
+        rows = self._rows_of(group_id)
+        if all(map(self.has, rows)):
+            lengths = tuple(map(self.num_tokens, rows))
+            rewards = tuple(float(length % 2) for length in lengths)
+            signal = len(set(rewards)) > 1
+            event = GroupScored(group_id=group_id, rewards=rewards, response_tokens=lengths, signal=signal)
+            self._simulation.report(event)
 
 
 class SimulatedWorker:
@@ -54,7 +169,7 @@ class SimulatedWorker:
         self._due_s = float("inf")
         if simulation.machine is not None:
             simulation.machine.engines.append(self._training_changed)
-        simulation.attach_worker(worker_id, self._execute)
+        simulation.workers[worker_id] = self._execute
         simulation.report(WorkerJoined(worker_id=worker_id, kind=WorkerKind.GENERATE, capacity=scenario.capacity))
         self._report()
 
@@ -63,37 +178,36 @@ class SimulatedWorker:
         self._alive = False
         if self._simulation.machine is not None:
             self._simulation.machine.note_decoding(self._worker_id, decodes=False)
-        self._simulation.detach_worker(self._worker_id)
+        del self._simulation.workers[self._worker_id]
 
     def _execute(self, command_id: CommandId, command: Command) -> None:
         costs = self._simulation.scenario.costs
         if isinstance(command, DispatchGroups):
-            self._simulation.after(costs.dispatch_s, partial(self._claim, command_id, command.plans[0]))
+            self._later(costs.dispatch_s, partial(self._claim, command_id, command.plans[0]))
         elif isinstance(command, AbortRollouts):
-            self._simulation.after(costs.dispatch_s, partial(self._abort, command.group_ids[0], command.attempts[0]))
+            self._later(costs.dispatch_s, partial(self._abort, command.group_ids[0], command.attempts[0]))
         elif isinstance(command, LoadWeights):
-            self._simulation.after(costs.transfer_s, partial(self._receive, command.weights))
+            self._later(costs.transfer_s, partial(self._receive, command.weights))
         elif isinstance(command, DrainWorker):
-            self._simulation.after(costs.dispatch_s, partial(self._leave, command.reason))
+            self._later(costs.dispatch_s, partial(self._leave, command.reason))
+
+    def _later(self, seconds: float, action: Action) -> None:
+        """Unless it is dead by then."""
+        self._simulation.after(seconds, lambda: action() if self._alive else None)
 
     def _leave(self, reason: str) -> None:
-        if self._alive:
-            assert not self._left, "a worker is drained while it holds groups"
-            self.kill()
-            self._simulation.report(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
+        assert not self._left, "a worker is drained while it holds groups"
+        self.kill()
+        self._simulation.report(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
 
     def _report(self) -> None:
-        if not self._alive:
-            return
         held = tuple(self._left)
         self._simulation.report(WorkerReported(worker_id=self._worker_id, held=held, plans_cursor=self._cursor))
-        self._simulation.after(self._simulation.scenario.costs.heartbeat_s, self._report)
+        self._later(self._simulation.scenario.costs.heartbeat_s, self._report)
 
     # -- what reaches it
 
     def _claim(self, command_id: CommandId, plan: GroupPlan) -> None:
-        if not self._alive:
-            return
         self._cursor = command_id.entry
         if self._simulation.strikes(self._simulation.scenario.faults.rollout_failure):
             failed = RolloutFailed(
@@ -106,27 +220,22 @@ class SimulatedWorker:
         prompt_tokens = lengths.prompt_tokens(plan.prompt_id)
         for sample in plan.samples:
             length = lengths.tokens(plan.prompt_id, row_id(plan.group_id, sample))
-            self._check_fits(plan, sample, prompt_tokens + length)
+            if prompt_tokens + length > self._cost.kv_capacity_tokens:
+                raise SampleTooLongError(
+                    f"{plan.group_id}/{sample} needs {prompt_tokens + length} tokens of KV cache, the instance has "
+                    f"{self._cost.kv_capacity_tokens:.0f}"
+                )
             self._batching.submit(Sample(plan, sample, prompt_tokens, length))
         self._want_boundary()
 
-    def _check_fits(self, plan: GroupPlan, sample: int, tokens: int) -> None:
-        if tokens > self._cost.kv_capacity_tokens:
-            raise SampleTooLongError(
-                f"{plan.group_id}/{sample} needs {tokens} tokens of KV cache, the instance has "
-                f"{self._cost.kv_capacity_tokens:.0f}"
-            )
-
     def _abort(self, group_id: GroupId, attempt: int) -> None:
-        if self._alive:
-            self._aborts.append((group_id, attempt))
-            self._want_boundary()
+        self._aborts.append((group_id, attempt))
+        self._want_boundary()
 
     def _receive(self, weights: WeightIdentity) -> None:
         """The bytes are here; they are loaded at the next boundary."""
-        if self._alive:
-            self._arrived = weights
-            self._want_boundary()
+        self._arrived = weights
+        self._want_boundary()
 
     def _training_changed(self, trains: bool) -> None:
         """From the next boundary on, a step takes longer, or no longer."""
@@ -159,38 +268,32 @@ class SimulatedWorker:
         for sample in batching.advance(steps, self._simulation.now_s):
             self._finish(sample)
         batching.cost = self._cost
-        self._stop_aborted()
+        for group_id, attempt in self._aborts:
+            batching.remove(lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto)
+            if not batching.holds(group_id):
+                self._left.pop(group_id, None)
+        self._aborts.clear()
         self._take_weights()
         if batching.weights:
             batching.admit()
-        self._simulation.note_batch(self._worker_id, len(batching.running))
+        if self._simulation.scenario.trace:
+            self._simulation.log.batches.append((self._simulation.now_s, self._worker_id, len(batching.running)))
         if self._simulation.machine is not None:
             self._simulation.machine.note_decoding(self._worker_id, decodes=bool(batching.running))
         following = batching.next_steps()
         if following is not None:
             self._wake_after(following, batching.boundary_s(following))
 
-    def _stop_aborted(self) -> None:
-        for group_id, attempt in self._aborts:
-            self._batching.remove(lambda plan, of=group_id, upto=attempt: plan.group_id == of and plan.attempt <= upto)
-            if not self._batching.holds(group_id):
-                self._left.pop(group_id, None)
-        self._aborts.clear()
-
     def _take_weights(self) -> None:
         weights, self._arrived = self._arrived, None
         if weights is None:
             return
-        load_s = self._simulation.scenario.costs.load_s
-        self._batching.pause(load_s)
+        costs = self._simulation.scenario.costs
+        self._batching.pause(costs.load_s)
         self._batching.serve(weights)
-        self._simulation.after(load_s, partial(self._report_loaded, weights))
-
-    def _report_loaded(self, weights: WeightIdentity) -> None:
-        if self._alive:
-            costs = self._simulation.scenario.costs
-            seconds = costs.transfer_s + costs.load_s
-            self._simulation.report(WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds))
+        seconds = costs.transfer_s + costs.load_s
+        loaded = WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=seconds)
+        self._later(costs.load_s, partial(self._simulation.report, loaded))
 
     def _finish(self, ended: Sample[GroupPlan]) -> None:
         plan = ended.request
@@ -223,7 +326,8 @@ def start_worker(simulation: Simulation, rows: SimulatedRows, index: int, incarn
         if simulation.now_s > faults.until_s:
             return
         worker.kill()
-        simulation.after(faults.detect_s, partial(_lose_worker, simulation, worker_id))
+        lost = WorkerLost(worker_id=worker_id, reason="killed")
+        simulation.after(faults.detect_s, partial(simulation.report, lost))
         simulation.after(faults.restart_s, partial(start_worker, simulation, rows, index, incarnation + 1))
 
     simulation.after(simulation.chance.expovariate(1.0 / faults.worker_loss_s), die)
@@ -246,7 +350,3 @@ class SimulatedSupervisor:
             start = partial(start_worker, self._simulation, self._rows, index, 1)
             self._simulation.after(scenario.costs.spawn_s, start)
             self._started += 1
-
-
-def _lose_worker(simulation: Simulation, worker_id: WorkerId) -> None:
-    simulation.report(WorkerLost(worker_id=worker_id, reason="killed"))

@@ -1,6 +1,7 @@
-"""How long responses are in simulation, drawn or recorded, and what a ranker predicts of them.
+"""How long responses are in simulation, drawn or recorded, and what a ranker predicts of them; a user's own lengths.
 
-Invariant: a sample has the same length whichever worker generates it, when, and how often.
+Invariants: a sample has the same length whichever worker generates it, when, and how often; no length of a user is
+repaired.
 """
 
 from __future__ import annotations
@@ -8,12 +9,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Protocol
 
+from orchestrator.errors import DataError
+from ranker.protocol import RankerError
 from transport.contracts.messages import PromptRef
 from transport.contracts.types import PromptId, RowId, parse_row_id
+from transport.contracts.user_files import Say, read_groups, warn
+from transport.errors import LengthFileError
 
 
 class Lengths(Protocol):
@@ -127,20 +135,26 @@ def long_tailed(
         min(max_tokens, max(1, round(median_tokens * math.exp(chance.gauss(0.0, sigma))))) for _ in range(num_prompts)
     ]
     error = 0.0 if recall is None else error_of_recall(recall, sigma=sigma)
-    trust = sigma * sigma / (sigma * sigma + error * error)
-    left = error * math.sqrt(trust)
-    middle = math.log(median_tokens)
-
-    def expected(length: int) -> float:
-        seen = math.log(length) + chance.gauss(0.0, error)
-        return math.exp(middle + trust * (seen - middle) + left * left / 2)
-
+    predicted, left = _posterior(lengths, math.log(median_tokens), sigma, error, chance)
     return RecordedLengths(
         lengths=[(length,) for length in lengths],
         questions=[question_tokens] * num_prompts,
-        predicted=[expected(length) for length in lengths],
+        predicted=predicted,
         sigma=left,
     )
+
+
+def _posterior(
+    lengths: Sequence[float], middle: float, sigma: float, error: float, chance: random.Random
+) -> tuple[list[float], float]:
+    """(expected lengths, spread of log lengths that is left) after each log length was seen with an ``error``.
+
+    middle, sigma: mean and spread of the log lengths before.
+    """
+    trust = sigma * sigma / (sigma * sigma + error * error) if sigma else 0.0
+    left = error * math.sqrt(trust)
+    seen = [math.log(length) + chance.gauss(0.0, error) for length in lengths]
+    return [math.exp(middle + trust * (one - middle) + left * left / 2) for one in seen], left
 
 
 @lru_cache
@@ -166,3 +180,71 @@ def tail_recall(lengths: Sequence[float], predicted: Sequence[float], tail: floa
     longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:count]
     ranked = sorted(range(len(predicted)), key=lambda index: -predicted[index])[:count]
     return len(set(longest) & set(ranked)) / count
+
+
+# -- a user's lengths
+
+
+Group = tuple[int, ...]
+"""Response lengths of one prompt's samples, tokens."""
+UNIT_SIGMA = 0.8
+"""Spread for which the error of a recall is looked up; it is proportional to the spread."""
+
+
+def read_lengths(path: Path, group_size: int = 1, say: Say = warn) -> list[Group]:
+    """Groups of lengths: a number a line, ``group_size`` lines a prompt; or JSON lines with ``output_tokens``.
+
+    JSON lines are those of ``streamrl-orchestrator rank``: a prompt with one length or all of its samples'. Empty lines
+    and what follows a ``#`` do not count; what is no length is skipped, and ``say`` hears of it.
+    Raises: DataError: unreadable, empty, or too much in it is no length; names file and line.
+    """
+    logged = path.suffix == ".gz"
+    with suppress(OSError):  # who reads it says why
+        logged = logged or path.read_bytes()[:4096].lstrip().startswith(b"{")
+    try:
+        if logged:
+            from ranker.logs import read_log  # here: numpy
+
+            return [sample.tokens for sample in read_log(path, say=say)]
+        return read_groups(path, group_size, say)
+    except (LengthFileError, RankerError) as error:
+        raise DataError(str(error)) from error
+
+
+def representative(
+    groups: Sequence[Group],
+    *,
+    batch: int,
+    group_size: int,
+    batches: int,
+    prompt_tokens: int,
+    recall: float | None,
+    seed: int = 0,
+) -> RecordedLengths:
+    """``batches`` batches of ``batch`` prompts with ``group_size`` samples each, and what a ranker says of them.
+
+    Every batch holds the same lengths, evenly spaced quantiles of ``groups``, in an order of its own, so that a few
+    iterations say what many would. A group that was read with other than ``group_size`` samples gives them in a circle.
+    recall: see ``long_tailed``; None: it knows each mean.
+    """
+    sized = [tuple(group[sample % len(group)] for sample in range(group_size)) for group in groups]
+    ordered = sorted(sized, key=fmean)
+    chosen = [ordered[int((place + 0.5) / batch * len(ordered))] for place in range(batch)]
+    chance = random.Random(f"representative/{seed}")
+    lengths = [group for _ in range(batches) for group in chance.sample(chosen, batch)]
+    logs = [math.log(fmean(group)) for group in chosen]
+    middle, sigma = fmean(logs), pstdev(logs)
+    error = 0.0 if recall is None else error_of_recall(recall) * sigma / UNIT_SIGMA
+    predicted, left = _posterior([fmean(group) for group in lengths], middle, sigma, error, chance)
+    return RecordedLengths(
+        lengths=lengths,
+        questions=[prompt_tokens] * len(lengths),
+        predicted=predicted,
+        sigma=math.hypot(left, within(chosen)),
+    )
+
+
+def within(groups: Sequence[Group]) -> float:
+    """Spread of log lengths among the samples of a prompt, root mean square over prompts."""
+    spreads = [pstdev([math.log(tokens) for tokens in group]) for group in groups if len(group) > 1]
+    return math.sqrt(fmean(spread * spread for spread in spreads)) if spreads else 0.0

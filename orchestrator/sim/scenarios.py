@@ -1,4 +1,5 @@
-"""Named pipelines, and workloads at the papers' scale: scenarios from an LLM, GPUs and a split of them.
+"""Named pipelines, and workloads at the papers' scale: scenarios from an LLM, GPUs and a split of them, and what no
+schedule of one can beat.
 
 Pipelines differ in settings of the core only, so each runs live as it runs here (``docs/modes.md``).
 """
@@ -6,15 +7,27 @@ Pipelines differ in settings of the core only, so each runs live as it runs here
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 
 import msgspec
 
-from orchestrator.core.costs.analytic import GPUS_PER_NODE, Algorithm, decode_cost, switch_s, train_cost, transfer_cost
-from orchestrator.core.costs.hardware import ASSUMED, H800, Assumptions, Gpu
-from orchestrator.core.costs.llms import QWEN_72B, Llm
 from orchestrator.core.model.settings import CoreSettings
+from orchestrator.sim.costs import (
+    ASSUMED,
+    GPUS_PER_NODE,
+    H800,
+    Algorithm,
+    Assumptions,
+    Gpu,
+    decode_cost,
+    switch_s,
+    train_cost,
+    transfer_s,
+)
 from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import RecordedLengths
+from orchestrator.sim.llms import QWEN_72B, Llm
 from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0
@@ -65,23 +78,21 @@ class Layout:
         return self.generation_gpus + (0 if self.colocated else self.training_gpus)
 
 
-_BASE = CoreSettings(num_batches=1, groups_per_batch=1, group_size=1, rollout_timeout_s=NO_TIMEOUT_S)
+_pipeline = partial(CoreSettings, num_batches=1, groups_per_batch=1, group_size=1, rollout_timeout_s=NO_TIMEOUT_S)
 
 PIPELINES: dict[str, CoreSettings] = {
-    "serial": msgspec.structs.replace(_BASE, max_staleness=0, release="batch", update=UpdateMode.BARRIER),
-    "mini_batch": msgspec.structs.replace(_BASE, max_staleness=0, release="mini_batch", update=UpdateMode.BARRIER),
-    "stream": msgspec.structs.replace(_BASE, max_staleness=0, release="stream", update=UpdateMode.BARRIER),
-    "one_step_batch": msgspec.structs.replace(_BASE, max_staleness=1, release="batch", update=UpdateMode.BARRIER),
-    "fully_async": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.BARRIER),
-    "enlarged": msgspec.structs.replace(_BASE, max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
-    "sub_step": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.STAGGERED),
-    "in_flight": msgspec.structs.replace(_BASE, max_staleness=1, release="stream", update=UpdateMode.IN_FLIGHT),
-    "rolling": msgspec.structs.replace(_BASE, max_staleness=1, update=UpdateMode.IN_FLIGHT, membership="rolling"),
-    "rolling_staggered": msgspec.structs.replace(
-        _BASE, max_staleness=1, update=UpdateMode.STAGGERED, membership="rolling"
-    ),
-    "rolling_2": msgspec.structs.replace(_BASE, max_staleness=2, update=UpdateMode.IN_FLIGHT, membership="rolling"),
-    "in_flight_2": msgspec.structs.replace(_BASE, max_staleness=2, release="stream", update=UpdateMode.IN_FLIGHT),
+    "serial": _pipeline(max_staleness=0, release="batch", update=UpdateMode.BARRIER),
+    "mini_batch": _pipeline(max_staleness=0, release="mini_batch", update=UpdateMode.BARRIER),
+    "stream": _pipeline(max_staleness=0, release="stream", update=UpdateMode.BARRIER),
+    "one_step_batch": _pipeline(max_staleness=1, release="batch", update=UpdateMode.BARRIER),
+    "fully_async": _pipeline(max_staleness=1, release="stream", update=UpdateMode.BARRIER),
+    "enlarged": _pipeline(max_staleness=1, rollout_batches=2, update=UpdateMode.BARRIER),
+    "sub_step": _pipeline(max_staleness=1, release="stream", update=UpdateMode.STAGGERED),
+    "in_flight": _pipeline(max_staleness=1, release="stream", update=UpdateMode.IN_FLIGHT),
+    "rolling": _pipeline(max_staleness=1, update=UpdateMode.IN_FLIGHT, membership="rolling"),
+    "rolling_staggered": _pipeline(max_staleness=1, update=UpdateMode.STAGGERED, membership="rolling"),
+    "rolling_2": _pipeline(max_staleness=2, update=UpdateMode.IN_FLIGHT, membership="rolling"),
+    "in_flight_2": _pipeline(max_staleness=2, release="stream", update=UpdateMode.IN_FLIGHT),
 }
 """Name -> settings of the core. AsyncFlow's delayed parameter update is "fully_async" (``docs/modes.md``); StreamRL's
 colocated baseline is "serial" on a colocated layout."""
@@ -133,13 +144,12 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
     llm, gpu = workload.llm, layout.training_gpu
     slower = min(gpu.network_bytes_per_s, layout.generation_gpu.network_bytes_per_s)
     link = layout.link_bytes_per_s or GPUS_PER_NODE * slower
-    transfer = transfer_cost(llm, link, layout.instances, assumed)
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
         train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
         publish_s=trainer.publish_s if trainer is not None else 0.0,
-        transfer_s=transfer.transfer_s(),
-        load_s=engine.load_s if engine is not None else transfer.load_s,
+        transfer_s=transfer_s(llm, link, layout.instances, assumed),
+        load_s=engine.load_s if engine is not None else assumed.load_s,
         checkpoint_s=0.0,
         heartbeat_s=HEARTBEAT_S,
     )
@@ -147,5 +157,51 @@ def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostMode
         costs = replace(costs, decode_beside=trainer.decode_beside, train_beside=trainer.train_beside)
     if not layout.colocated:
         return costs
-    switch = switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed)
-    return replace(costs, switch_s=switch)
+    return replace(costs, switch_s=switch_s(llm, gpu, layout.training_gpus, workload.algorithm, assumed))
+
+
+# -- the physical bound of an iteration: simulated ones take at least as long, on average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Seconds of an iteration that each stage takes at the least, and of its longest sample alone on an instance.
+
+    generation_s: all of its work, at the batch at which a token is cheapest, spread evenly over instances that are
+    never empty.  training_s: all of its work spread evenly over the ranks, and one step of the optimizer.
+    longest_s: bounds only pipelines in which a version waits for its batch; where batches overlap, it may take as many
+    iterations as versions may be behind, and one more.
+    """
+
+    generation_s: float
+    training_s: float
+    longest_s: float
+
+    def iteration_s(self, max_staleness: int) -> float:
+        """max(work / capacity, longest sample alone) of the slower stage."""
+        return max(self.generation_s, self.training_s, self.longest_s / (max_staleness + 1))
+
+
+def bound(workload: Workload, layout: Layout, assumed: Assumptions = ASSUMED) -> Bound:
+    """The bound of one split of the GPUs."""
+    lengths = [float(length) for samples in workload.lengths.lengths for length in samples]
+    prompt_tokens = fmean(workload.lengths.questions)
+    per_batch = workload.batch * workload.group_size / len(lengths)
+    decode = decode_cost(workload.llm, layout.generation_gpu, layout.tensor_parallel, assumed)
+    train = train_cost(
+        workload.llm, layout.training_gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed
+    )
+    question_tokens = prompt_tokens * len(lengths) / workload.group_size  # a group computes its prompt once
+    response_tokens, tokens = sum(lengths), sum(lengths) + question_tokens
+    squares = sum((length + prompt_tokens) ** 2 for length in lengths)
+    work_s = per_batch * (tokens * train.token_s + squares * train.squared_token_s) / layout.ranks
+    # instance-seconds of all samples' decode steps at the largest batch that memory and slots allow
+    context = sum(length * prompt_tokens + length * length / 2 for length in lengths)
+    batch = min(float(layout.slots), decode.kv_capacity_tokens / (context / response_tokens))
+    token_s = decode.fixed_s / batch + max(decode.weights_s / batch, decode.gemm_sample_s) + decode.sample_s
+    decode_s = response_tokens * token_s + context * decode.kv_token_s
+    return Bound(
+        generation_s=per_batch * (decode_s + question_tokens * decode.prefill_token_s) / layout.instances,
+        training_s=work_s + train.step_s(),
+        longest_s=decode.steps_s(1, prompt_tokens, max(lengths)),
+    )

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.outbox import CommandId
 from orchestrator.sim.engine import Simulation
-from orchestrator.sim.rows import SimulatedRows
+from orchestrator.sim.generation import SimulatedRows
 from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
@@ -116,9 +115,8 @@ class SimulatedTrainer:
             del self._trained[batch]
         simulation = self._simulation
         self._ranks.start(simulation.now_s)
-        worker_id = WorkerId(f"train-0.{self._epoch}")
         ready = TrainerReady(
-            worker_id=worker_id,
+            worker_id=WorkerId(f"train-0.{self._epoch}"),
             weights=self._weights(),
             cursor=self._cursor.entry,
             dp_size=simulation.scenario.dp_size,
@@ -160,15 +158,13 @@ class SimulatedTrainer:
             self._simulation.after(self._simulation.scenario.costs.heartbeat_s, partial(self._look_again, self._epoch))
             return
         began_s = self._simulation.now_s
-        self._begin(_Work(epoch=self._epoch, at=at, command=command, began_s=began_s, alone_s=seconds, left_s=seconds))
-
-    # -- at work, which takes longer beside an engine that decodes, where they share a machine
-
-    def _begin(self, work: _Work) -> None:
+        work = _Work(epoch=self._epoch, at=at, command=command, began_s=began_s, alone_s=seconds, left_s=seconds)
         self._work_now = work
         if self._simulation.machine is not None:
             self._simulation.machine.note_training(trains=True)
-        self._go_on(work, work.began_s)
+        self._go_on(work, began_s)
+
+    # -- at work, which takes longer beside an engine that decodes, where they share a machine
 
     def _go_on(self, work: _Work, now_s: float) -> None:
         """What is left of it, at the pace of now."""
@@ -193,7 +189,8 @@ class SimulatedTrainer:
         if self._simulation.machine is not None:
             self._ranks.delay(seconds - work.alone_s)
         self._simulation.log.trainer_busy_s += seconds
-        self._simulation.note_training(work.began_s, work.command, seconds)
+        if self._simulation.scenario.trace:
+            self._simulation.log.training.append((work.began_s, seconds, work.command))
         self._complete(work.at, work.command, seconds)
         if self._work_now is None and self._simulation.machine is not None:
             self._simulation.machine.note_training(trains=False)
@@ -222,21 +219,23 @@ class SimulatedTrainer:
         """[ranks] seconds of each one's part of a round."""
         costs = self._simulation.scenario.costs
         switch = costs.switch_s if command.batch not in self._trained else 0.0
-        return [switch + self._rank_s(costs.train, rank) for rank in command.ranks]
-
-    def _rank_s(self, train: TrainCost, rank: tuple[GroupRows, ...]) -> float:
-        if not rank:
-            return 0.0
-        tokens = sum(rows.num_tokens for rows in rank)
-        squared = sum(map(self._squared, rank)) if train.squared_token_s else 0.0
-        return train.micro_batch_s(tokens, squared)
+        return [
+            switch
+            + costs.train.micro_batch_s(
+                sum(rows.num_tokens for rows in rank),
+                sum(map(self._squared, rank)) if costs.train.squared_token_s else 0.0,
+            )
+            if rank
+            else switch
+            for rank in command.ranks
+        ]
 
     def _squared(self, rows: GroupRows) -> int:
         """Squares of the group's sequences, each with the prompt that they share."""
         lengths = [self._rows.num_tokens(row_id(rows.group_id, sample)) for sample in rows.samples]
         prompt_tokens = rows.num_tokens - sum(lengths)
         if self._simulation.scenario.costs.train.padded:
-            return len(lengths) * (prompt_tokens + max(lengths)) ** 2
+            lengths = [max(lengths)] * len(lengths)
         return sum((prompt_tokens + length) ** 2 for length in lengths)
 
     def _some_missing(self, command: TrainRound) -> bool:
@@ -265,20 +264,18 @@ class SimulatedTrainer:
         rows = _rows_of(command)
         if command.kind == "train" and command.pass_index == 0:
             self._trained.setdefault(command.batch, []).extend(rows)
-            self._count_ages(command.batch, rows)
-        tokens = sum(rows.num_tokens for rank in command.ranks for rows in rank)
-        stepped_s, self._stepped_s = self._stepped_s, 0.0
+            for row in rows:  # batch b is trained on top of version b: a token of version v is b - v versions old
+                for weights, tokens in self._rows.spans(row):
+                    self._simulation.log.token_ages[command.batch - weights.version] += tokens
         done = RoundDone(
-            round_id=command.round_id, num_rows=len(rows), num_tokens=tokens, busy_s=seconds, stepped_s=stepped_s
+            round_id=command.round_id,
+            num_rows=len(rows),
+            num_tokens=sum(rows.num_tokens for rank in command.ranks for rows in rank),
+            busy_s=seconds,
+            stepped_s=self._stepped_s,
         )
+        self._stepped_s = 0.0
         self._simulation.report(done)
-
-    def _count_ages(self, batch: int, rows: list[RowId]) -> None:
-        """Batch ``b`` is trained on top of version ``b``: a token of version ``v`` is ``b - v`` versions old."""
-        ages = self._simulation.log.token_ages
-        for row in rows:
-            for weights, tokens in self._rows.spans(row):
-                ages[batch - weights.version] += tokens
 
     def _close(self, at: CommandId, command: CloseMiniBatch) -> None:
         step_s = self._simulation.scenario.costs.train.step_s()

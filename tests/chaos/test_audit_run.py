@@ -14,10 +14,11 @@ import msgspec
 import pytest
 
 from orchestrator.cli.audit import AuditReport, audit_run
-from orchestrator.cli.run_broker import run_broker
-from orchestrator.config.run_directory import RunDir, find_run
+from orchestrator.cli.control import open_run
+from orchestrator.config.run_directory import RunDir
 from orchestrator.journal import Journal, JournalError, read_records
 from orchestrator.sim import replay
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.live_run import BATCHES, EMULATED, LiveRun
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, LogEntry
@@ -68,8 +69,7 @@ def run_dir(finished: Path, tmp_path: Path) -> RunDir:
 
 def audited(rundir: RunDir, tamper: OnBroker | None = None) -> AuditReport:
     async def look() -> AuditReport:
-        found, settings = find_run(rundir.path)
-        async with run_broker(found, settings) as broker:
+        async with open_run(rundir.path) as (found, settings, broker):
             if tamper is not None:
                 await tamper(broker)
             return await audit_run(found, settings, broker)
@@ -181,7 +181,7 @@ def change_ledger(change: Callable[[Ledger], None]) -> OnFiles:
 
 
 def forget_a_row(ledger: Ledger) -> None:
-    ledger._passes[1][0][0] &= ~1
+    ledger.passes[1][0][0] &= ~1
 
 
 def add_a_row(ledger: Ledger) -> None:
@@ -222,7 +222,7 @@ async def rounds(broker: Broker) -> list[LogEntry]:
 async def rebuild(broker: Broker, entries: Iterable[tuple[str, LogEntry]]) -> None:
     await broker.delete_stream(keys.ROUNDS)
     for entry_id, entry in entries:
-        await broker.append(keys.ROUNDS, entry.entry, entry_id=entry_id)
+        await append_at(broker, keys.ROUNDS, entry.entry, entry_id)
 
 
 async def remove_a_round(broker: Broker) -> None:
@@ -238,7 +238,7 @@ async def exchange_two_rounds(broker: Broker) -> None:
 
 async def repeat_a_round(broker: Broker) -> None:
     held = await rounds(broker)
-    await broker.append(keys.ROUNDS, held[0].entry, entry_id="999999-0")
+    await append_at(broker, keys.ROUNDS, held[0].entry, "999999-0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,10 +90,10 @@ def test_a_second_run_of_a_live_name_is_refused_and_the_first_goes_on(tmp_path: 
         run.wait_for_batch(1)
         same = ("run", "--preset", "tiny", "--name", "tiny")
         again = run.command(*same)
-        assert again.returncode == 1
+        assert again.returncode == 2
         assert "already holds a run" in again.stderr
         resumed = run.command(*same, "--resume")
-        assert resumed.returncode == 1
+        assert resumed.returncode == 2
         assert "is live (process" in resumed.stderr
         run.wait_for_batch(len(run.metrics()) + 2)
         run.interrupt(signal.SIGINT)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.model.deaths import STABLE_S
+from orchestrator.core.model.groups import STABLE_S
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import BATCHES, EMULATED, QUICK, LiveRun, check_whole
 from transport.contracts.messages import SlotOutcome

@@ -44,7 +44,7 @@ def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     run.wait_for_batch(3)
     run.wait_until(lambda: "live page " in run.output, "address of the page")
     browser.open(run.output.partition("live page ")[2].split()[0])
-    browser.wait_for("document.querySelector('#link').textContent === 'live'")
+    browser.wait_for("document.body.dataset.link === 'live'")
     browser.wait_for("document.querySelectorAll('.lane').length === 4")
     lanes = browser.evaluate("[...document.querySelectorAll('.lane')].map(lane => lane.dataset.key)")
     assert lanes == ["generate-0", "generate-1", "score-0", "train-0"]
@@ -58,10 +58,10 @@ def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     assert browser.errors == []
 
     run.kill("orchestrator", "serve")
-    browser.wait_for("document.querySelector('#link').textContent === 'away'")
-    trained = int(browser.text("#batches").split()[0])
-    browser.wait_for("document.querySelector('#link').textContent === 'live'", timeout_s=60)
-    browser.wait_for(f"parseInt(document.querySelector('#batches').textContent) > {trained}", timeout_s=60)
+    browser.wait_for("document.body.dataset.link === 'away'")
+    trained = int(browser.text("#headline").removeprefix("batch ").partition("/")[0])
+    browser.wait_for("document.body.dataset.link === 'live'", timeout_s=60)
+    browser.wait_for(f"parseInt(document.querySelector('#headline').textContent.slice(6)) > {trained}", timeout_s=60)
 
     run.kill("workers", "generate", "--index", "1")
     browser.wait_for(

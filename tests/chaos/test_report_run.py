@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.observability.report import finish
+from orchestrator.observability.report import pages
 from orchestrator.observability.report.bubbles import Cause
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.tensors.shm import SHARED_MEMORY
@@ -23,7 +23,7 @@ def test_a_run_leaves_a_report_a_trace_and_its_idle_seconds(tmp_path: Path):
         run.wait_for_batch(3)
         run.kill("workers", "generate")
         before = (run.run_dir / "metrics.jsonl").read_bytes()
-        assert finish.timeline(run.run_dir, svg=True, png=False, out=tmp_path / "live") == 0
+        assert pages.timeline(run.run_dir, svg=True, png=False, out=tmp_path / "live") == 0
         assert (run.run_dir / "metrics.jsonl").read_bytes().startswith(before), "a look at a live run changed it"
         ElementTree.parse(tmp_path / "live" / "timeline.svg")
         assert run.wait_for_end() == 0, run.describe()
@@ -32,7 +32,7 @@ def test_a_run_leaves_a_report_a_trace_and_its_idle_seconds(tmp_path: Path):
         page = (run.run_dir / "report.html").read_text()
         for expected in ("generate-0.1 lost", "generate-0.2", "skew", "20 batches"):
             assert expected in page
-        assert f"report {Path('runs/tiny/report.html')}" in run.output
+        assert "report   runs/tiny/report.html" in run.output
         assert len(list((run.run_dir / "tensorboard").iterdir())) == 1
         assert (run.run_dir / "samples.jsonl").read_text().count("\n") >= 1
 

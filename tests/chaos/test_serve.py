@@ -32,7 +32,7 @@ def test_workers_join_and_leave_in_mid_run(tmp_path: Path):
     with machine(tmp_path) as place:
         place.serve("one", "--preset", "tiny", settings=QUICK)
         other = place.serve("other", "--preset", "tiny", settings=QUICK)
-        place.join("one", "score", "--reward", "workers.scoring.toy_rewards:digit_share")
+        place.join("one", "score", "--reward", "workers.scoring.rewards:digit_share")
         place.join("one", "train")
         first = place.join("one", "generate")
         place.wait_until(lambda: place.status("one").get("trained_version", 0) >= 2, "two batches")

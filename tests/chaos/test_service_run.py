@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.fakes.command_line import REPOSITORY
 from tests.fakes.machine import Machine, machine
 from transport.tensors.shm import SHARED_MEMORY
-from workers.models.resolve import prepare_model
+from workers.models import prepare_model
 
 TINY = (
     "model.path=random:qwen3-tiny",
@@ -110,7 +110,7 @@ def test_generate_update_generate(tmp_path: Path):
 
         other = another_tokenizer(model_dir, tmp_path / "other")
         refused = place.join("service", "generate", "--model-dir", str(other), index=1)
-        assert refused.wait(timeout=60) == 4
+        assert refused.wait(timeout=60) == 2
         del place.processes["service-generate-1"]
         words = (tmp_path / "service-generate-1.log").read_text()
         assert "generate-1.1 is refused: the tokenizer of" in words

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.stored_rows import new_unit
@@ -15,7 +16,6 @@ from transport.broker.base import Broker
 from transport.broker.redis_link import RedisLink
 from transport.broker.redis_streams import RedisBroker
 from transport.contracts.types import RunName
-from transport.process.clock import ManualClock
 from transport.rows.unit_rows import UnitRows
 from transport.rows.units import StorageUnit
 

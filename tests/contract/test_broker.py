@@ -8,6 +8,7 @@ import pytest
 
 from tests.contract.conftest import BrokerHarness
 from tests.fakes.broker_entries import IDS, LEASE_S, LOGPROBS, QUEUE, REWARD, entry, group, names, row, told
+from tests.fakes.explicit_ids import append_at
 from transport.broker import keys
 from transport.broker.base import (
     ZERO_ID,
@@ -130,11 +131,11 @@ async def test_fences(broker: Broker, harness: BrokerHarness) -> None:
     assert await harness.open().acquire_epoch("trainer", at_least=2) == 6
     assert await broker.acquire_epoch("orchestrator") == 1
     current, old = Fence(role="trainer", epoch=6), Fence(role="trainer", epoch=5)
-    assert await broker.append("weights", entry("v1"), entry_id="1-0", fence=current) == "1-0"
+    assert await append_at(broker, "weights", entry("v1"), "1-0", fence=current) == "1-0"
     for write in (
         broker.append("weights", entry("old"), fence=old),
         broker.append_many([StreamWrite(stream="weights", entries=[("2-0", entry("old"))])], fence=old),
-        broker.enqueue(QUEUE, entry("old"), fence=old),
+        append_at(broker, QUEUE, entry("old"), "1-0", fence=old, is_queue=True),
     ):
         with pytest.raises(FencedError):
             await write

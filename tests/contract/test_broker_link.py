@@ -14,13 +14,12 @@ import redis
 
 from tests.fakes.broker_entries import told
 from tests.fakes.cutting_proxy import CuttingProxy
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.redis_servers import ServerProcess, filled, find_binary, free_port, small_disk
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite, RowWrite, StreamWrite
-from transport.broker.connect import check_server, connect
-from transport.broker.lua import NUM_SLOTS, ScriptCall
-from transport.broker.redis_link import RedisLink
-from transport.broker.redis_streams import RedisBroker
+from transport.broker.redis_link import RedisLink, ScriptCall
+from transport.broker.redis_streams import NUM_SLOTS, RedisBroker, check_server, connect
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import Column, GroupId, RowId, RunName, WorkerId
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
@@ -71,7 +70,7 @@ async def test_commit_sent_again_happens_once(broker: RedisBroker, proxy: Cuttin
 @pytest.mark.parametrize(
     ("write", "expected"),
     [
-        (lambda broker: broker.append("log", HELLO, entry_id="5-0"), "5-0"),
+        (lambda broker: append_at(broker, "log", HELLO, "5-0"), "5-0"),
         (
             lambda broker: broker.append_many([StreamWrite(stream="log", entries=[("5-0", HELLO), ("5-1", HELLO)])]),
             [2],
@@ -89,7 +88,7 @@ async def test_write_sent_again_answers_as_the_first_time(
     write: Callable[[RedisBroker], Awaitable[object]],
     expected: object,
 ) -> None:
-    await broker.append("filled", HELLO, entry_id="1-0")
+    await append_at(broker, "filled", HELLO, "1-0")
     group = GroupWrite(group_id=GroupId("9/9"), size=1, columns={Column.PROMPT_TEXT: b"x"})
     await broker.commit(Commit(groups=[group]))
     proxy.cut_replies = 3

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from tests.contract.conftest import BrokerHarness
-from tests.fakes.broker_entries import LEASE_S, QUEUE, entry, group, names, told
+from tests.fakes.broker_entries import QUEUE, entry, group, names, told
+from tests.fakes.explicit_ids import append_at
 from transport.broker import keys
 from transport.broker.base import (
     ZERO_ID,
@@ -23,6 +24,9 @@ from transport.broker.base import (
 )
 from transport.contracts.messages import MAX_MESSAGE_BYTES
 from transport.errors import FencedError, MessageError, TailLostError
+
+UNTIL_RECLAIM_S = 3.0
+
 
 # -- logs
 
@@ -60,9 +64,9 @@ async def test_tail_gives_the_newest_oldest_first(broker: Broker) -> None:
 
 
 async def test_explicit_id_is_appended_once(broker: Broker) -> None:
-    assert await broker.append("rounds", entry("a"), entry_id="7-1") == "7-1"
-    assert await broker.append("rounds", entry("a"), entry_id="7-1") is None
-    assert await broker.append("rounds", entry("older"), entry_id="6-9") is None
+    assert await append_at(broker, "rounds", entry("a"), "7-1") == "7-1"
+    assert await append_at(broker, "rounds", entry("a"), "7-1") is None
+    assert await append_at(broker, "rounds", entry("older"), "6-9") is None
     again = StreamWrite(stream="rounds", entries=[("7-1", entry("a")), ("7-2", entry("b")), ("8-0", entry("c"))])
     assert await broker.append_many([again]) == [2]
     assert await broker.append_many([StreamWrite(stream="rounds", entries=[])]) == [0]
@@ -98,7 +102,7 @@ async def test_many_are_enqueued_once_each_and_claimed_in_order(broker: Broker) 
 
 
 async def test_streams_are_appended_to_in_one_step(broker: Broker) -> None:
-    await broker.append("rounds", entry("first"), entry_id="1-0")
+    await append_at(broker, "rounds", entry("first"), "1-0")
     writes = [
         StreamWrite(stream="rounds", entries=[("1-0", entry("again")), ("2-0", entry("second"))]),
         StreamWrite(stream=QUEUE, entries=[("2-1", entry("plan"))], is_queue=True),
@@ -128,12 +132,12 @@ async def test_a_writer_is_refused_by_a_broker_that_lost_what_it_wrote(broker: B
 
 async def test_trim_frees_up_to_the_cursor_and_keeps_the_last_id(broker: Broker) -> None:
     for i in range(1, 6):
-        await broker.append("rounds", entry(str(i)), entry_id=f"{i}-{i}")
+        await append_at(broker, "rounds", entry(str(i)), f"{i}-{i}")
     assert await broker.trim("rounds", "3-3") == 3
     assert names(await broker.read("rounds", ZERO_ID, count=9)) == ["4", "5"]
     assert await broker.trim("rounds", "9-0") == 2
     assert await broker.last_id("rounds") == "5-5"
-    assert await broker.append("rounds", entry("again"), entry_id="5-5") is None
+    assert await append_at(broker, "rounds", entry("again"), "5-5") is None
 
 
 async def test_oversized_payload_is_refused(broker: Broker) -> None:
@@ -177,7 +181,7 @@ async def test_each_entry_goes_to_one_consumer(broker: Broker, harness: BrokerHa
 
 async def test_claim_waits_on_a_queue_that_is_not_there_yet(broker: Broker, harness: BrokerHarness) -> None:
     claiming = asyncio.create_task(broker.claim(QUEUE, "c", count=1, wait_s=20.0))
-    await harness.open().enqueue(QUEUE, entry("first"), entry_id="3-0")
+    await append_at(harness.open(), QUEUE, entry("first"), "3-0", is_queue=True)
     async with asyncio.timeout(60):
         assert names(await claiming) == ["first"]
 
@@ -218,9 +222,9 @@ async def test_renewed_lease_is_not_taken(broker: Broker, harness: BrokerHarness
     await broker.enqueue(QUEUE, entry("a"))
     await broker.enqueue(QUEUE, entry("b"))
     held, lost = await broker.claim(QUEUE, "slow", count=2)
-    await harness.elapse(2 * LEASE_S)
+    await harness.elapse(UNTIL_RECLAIM_S)  # a loaded machine may take long from the renewal to the reclaim
     assert await broker.renew(QUEUE, "slow", [held.entry_id]) == [held.entry_id]
-    taken, dead = await broker.reclaim(QUEUE, "thief", idle_s=LEASE_S, max_deliveries=3, count=10)
+    taken, dead = await broker.reclaim(QUEUE, "thief", idle_s=UNTIL_RECLAIM_S, max_deliveries=3, count=10)
     assert names(taken) == ["b"]
     assert dead == []
     assert taken[0].entry_id == lost.entry_id
@@ -257,7 +261,7 @@ async def test_poisoned_entry_goes_to_the_dead_letters(broker: Broker) -> None:
 
 async def test_reclaim_takes_the_oldest_up_to_count(broker: Broker) -> None:
     for i in range(5):
-        await broker.enqueue(QUEUE, entry(str(i)), entry_id=f"1-{i}")
+        await append_at(broker, QUEUE, entry(str(i)), f"1-{i}", is_queue=True)
     await broker.claim(QUEUE, "c", count=5)
     taken, _ = await broker.reclaim(QUEUE, "d", idle_s=0, max_deliveries=9, count=2)
     assert names(taken) == ["0", "1"]
@@ -330,7 +334,7 @@ async def test_foreign_bytes_among_the_dead_letters_are_not_retried(broker: Brok
 
 async def test_trimming_a_queue_never_removes_what_is_held_or_waiting(broker: Broker) -> None:
     for i in range(1, 5):
-        await broker.enqueue(QUEUE, entry(str(i)), entry_id=f"{i}-0")
+        await append_at(broker, QUEUE, entry(str(i)), f"{i}-0", is_queue=True)
     assert await broker.trim(QUEUE, "9-0") == 0
     first, second = await broker.claim(QUEUE, "c", count=2)
     assert await broker.trim(QUEUE, "9-0") == 0

@@ -17,10 +17,10 @@ from tests.fakes.stored_rows import GROUP, ids_block, new_unit, x_ids_of
 from transport.broker.base import Block, Broker, Commit
 from transport.contracts.types import Column, group_id, row_id
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
+from transport.rows.columns import decode_table, decode_value, encode_value
 from transport.rows.segments import Range, open_segment, path_of, read_ranges, read_segments
 from transport.rows.unit_rows import UnitRows, locator_decoder
 from transport.rows.units import Full, StorageUnit, UnitClient
-from transport.rows.user_columns import decode_table, decode_value, encode_value
 from transport.tensors.base import Deadline
 from transport.tensors.shm import SHARED_MEMORY
 

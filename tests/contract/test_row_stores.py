@@ -13,16 +13,15 @@ from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Block, Broker, Commit, RowWrite
 from transport.contracts.types import Column, TaskSpec, group_id, row_id
 from transport.errors import MessageError
-from transport.rows.columns import BrokerRows, RowStore, decode_array, encode_array
+from transport.rows.columns import RowStore, decode_array, encode_array, encode_value, encode_values
 from transport.rows.unit_rows import UnitRows
 from transport.rows.units import StorageUnit
-from transport.rows.user_columns import encode_value, encode_values
 
 
 @pytest.fixture(params=["broker", "units"])
 async def rows(request: pytest.FixtureRequest, broker: Broker, units: list[StorageUnit]) -> AsyncIterator[RowStore]:
     if request.param == "broker":
-        yield BrokerRows(broker)
+        yield RowStore(broker)
         return
     store = UnitRows(broker, [new_unit(units), new_unit(units)])
     yield store

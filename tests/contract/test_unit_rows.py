@@ -18,8 +18,7 @@ from transport.errors import ChecksumError, FencedError, MessageError, PeerRejec
 from transport.rows.segments import Range, name_of_sent
 from transport.rows.unit_rows import UNIT_COLUMNS, Locator, UnitRows, locator_decoder
 from transport.rows.units import Full, Put, StorageUnit, UnitClient, _done_decoder
-from transport.tensors.address import Endpoint, parse_address
-from transport.tensors.base import Deadline
+from transport.tensors.base import Deadline, Endpoint, parse_address
 from transport.tensors.manifest import checksum
 from transport.tensors.wire import connect
 

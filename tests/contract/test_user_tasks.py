@@ -8,8 +8,7 @@ from transport.broker import keys
 from transport.broker.base import Broker, Commit, GroupWrite, RowWrite
 from transport.contracts.types import Column, TaskSpec, group_id, row_id
 from transport.errors import MessageError
-from transport.rows.columns import BrokerRows
-from transport.rows.user_columns import encode_value
+from transport.rows.columns import RowStore, encode_value
 
 GROUP = group_id(0, 0)
 NOTES = Column("x_notes")
@@ -21,7 +20,7 @@ async def write(broker: Broker, sample: int, *columns: Column) -> None:
     written = {column: encode_value("why") if column == NOTES else bytes(4) for column in columns}
     group = GroupWrite(group_id=GROUP, size=8, columns={})
     row = RowWrite(row_id=row_id(GROUP, sample), columns=written)
-    await BrokerRows(broker).commit(Commit(groups=[group], rows=[row]))
+    await RowStore(broker).commit(Commit(groups=[group], rows=[row]))
 
 
 async def noticed(broker: Broker, task: str) -> list[str]:
@@ -75,5 +74,5 @@ async def test_a_users_column_that_is_no_value_is_not_stored(broker: Broker) -> 
     group = GroupWrite(group_id=GROUP, size=1, columns={})
     bad = RowWrite(row_id=row_id(GROUP, 0), columns={NOTES: b"\x93not a value"})
     with pytest.raises(MessageError, match="x_notes"):
-        await BrokerRows(broker).commit(Commit(groups=[group], rows=[bad]))
+        await RowStore(broker).commit(Commit(groups=[group], rows=[bad]))
     assert await broker.read_rows([row_id(GROUP, 0)], [NOTES]) == [{}]

@@ -126,9 +126,15 @@ class Browser:
         """The user's colour scheme, "light" or "dark"."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        answer = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+    def screenshot(self, path: Path, *, size: tuple[int, int] | None = None, quality: int | None = None) -> None:
+        """The page, or as much from its top left as ``size`` says (width, height), as PNG, or as WebP of ``quality``
+        (0 to 100), by the path's suffix."""
+        form: dict[str, Any] = {"format": path.suffix.removeprefix(".")} | (
+            {} if quality is None else {"quality": quality}
+        )
+        if size is not None:
+            form["clip"] = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        answer = self._call("Page.captureScreenshot", captureBeyondViewport=True, **form)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     # -- the protocol: JSON objects, each ended by a zero byte

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.engine import FakeEngine
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
@@ -118,7 +119,7 @@ class World:
         )
         self._plans += 1
         entry_id = f"{self._plans}-0"
-        await self.broker.enqueue(keys.plans(ME), Entry(payload=encode(plan)), entry_id=entry_id)
+        await append_at(self.broker, keys.plans(ME), Entry(payload=encode(plan)), entry_id, is_queue=True)
         return entry_id
 
     async def command(self, command):

@@ -24,7 +24,7 @@ QUICK = ("liveness.lease_s=4.0", "scoring.lease_s=3.0", "pipeline.rollout_timeou
 EMULATED = ("generation.engine=emulated", "trainer.engine=emulated")
 """Settings of a run without a model: it starts in half the time, and its workers are otherwise the same."""
 BATCHES = 6
-"""Of the preset."""
+"""Where a test names no other number: enough to be killed in; the preset's own are as many as it needs to learn."""
 
 
 class _SocketConnection(redis.UnixDomainSocketConnection):
@@ -70,7 +70,8 @@ class LiveRun:
 
     def start(self, *arguments: str) -> None:
         """Start (or start again, with ``--resume``) the supervisor."""
-        command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain", *arguments]
+        command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", "--plain"]
+        command += ["--set", f"run.batches={BATCHES}", *arguments]
         for setting in self._settings:
             command += ["--set", setting]
         faults = [f"{point}:{count}:{self._marker(point)}" for point, count in self._faults.items()]

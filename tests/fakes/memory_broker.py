@@ -30,16 +30,13 @@ from transport.broker.base import (
     RowWrite,
     ServerInfo,
     StreamWrite,
-    parse_entry_id,
-)
-from transport.broker.entries import (
     check_commit,
     check_entry,
-    check_ids,
     check_task_name,
     check_tasks,
     check_writes,
     dead_letter,
+    parse_entry_id,
     without_blocks,
 )
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
@@ -84,22 +81,17 @@ class MemoryBroker:
             return state.incarnations[name]
 
     # -- logs
-    async def append(
-        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        return await self._append(log, entry, entry_id, fence, queue=False)
+    async def append(self, log: str, entry: Entry, *, fence: Fence | None = None) -> str:
+        return await self._append(log, entry, fence, queue=False)
 
-    async def _append(
-        self, name: str, entry: Entry, entry_id: str | None, fence: Fence | None, *, queue: bool
-    ) -> str | None:
+    async def _append(self, name: str, entry: Entry, fence: Fence | None, *, queue: bool) -> str:
         check_entry(entry)
-        check_ids([entry_id] if entry_id else [])
         await asyncio.sleep(0)
         with self._step(appends=True) as state:
             _check_fence(state, fence)
             stream = state.stream(name)
             stream.is_queue = stream.is_queue or queue
-            return stream.add(entry, entry_id, self._server.now_ms())
+            return stream.add(entry, None, self._server.now_ms()) or ""
 
     async def append_many(
         self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
@@ -155,10 +147,8 @@ class MemoryBroker:
             state.streams.pop(stream, None)
 
     # -- work queues
-    async def enqueue(
-        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        return await self._append(queue, entry, entry_id, fence, queue=True)
+    async def enqueue(self, queue: str, entry: Entry) -> str:
+        return await self._append(queue, entry, None, queue=True)
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
         deadline_s = asyncio.get_running_loop().time() + wait_s

@@ -11,9 +11,17 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, DeadLetter, Entry, LogEntry, Pending, parse_entry_id
-from transport.broker.entries import buried, dead_letter
-from transport.broker.lua import MAX_DEAD_LETTERS
+from transport.broker.base import (
+    MAX_DEAD_LETTERS,
+    ZERO_ID,
+    DeadLetter,
+    Entry,
+    LogEntry,
+    Pending,
+    buried,
+    dead_letter,
+    parse_entry_id,
+)
 from transport.contracts.types import Column, GroupId, RunName, TaskSpec, WorkerId
 from transport.errors import BrokerUnavailableError
 from transport.process.clock import Clock, MonotonicClock

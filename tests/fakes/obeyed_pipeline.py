@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from orchestrator.core.model.outbox import CommandId, parse_entry_id
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
+from tests.fakes.pipeline_invariants import check
 from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
@@ -45,6 +46,7 @@ from transport.contracts.types import (
     WeightIdentity,
     WorkerId,
     is_evaluation,
+    parse_row_id,
     row_id,
 )
 
@@ -143,7 +145,7 @@ class ObeyedPipeline:
         if restored is not None:
             assert restored.handle(event, self.now_s) == commands, "a restored state decides otherwise"
             assert restored.snapshot() == self.state.snapshot()
-        self.state.check_invariants()
+        check(self.state.pipeline)
         self.told = [*self.told[-20:], event]
         if dies == "applied":
             self._recover()
@@ -301,13 +303,14 @@ class ObeyedPipeline:
 
     def _check_evaluating(self, worker_id: WorkerId, worker: FakeWorker) -> None:
         """A problem goes to a worker that serves the pin and is not told to load; never to more slots than are its."""
-        current = self.state.evaluation()
+        current = self.state.pipeline.evaluations.current
         assert current is not None
         assert worker.weights == current.weights, "asked of other weights than the pinned ones"
         assert worker.to_load is None, "asked of a worker that is on its way to newer weights"
         share = max(1, int(worker.capacity * self.state.settings.eval_budget))
         allowed = share if current.newer_s is None else max(share, worker.capacity)
-        held = [*worker.plans, *(plan.group_id for plan in worker.queue.values())]
+        answered = {parse_row_id(row)[0] for row in self.rows} | self.dropped  # one may be queued again by a lost tail
+        held = {*worker.plans, *(plan.group_id for plan in worker.queue.values())} - answered
         asked = sum(map(is_evaluation, held))
         assert asked < allowed, f"{worker_id} answers {asked + 1} problems at once, {allowed} of its slots are for them"
 

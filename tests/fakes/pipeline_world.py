@@ -11,6 +11,7 @@ from typing import Self
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.model.outbox import CommandId
 from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.view import rows_reported
 from tests.fakes.obeyed_pipeline import HELD_OUT, FakeTrainer, FakeWorker, ObeyedPipeline, groups_of
 from transport.contracts.messages import (
     CheckpointSaved,
@@ -97,7 +98,7 @@ class PipelineWorld(ObeyedPipeline):
         self.tell(PromptsArrived(prompts=tuple(prompts), source_positions=positions, exhausted=exhausted))
 
     def seek_source(self) -> None:
-        self.prompts_made = int(self.state.source_position or 0)
+        self.prompts_made = int(self.state.pipeline.prompts.last_position or 0)
         self.prompts_left = self.num_prompts - self.prompts_made
 
     def answer_plan(self) -> None:
@@ -155,7 +156,7 @@ class PipelineWorld(ObeyedPipeline):
         """The broker comes back without what was written last: rows, plans, rounds that were not read, commands to
         workers. What was lost is written again, and rows that are gone are found out."""
         self._lose(num_rows, num_plans, num_rounds, num_controls)
-        if missing := tuple(row for row in self.state.rows_reported() if row not in self.rows):
+        if missing := tuple(row for row in rows_reported(self.state.pipeline) if row not in self.rows):
             self.tell(RowsMissing(row_ids=missing))
         self.report_trainer()
 
@@ -325,8 +326,16 @@ class PipelineWorld(ObeyedPipeline):
             if self.finished:
                 return
             self.now_s += 0.0 if number < PATIENCE else 10.0
+            if number == PATIENCE:
+                self._restart_who_cannot_load()
             self.turn()
         raise AssertionError(f"the run hangs: {self.state.view()}")
+
+    def _restart_who_cannot_load(self) -> None:
+        """What a person does where loads failed everywhere and the run may ask for no more workers."""
+        scaling, workers = self.settings.scaling, self.state.view().workers
+        if scaling is not None and len(workers) >= scaling.max_workers and not any(one.healthy for one in workers):
+            self.lose_worker(next(iter(self.workers)))
 
     def turn(self) -> None:
         """Everyone does all they can once."""

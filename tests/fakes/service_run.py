@@ -104,9 +104,18 @@ class ServiceRun:
 
     async def publish(self, weights_dir: Path | None = None, name: str = "publish-0.1") -> None:
         """Let the publisher join."""
-        build = publishing_worker(self.directory, self.model_dir, weights_dir, {}, b"")
         worker_id = WorkerId(name)
-        self._run(worker_id, WorkerKind.PUBLISH, await build(self.broker(), self.settings, worker_id))
+        worker = await publishing_worker(
+            self.broker(),
+            self.settings,
+            worker_id,
+            self.model_dir,
+            run_dir=self.directory,
+            weights_dir=weights_dir,
+            own_address={},
+            secret=b"",
+        )
+        self._run(worker_id, WorkerKind.PUBLISH, worker)
 
     def _run(self, worker_id: WorkerId, kind: WorkerKind, worker: Worker) -> None:
         beating = asyncio.create_task(self._beat(worker_id, kind, worker))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.view import rows_reported
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
     Command,
@@ -87,7 +88,7 @@ class ServiceWorld(PipelineWorld):
 
     def read(self, number: int, count: int) -> None:
         """Read the next results, as far as they are there. One whose row is made again is waited for."""
-        request, reader = self.state.request(number), self.readers[number]
+        request, reader = self.state.pipeline.requests.get(number), self.readers[number]
         if request is None:
             return
         for row in request.results[len(reader.got) :][:count]:
@@ -100,7 +101,7 @@ class ServiceWorld(PipelineWorld):
     def _has_failed(self, row: RowId) -> bool:
         """Whether its group was given up: then a row that is lost stays lost, and the reader hears so."""
         group_id, _ = parse_row_id(row)
-        request = self.state.request(int(group_id.partition("/")[0]))
+        request = self.state.pipeline.requests.get(int(group_id.partition("/")[0]))
         return request is not None and any(parse_row_id(failed)[0] == group_id for failed in request.failed)
 
     def take(self, number: int, upto: int) -> None:
@@ -116,7 +117,7 @@ class ServiceWorld(PipelineWorld):
 
     def lose_tail(self, num_rows: int, num_plans: int, num_rounds: int, num_controls: int) -> None:
         self._lose(num_rows, num_plans, num_rounds, num_controls)
-        if missing := tuple(row for row in self.state.rows_reported() if row not in self.rows):
+        if missing := tuple(row for row in rows_reported(self.state.pipeline) if row not in self.rows):
             self.tell(RowsMissing(row_ids=missing))
 
     # -- what a reader may rely on
@@ -124,7 +125,7 @@ class ServiceWorld(PipelineWorld):
     def tell(self, event: Event) -> list[Command]:
         commands = super().tell(event)
         self._note_expired()
-        for number, request in self.state.requests().items():
+        for number, request in self.state.pipeline.requests.items():
             reader = self.readers[number]
             seen = len(reader.numbered)
             assert request.results[:seen] == reader.numbered, f"numbers of request {number} changed"
@@ -135,7 +136,11 @@ class ServiceWorld(PipelineWorld):
 
     def _note_expired(self) -> None:
         for number, reader in self.readers.items():
-            if reader.open and number <= self.state.last_request and self.state.request(number) is None:
+            if (
+                reader.open
+                and number <= self.state.pipeline.last_request
+                and number not in self.state.pipeline.requests
+            ):
                 assert len(reader.numbered) == reader.num_prompts * reader.group_size, f"{number} expired unfinished"
                 assert self.now_s > reader.active_s + KEEP_S, f"request {number} expired too soon"
                 reader.expired = True
@@ -170,7 +175,7 @@ class ServiceWorld(PipelineWorld):
                 groups = [GroupId(f"{number}/{index}") for index in range(reader.num_prompts)]
                 wanted = {row_id(group_id, sample) for group_id in groups for sample in range(reader.group_size)}
                 assert set(reader.got) == wanted
-        assert not self.state.requests()
+        assert not self.state.pipeline.requests
         assert not self.rows, "rows are left"
 
     # -- a world without further faults
@@ -199,4 +204,4 @@ class ServiceWorld(PipelineWorld):
         raise AssertionError(f"requests are not answered: {self.counts()}: {self.state.view()}")
 
     def counts(self) -> Mapping[int, Mapping[str, int]]:
-        return self.state.request_counts()
+        return {number: request.counts() for number, request in self.state.pipeline.requests.items()}

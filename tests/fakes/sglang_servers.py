@@ -21,7 +21,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from workers.generation.server.order import Outcome, outcome_numbers
+from workers.generation.server.loader import LoadResult, result_numbers
 
 VENV = os.environ.get("SGLANG_VENV", "")
 ON_CPU = shlex.split(
@@ -70,7 +70,7 @@ class FakeServer:
                         "version": "0.5.23",
                         "max_total_num_tokens": 4096,
                         "max_running_requests": 4,
-                        "custom_weight_loader": ["workers.generation.server.sglang_loader.load"],
+                        "custom_weight_loader": ["workers.generation.server.loader.load_into_sglang"],
                     }
                 )
             case "/get_weights_by_name":
@@ -120,8 +120,8 @@ def loader_says(
 
     async def answer(request: web.Request) -> web.StreamResponse:
         number = int((await request.json())["name"].rpartition(":")[2])
-        outcome = Outcome(number=number, error=error, mismatch=mismatch, spoiled=spoiled)
-        return web.json_response(outcome_numbers(outcome))
+        outcome = LoadResult(number=number, error=error, mismatch=mismatch, spoiled=spoiled)
+        return web.json_response(result_numbers(outcome))
 
     return answer
 

@@ -7,9 +7,8 @@ import numpy as np
 from transport.broker import keys
 from transport.broker.base import Append, Block, Commit, Entry, GroupWrite, RowWrite
 from transport.contracts.types import Column, GroupId, RowId, group_id
-from transport.rows.columns import RowStore, decode_array, encode_array
+from transport.rows.columns import RowStore, Values, decode_array, decode_value, encode_array, encode_values
 from transport.rows.units import StorageUnit
-from transport.rows.user_columns import Values, decode_value, encode_values
 
 GROUP = group_id(0, 0)
 BOTH = (Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS)

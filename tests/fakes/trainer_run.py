@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.training import make_groups
 from transport.broker import keys
@@ -32,12 +33,11 @@ from transport.contracts.settings import (
 )
 from transport.contracts.types import Column, RunName, WeightIdentity, WorkerId
 from transport.process.clock import MonotonicClock
-from transport.rows.columns import BrokerRows, encode_array
+from transport.rows.columns import RowStore, encode_array
 from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy.policy_learner import PolicyLearner
 from workers.trainer.worker import TrainerWorker
-from workers.weights.publish import dtype_name
 
 
 class DigestPublisher:
@@ -49,7 +49,7 @@ class DigestPublisher:
     def publish(
         self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
     ) -> WeightManifest:
-        layout = plan_layout((name, tuple(t.shape), dtype_name(cast)) for name, t in tensors.items())
+        layout = plan_layout((name, tuple(t.shape), str(cast).removeprefix("torch.")) for name, t in tensors.items())
         raw = [t.detach().to(cast).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]
         specs = with_checksums(layout, [checksum(part) for part in raw])
         digest = digest_tensors(specs)
@@ -100,7 +100,7 @@ class TrainerRun:
     async def write_groups(self, groups: Sequence[PromptGroup]) -> None:
         for group in groups:
             prompt = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, group.prompt_ids)}
-            await BrokerRows(self.broker).commit(
+            await RowStore(self.broker).commit(
                 Commit(groups=(GroupWrite(group_id=group.group_id, size=len(group.samples), columns=prompt),))
             )
 
@@ -114,14 +114,12 @@ class TrainerRun:
                 }
                 score = {Column.ADVANTAGE: encode_array(Column.ADVANTAGE, [sample.advantage])}
                 for columns in (tokens, score):
-                    await BrokerRows(self.broker).commit(
-                        Commit(rows=(RowWrite(row_id=sample.row_id, columns=columns),))
-                    )
+                    await RowStore(self.broker).commit(Commit(rows=(RowWrite(row_id=sample.row_id, columns=columns),)))
 
     async def send(self, *commands: TrainerCommand) -> None:
         for command in commands:
             self.sent += 1
-            await self.broker.append(keys.ROUNDS, Entry(payload=encode(command)), entry_id=f"{self.sent}-1")
+            await append_at(self.broker, keys.ROUNDS, Entry(payload=encode(command)), f"{self.sent}-1")
 
     async def send_batch(self, batch: int, *, checkpoint: bool = False) -> None:
         """A batch of three ragged groups in two rounds, and its close."""

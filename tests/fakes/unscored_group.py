@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from orchestrator.core.model.dataflow import grpo_tasks
+from orchestrator.loop.intake import grpo_tasks
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, GroupWrite, RowWrite
 from transport.contracts.messages import Event, RolloutInfo, encode, event_decoder
@@ -28,7 +28,7 @@ from transport.contracts.types import (
     group_id,
     row_id,
 )
-from transport.rows.columns import BrokerRows, encode_array
+from transport.rows.columns import RowStore, encode_array
 
 GROUP = group_id(0, 0)
 PROMPT = [5, 6, 7]
@@ -66,7 +66,7 @@ async def admit(
 
 async def generate(broker: Broker, *responses: list[int], group: GroupId = GROUP) -> None:
     rows = [_row(group, sample, ids) for sample, ids in enumerate(responses)]
-    await BrokerRows(broker).commit(Commit(rows=rows))
+    await RowStore(broker).commit(Commit(rows=rows))
 
 
 def _row(group: GroupId, sample: int, ids: list[int]) -> RowWrite:

@@ -25,10 +25,8 @@ from tests.fuzz.hostile import Maker, damaged, packed, raw_message
 from transport.contracts.types import PROTOCOL_VERSION, GroupId
 from transport.rows.segments import Range, name_of_sent
 from transport.rows.units import Allocate, Keep, Put, StorageUnit, UnitClient, UnitRequest
-from transport.tensors.address import Address, Endpoint, host_id, parse_address
-from transport.tensors.base import Deadline
+from transport.tensors.base import Address, Deadline, Endpoint, host_id, parse_address
 from transport.tensors.manifest import checksum
-from transport.tensors.shm import ShmStore
 from transport.tensors.tcp import ReadRange, ServedStore, reader_for
 from transport.tensors.wire import Hello, Proof, Refused, connect
 
@@ -77,7 +75,7 @@ def _opened() -> Iterator[Check]:
         (Path(name) / "outside").write_bytes(MARKER)
         (directory / "inside").write_bytes(MARKER)
         (directory / "link").symlink_to(Path(name) / "outside")
-        store = ServedStore(ShmStore("fuzz", (directory,)), Endpoint(secret=SECRET))
+        store = ServedStore("fuzz", (directory,), Endpoint(secret=SECRET))
         store.start()
         stack.callback(store.close)
         writer = store.create("weights", len(CONTENT))

@@ -14,18 +14,17 @@ import msgspec
 
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import damaged, packed, raw_message, text
-from transport.broker.base import parse_entry_id
-from transport.broker.entries import check_entry, entry_from_fields
+from transport.broker.base import check_entry, entry_from_fields, parse_entry_id
 from transport.contracts import messages
-from transport.contracts.ledger import Ledger, _LedgerFile
-from transport.contracts.model_identity import ModelIdentity
+from transport.contracts.ledger import Ledger
 from transport.contracts.types import Column, RowId, parse_row_id
+from transport.contracts.user_files import ModelIdentity
 from transport.errors import MessageError
-from transport.rows import columns, unit_rows, units, user_columns
+from transport.rows import columns, unit_rows, units
 from transport.tensors import tcp, wire
-from transport.tensors.address import parse_address
+from transport.tensors.base import parse_address
 from transport.tensors.manifest import check_manifest
-from workers.client import consumer, tasks
+from workers.client import consumption, tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def _array(random: Random) -> bytes:
 def _column_value(random: Random) -> bytes:
     value = random.choice(([1, 2, 3], [[1.0], [2.0]], "text", [True], [2**40]))
     try:
-        raw = user_columns.encode_value(value)
+        raw = columns.encode_value(value)
     except ValueError:
         raw = b""
     return random.choice((raw, damaged(random, raw), raw[:10] + damaged(random, raw[10:])))
@@ -127,7 +126,7 @@ def _ledger(raw: bytes) -> None:
 
 def _ledger_input(random: Random) -> bytes:
     if random.random() < 0.5:
-        return raw_message(random, _LedgerFile)
+        return raw_message(random, Ledger)
     passes = {random.randrange(-1, 3): {0: {random.randrange(-1, 9): random.choice((1, 255, -1, 2**63, 0))}}}
     return packed({"version": 1, "cursor": "1-0", "passes": passes})
 
@@ -151,15 +150,15 @@ DECODERS: dict[str, Decoder] = {
     "unit values": _of_message(units._values_decoder, units.Values | wire.Refused),
     "unit allocated": _of_message(units._allocated_decoder, units.Allocated | wire.Refused),
     "task options": _of_message(tasks._options_decoder, tasks.TaskOptions),
-    "portion": _of_message(consumer._part_decoder, consumer.Part),
+    "portion": _of_message(consumption._part_decoder, consumption.Part),
     "manifest": Decoder(decode=_manifest, make=_manifest_input),
     "locator": Decoder(decode=_locator, make=_locator_input),
     "ledger": Decoder(decode=_ledger, make=_ledger_input),
     "column": Decoder(decode=lambda raw: columns.decode_array(Column.RESPONSE_IDS, raw), make=_array),
     "scalar": Decoder(decode=lambda raw: columns.decode_scalar(Column.REWARD, raw), make=_array),
-    "user column": Decoder(decode=lambda raw: user_columns.decode_value(Column("x_a"), raw), make=_column_value),
+    "user column": Decoder(decode=lambda raw: columns.decode_value(Column("x_a"), raw), make=_column_value),
     "user columns": Decoder(
-        decode=lambda raw: user_columns.decode_table(Column("x_a"), [raw, raw]) if raw else None, make=_column_value
+        decode=lambda raw: columns.decode_table(Column("x_a"), [raw, raw]) if raw else None, make=_column_value
     ),
     "row": Decoder(decode=_row, make=_row_input),
     "entry": Decoder(decode=_entry, make=_entry_input, errors=(MessageError, ValueError)),

@@ -14,6 +14,7 @@ import msgspec
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
+from tests.fakes.pipeline_invariants import check as check_invariants
 from tests.fakes.pipeline_world import PipelineWorld
 from tests.fuzz.harness import CheckFailedError, Target, unopened
 from tests.fuzz.hostile import Maker, packed
@@ -112,7 +113,7 @@ def check(content: bytes) -> None:
             continue
         twin = PipelineState.restore(state.snapshot()) if at == len(raws) - 1 else None
         commands = state.handle(event, 10.0 + at)
-        state.check_invariants()
+        check_invariants(state.pipeline)
         state.view()
         if twin is not None and twin.handle(event, 10.0 + at) != commands:
             raise CheckFailedError("a restored state decides otherwise")

@@ -26,18 +26,16 @@ from orchestrator.journal import Journal, JournalError, read_whole_records, reco
 from orchestrator.observability.samples import read_samples
 from orchestrator.planning.profiles import Profile, read_profile
 from orchestrator.prompts.dataset import load_problems
-from ranker import store
-from ranker.errors import LengthLogError, RankerFileError
 from ranker.logs import read_log
+from ranker.model import StoredRanker, read_ranker
+from ranker.protocol import LengthLogError, RankerFileError
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, anything, damaged, nested, number, packed, raw_message, text, whole
-from transport.contracts.given_lengths import read_lengths
 from transport.contracts.ledger import FILE_NAME, newest_checkpoint
 from transport.contracts.messages import JournalRecord, StepDone
-from transport.contracts.model_identity import identify_model
+from transport.contracts.user_files import identify_model, read_lengths
 from transport.errors import FatalError, LengthFileError
-from workers.models.facts import stop_token_ids
-from workers.models.resolve import check_model_dir
+from workers.models import check_model_dir, stop_token_ids
 from workers.trainer.checkpoint import META_FILE, STEPS_FILE, CheckpointMeta, CheckpointStore, _mark
 
 
@@ -255,8 +253,8 @@ KINDS = (
     Kind(name="checkpoint", make=_checkpoint, read=_checkpointed),
     Kind(
         name="ranker.bin",
-        make=lambda random: raw_message(random, store.StoredRanker),
-        read=store.read,
+        make=lambda random: raw_message(random, StoredRanker),
+        read=read_ranker,
         errors=(RankerFileError,),
     ),
     Kind(name="model.json", make=_model, read=lambda path: parse_model(str(path)), errors=(ConfigError,)),

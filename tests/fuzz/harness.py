@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import structlog
 
-from orchestrator.core.invariants import BrokenInvariantError
+from orchestrator.core.model.groups import BrokenInvariantError
 
 Check: TypeAlias = Callable[[bytes], None]
 """Tries one input; raises whatever shows that the product did not take it well."""

@@ -21,7 +21,7 @@ from orchestrator.serving.http import Generate, Taken, Update
 from tests.fakes.service_run import ServiceRun, service_run
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import Maker, damaged, nested, text
-from workers.models.resolve import prepare_model
+from workers.models import prepare_model
 
 ANSWER_S = 30.0
 """No request of these takes so long on any machine: who gets no answer by then never does."""

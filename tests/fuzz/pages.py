@@ -17,13 +17,14 @@ from random import Random
 
 import msgspec
 
-from orchestrator.config.toml_source import to_toml
+from orchestrator.config.schema import to_toml
+from orchestrator.http import answer
 from orchestrator.journal import Journal
-from orchestrator.observability.http.answers import answer
-from orchestrator.observability.http.page_history import LaneHistory
-from orchestrator.observability.report.page import render_comparison, render_report
+from orchestrator.observability.http.status import LaneHistory
+from orchestrator.observability.report.comparison import compare_runs
+from orchestrator.observability.report.drawing import write_trace
+from orchestrator.observability.report.pages import render_comparison, render_report
 from orchestrator.observability.report.record import RunRecord, read_run
-from orchestrator.observability.report.trace import write_trace
 from tests.fuzz.harness import Check, CheckFailedError, Target
 from tests.fuzz.hostile import packed, text
 from transport.contracts.messages import (
@@ -137,7 +138,7 @@ def _opened() -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="streamrl-fuzz-") as name:
         directory = Path(name)
         plain = _write_run(directory / "plain", [f"plain{number}" for number in range(NUM_STRINGS)])
-        pages = _Markup(render_report(plain)), _Markup(render_comparison([plain, plain]))
+        pages = _Markup(render_report(plain)), _Markup(render_comparison(compare_runs([plain, plain])))
         yield lambda content: check(content, directory, plain, pages)
 
 
@@ -147,7 +148,7 @@ def check(content: bytes, directory: Path, plain: RunRecord, pages: tuple[_Marku
     for path in (run_dir / "journal").glob("*"):
         path.unlink()
     run = _write_run(run_dir, strings)
-    for page, expected in zip((render_report(run), render_comparison([plain, run])), pages, strict=True):
+    for page, expected in zip((render_report(run), render_comparison(compare_runs([plain, run]))), pages, strict=True):
         markup = _Markup(page)
         if more := markup.tags - expected.tags:
             raise CheckFailedError(f"a string became markup: {sorted(more)[:3]}")

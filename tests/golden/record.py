@@ -30,7 +30,7 @@ from tests.fakes.live_run import EMULATED, QUICK, LiveRun
 from tests.fakes.service_run import service_run
 from tests.golden.goldens import DIGESTS, digest, journal_path, plain, recorded, write
 from tests.golden.scenarios import SCENARIOS
-from workers.models.resolve import prepare_model
+from workers.models import prepare_model
 
 TWO_WORKERS = (*QUICK, *EMULATED, "generation.workers=2", "generation.slots=8", "emulated.time_scale=0.2")
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import msgspec
 
-from orchestrator.core.costs.cost_model import TrainCost
-from orchestrator.core.dispatch.policies.registry import PLANNERS
+from orchestrator.core.dispatch.compute import PLANNERS
 from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, FaultModel, Scenario
 from orchestrator.sim.lengths import LengthModel, long_tailed
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario

@@ -17,14 +17,22 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from orchestrator import http as server
 from orchestrator.errors import ConfigError
-from orchestrator.observability.http import server
-from orchestrator.observability.http.guard import SMALL_BODY, BodyLimit, is_loopback, presented_key
+from orchestrator.http import (
+    SMALL_BODY,
+    BodyLimit,
+    check_secret,
+    is_loopback,
+    open_listener,
+    presented_key,
+    run_key,
+    serve_http,
+)
 from orchestrator.observability.http.routes import HEALTHY_AGE_S, Api, build_app
-from orchestrator.observability.http.server import check_secret, open_listener, run_key, serve_http
 from orchestrator.observability.http.status import StatusBoard
+from tests.fakes.manual_clock import ManualClock
 from transport.contracts.settings import ApiSettings
-from transport.process.clock import ManualClock
 from transport.process.secret import Purpose, derive
 
 SECRET = "hush-hush"

@@ -62,8 +62,14 @@ def test_a_file_alone_lies_over_the_defaults_and_nothing_over_the_main_preset(tm
             ["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"],
             "absent.jsonl: cannot be read: No such file",
         ),
-        (["--set", "data.task=chain_sun"], "data.task 'chain_sun' is no reasoning_gym task (did you mean chain_sum?)"),
-        (["--set", "data.task=composite"], "data.task: reasoning_gym's task composite is refused: it hands the answer"),
+        (
+            ["--preset", "smollm2-hard", "--set", "data.task=chain_sun"],
+            "data.task 'chain_sun' is no reasoning_gym task (did you mean chain_sum?)",
+        ),
+        (
+            ["--preset", "smollm2-hard", "--set", "data.task=composite"],
+            "data.task: reasoning_gym's task composite is refused: it hands the answer",
+        ),
         (["--resume", "--name", "absent"], "there is no run to resume: runs/absent/config.toml does not exist"),
     ],
 )
@@ -80,7 +86,26 @@ def test_a_model_that_is_not_there_is_bad_configuration_and_leaves_the_name_free
     done = cli("run", "--preset", "tiny", "--set", "model.path=/absent", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "streamrl-orchestrator: model.path: model directory /absent does not exist\n"
-    assert not (tmp_path / "runs/tiny/config.toml").exists()
+    assert not (tmp_path / "runs/tiny").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("import nolib\n", "No module named 'nolib'"),
+        ("def reward(p, r, e): return float('nan')\n", "was tried on 4 rows of the data and computed nothing"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_answered_before_anything_starts(tmp_path: Path, module: str, words: str):
+    (tmp_path / "mine.py").write_text(module)
+    row = '{"prompt": "1 + 1 = ?", "answer": 2}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 8)
+    own = ("data.source=jsonl", "data.path=rows.jsonl", "scoring.reward=mine:reward", "scoring.reward_path=.")
+    done = cli("run", "--preset", "tiny", *(part for one in own for part in ("--set", one)), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("streamrl-orchestrator: reward 'mine:reward' ")
+    assert words in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
@@ -106,7 +131,9 @@ def test_help_tells_the_exit_codes(tmp_path: Path):
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path):
-    assert cli("--version", cwd=tmp_path).stdout == f"streamrl {importlib.metadata.version('streamrl')}\n"
+    release, torch = (importlib.metadata.version(name) for name in ("streamrl", "torch"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert cli("--version", cwd=tmp_path).stdout == f"streamrl {release} (Python {python}, torch {torch})\n"
 
 
 def test_an_unknown_option_is_bad_configuration(tmp_path: Path):
@@ -138,7 +165,7 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path):
         (ChildFailedError("orchestrator", 2, "x"), ExitCode.BAD_CONFIG, ExitCode.BAD_CONFIG),
         (ChildFailedError("train-0", 4, "x"), ExitCode.FAILED, ExitCode.FAILED),
         (ChildFailedError("train-0", -9, "x"), ExitCode.FAILED, ExitCode.FAILED),
-        (BrokerRejectedError("x"), ExitCode.FAILED, ExitCode.FATAL),
+        (BrokerRejectedError("x"), ExitCode.BAD_CONFIG, ExitCode.BAD_CONFIG),
         (BrokerUnavailableError("host:1", "x"), ExitCode.FAILED, ExitCode.FAILED),
     ],
 )

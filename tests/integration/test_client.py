@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.command_line import environment
 from tests.fakes.consumer_process import ConsumerProcess
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from transport.contracts.types import RowId
-from transport.errors import FencedError
+from transport.errors import FencedError, PeerRejectedError, PeerUnavailableError
 from transport.rows.units import StorageUnit
+from transport.tensors.shm import SHARED_MEMORY
+from workers.__main__ import EXIT_BAD_CONFIG, EXIT_SIGNALLED
 from workers.client import Client
-from workers.client.loader import Ragged
+from workers.client.batch import Ragged
 from workers.errors import ClientError, ClientTimeoutError
 from workers.weights.pull import WeightPuller
 
@@ -89,6 +92,67 @@ def test_values_of_any_length_come_back_exactly(connect: Connect, in_units: bool
         assert unit.retained_bytes == 0
     finally:
         unit.close()
+
+
+SECRET = "a secret of the test's own"
+
+
+def start_unit(*options: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "workers", "storage-unit", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(environ), text=True, **pipes)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_storage_unit_is_a_program_of_its_own(connect: Connect, tmp_path: Path, ending: signal.Signals) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    unit = start_unit("--max-bytes", str(1 << 20), environ={"STREAMRL_SECRET_FILE": str(tmp_path / "secret")})
+    try:
+        assert unit.stdout
+        address = unit.stdout.readline().strip()
+        client = connect(units=[address], secret=SECRET.encode(), name="first")
+        values = np.arange(40_000, dtype=np.int32).reshape(4, 10_000)  # 160 kB: through shared memory
+        index = client.put_experience_data({"x_ids": values, "x_note": ["a", "b", "c", "d"]})
+        with pytest.raises(PeerUnavailableError, match="is full"):
+            client.put_experience_data({"x_ids": [np.zeros(1 << 20, np.uint8)]})
+        reader = connect(units=[address], secret=SECRET.encode(), name="second")
+        found, columns = reader.read_experience_data(index, ["x_ids", "x_note"])
+        assert found == index
+        assert np.array_equal(np.asarray(columns["x_ids"]), values)
+        assert list(columns["x_note"]) == ["a", "b", "c", "d"]
+        with pytest.raises(PeerRejectedError):
+            connect(units=[address], secret=SECRET[::-1].encode()).put_experience_data({"x_note": ["mine"]})
+        assert segments_of(unit.pid)
+        unit.send_signal(ending)
+        _, stderr = unit.communicate(timeout=WAIT_S)
+        assert (unit.returncode, stderr) == (EXIT_SIGNALLED, "")
+        assert not segments_of(unit.pid)
+        with pytest.raises(PeerUnavailableError):
+            client.put_experience_data({"x_note": ["e"]})
+    finally:
+        unit.kill()
+        unit.communicate()
+
+
+def segments_of(pid: int) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"streamrl-rows@{pid}@*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--max-bytes", "0"], 2, "greater than or equal to 1"),
+        (["--max-bytes", "1", "--ports", "9-1"], 2, "no port and no range of ports"),
+        (["--max-bytes", "1", "--listen", "0.0.0.0"], EXIT_BAD_CONFIG, "set STREAMRL_SECRET"),
+        (["--max-bytes", "1", "--listen", "127.0.0.1", "--ports", "{taken}"], EXIT_BAD_CONFIG, "choose others"),
+    ],
+)
+def test_a_storage_unit_that_cannot_be_says_why(url: str, options: list[str], code: int, message: str) -> None:
+    taken = url.rpartition(":")[2]  # the broker's
+    unit = start_unit(*(option.format(taken=taken) for option in options))
+    stdout, stderr = unit.communicate(timeout=WAIT_S)
+    assert (unit.returncode, stdout.count("tcp://")) == (code, 0)
+    assert message in stderr
 
 
 def test_a_loader_restores_rows_without_padding_and_ends(connect: Connect) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.integration.test_cli import cli
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Entry, GroupWrite
-from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.redis_streams import connect
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import Column, GroupId, RunName
 

@@ -18,10 +18,9 @@ import pytest
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Append, Commit, Entry, GroupWrite, RowWrite
-from transport.broker.connect import connect
 from transport.broker.embedded import REMOVED, EmbeddedServer
 from transport.broker.redis_link import RedisLink
-from transport.broker.redis_streams import RedisBroker
+from transport.broker.redis_streams import RedisBroker, connect
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import Column, RowId, RunName, group_id, row_id
 from transport.errors import BrokerRejectedError, BrokerUnavailableError, ForeignError, RunExistsError

@@ -9,22 +9,21 @@ import pytest
 import torch
 
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model
+from transport.contracts.settings import GenerationSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
-from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import EngineFailure, GenerationRequest
-from workers.models.facts import stop_token_ids
-from workers.models.random_model import build_qwen3_tiny
-from workers.models.resolve import check_model_dir
+from workers.models import check_model_dir, random_model, stop_token_ids
 
 V1 = WeightIdentity(epoch=1, version=1)
 
 
 @pytest.fixture
 def directory(tmp_path):
-    build_qwen3_tiny(tmp_path)  # for its tokenizer; the weights are replaced by ones a test can tell apart
+    random_model("qwen3-tiny")(tmp_path)  # for its tokenizer; the weights are replaced by ones a test can tell apart
     tiny_model().save_pretrained(tmp_path)
     check_model_dir(tmp_path)
     return tmp_path
@@ -32,9 +31,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 async def engine(directory):
-    engine = EmbeddedEngine(
-        EmbeddedSettings(directory=directory, slots=4, dtype=torch.float32, max_context=256), MonotonicClock()
-    )
+    engine = EmbeddedEngine(GenerationSettings(slots=4, dtype="float32", max_context=256), directory, MonotonicClock())
     yield engine
     await engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine") and thread.is_alive()]
@@ -225,7 +222,7 @@ async def test_a_broken_model_directory_is_named(engine, directory, damage, said
 
 
 async def test_a_missing_model_directory_is_named(tmp_path):
-    engine = EmbeddedEngine(EmbeddedSettings(directory=tmp_path / "nowhere"), MonotonicClock())
+    engine = EmbeddedEngine(GenerationSettings(), tmp_path / "nowhere", MonotonicClock())
     with pytest.raises(ModelError, match="nowhere does not exist"):
         await engine.start()
     await engine.close()
@@ -251,7 +248,7 @@ def test_stop_tokens_are_what_the_model_directory_names(directory):
     ],
 )
 async def test_impossible_engine_settings_are_named(directory, change, said):
-    engine = EmbeddedEngine(EmbeddedSettings(**({"directory": directory, "slots": 2} | change)), MonotonicClock())
+    engine = EmbeddedEngine(GenerationSettings(**({"slots": 2} | change)), directory, MonotonicClock())
     with pytest.raises(ModelError, match=said):
         await engine.start()
     await engine.close()

@@ -24,7 +24,7 @@ from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import WorkerId
 from transport.process.clock import MonotonicClock
 from workers.generation.emulated import EmulatedLink
-from workers.trainer.emulated import EmulatedLearner
+from workers.trainer.learner import EmulatedLearner
 from workers.trainer.worker import TrainerWorker
 from workers.weights.publish import WeightPublisher
 
@@ -129,7 +129,7 @@ def test_workers_of_a_replay_import_no_torch():
     """Or they would take seconds to start."""
     modules = (
         "workers.commands.build, workers.generation.emulated, workers.generation.emulated, workers.generation.worker, "
-        "workers.trainer.emulated, workers.weights.publish, workers.trainer.worker"
+        "workers.trainer.learner, workers.weights.publish, workers.trainer.worker"
     )
     code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=90, check=False).returncode == 0

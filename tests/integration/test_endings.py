@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import torch
 
-from orchestrator.launch.process import see_off
+from orchestrator.launch.app import see_off
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import TrainerRun, tiny_settings
 from transport.broker import keys
-from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.redis_streams import connect
 from transport.contracts.messages import encode
 from transport.contracts.settings import BrokerSettings, EmulatedSettings
 from transport.contracts.types import RunName, WorkerId
-from transport.process.clock import ManualClock, MonotonicClock
+from transport.process.clock import MonotonicClock
 from transport.tensors.shm import SHARED_MEMORY
-from workers.trainer.emulated import EmulatedLearner
+from workers.trainer.learner import EmulatedLearner
 from workers.trainer.worker import TrainerWorker
-from workers.weights.publish import WeightPublisher
-from workers.weights.publishing_worker import PublishingWorker
+from workers.weights.publish import PublishingWorker, WeightPublisher
 
 NEVER_S = 1000.0
 """What is begun is not over when its process ends."""

@@ -25,9 +25,9 @@ from transport.contracts.settings import Settings
 from transport.contracts.types import Column, PromptId, RunName, WorkerId, group_id, row_id
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import decode_array, encode_array
-from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.worker import GenerationWorker
-from workers.models.random_model import build_qwen3_tiny
+from workers.models import random_model
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
@@ -52,10 +52,10 @@ def publisher(tmp_path):
 
 @pytest.fixture
 async def broker(tmp_path):
-    build_qwen3_tiny(tmp_path)  # for its tokenizer
+    random_model("qwen3-tiny")(tmp_path)  # for its tokenizer
     tiny_model(seed=0).save_pretrained(tmp_path)
     broker, clock = MemoryBroker(MemoryServer(), RunName("test")), MonotonicClock()
-    engine = EmbeddedEngine(EmbeddedSettings.of(SETTINGS.generation, tmp_path), clock)
+    engine = EmbeddedEngine(SETTINGS.generation, tmp_path, clock)
     worker = GenerationWorker(broker, engine, SETTINGS, ME, WeightPuller(), clock, stop_token_ids=(1,))
     task = asyncio.create_task(worker.run())
     await events(broker, WorkerReported, 1)  # transformers patches torch while it loads: make no model meanwhile

@@ -15,15 +15,18 @@ import pytest
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.observability.http.page_history import CELLS, Curves, LaneHistory
-from orchestrator.observability.http.routes import Api, build_app
-from orchestrator.observability.http.server import open_listener, serve_http
-from orchestrator.observability.http.status import StatusBoard
+from orchestrator.http import open_listener, serve_http
+from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
+from orchestrator.observability.http.status import CELLS, Curves, LaneHistory, StatusBoard
 from tests.fakes.browser import Browser, find_chromium
+from tests.fakes.manual_clock import ManualClock
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from transport.broker import keys
+from transport.broker.base import ZERO_ID
 from transport.contracts.messages import WorkerStatus
-from transport.contracts.settings import ApiSettings
-from transport.contracts.types import WorkerId, WorkerKind
-from transport.process.clock import ManualClock, MonotonicClock
+from transport.contracts.settings import ApiSettings, Settings
+from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.process.clock import MonotonicClock
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -35,7 +38,7 @@ HOSTILE = (
 WORKERS = ("generate-0.1", "generate-1.2", "score-0.1", "train-0.1", "train-1.1")
 
 
-KEY = "hush&more"
+KEY, RUN = "hush&more", RunName("page")
 
 
 class LivePage:
@@ -44,6 +47,7 @@ class LivePage:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.board = StatusBoard(MonotonicClock())
+        self.server = MemoryServer()
         self.page_history = page_history()
         self.status = status()
         self._stop: Callable[[], None] = lambda: None
@@ -54,7 +58,9 @@ class LivePage:
         """Serve, on the same port as before."""
         listener = open_listener(ApiSettings(), self._directory / "api.address")
         api = Api(self.board, self._directory / "metrics.jsonl", lambda: self.page_history)
-        app = build_app(api.routes(), host="127.0.0.1", key=KEY)
+        state = PipelineState(CoreSettings(num_batches=40, groups_per_batch=8, group_size=8))
+        control = ControlRoutes(MemoryBroker(self.server, RUN), Settings(), state.view)
+        app = build_app([*api.routes(), *control.routes()], host="127.0.0.1", key=KEY)
         started = threading.Event()
 
         async def serve() -> None:
@@ -74,6 +80,11 @@ class LivePage:
         self._stop()
         self._thread.join(10)
 
+    def asked(self) -> list[tuple[str, str]]:
+        """What stands on the events log: (id of the entry, name of the event)."""
+        entries = asyncio.run(MemoryBroker(self.server, RUN).read(keys.EVENTS, ZERO_ID, count=100))
+        return [(entry.entry_id, entry.entry.fields["event"]) for entry in entries]
+
     def tell(self, **changes: Any) -> None:
         """Publish a newer status."""
         self.status |= {"elapsed_s": self.status["elapsed_s"] + 1.0, **changes}
@@ -86,6 +97,7 @@ def status() -> dict[str, Any]:
     row = {"since_s": 3.0, "running": 0, "waiting": 0, "weights": "", "counters": {}, "idle": 0.25}
     return {
         "run": "a <b>run</b>",
+        "events_cursor": "0-0",
         "elapsed_s": 300.0,
         **view,
         "trained_version": 12,
@@ -113,6 +125,7 @@ def status() -> dict[str, Any]:
             {**row, "worker": worker, "kind": worker.partition("-")[0], "doing": doing}
             for worker, doing in zip(WORKERS, ("decoding", "loading", "scoring", "training", "waiting"), strict=True)
         ],
+        "given_up": "its reward never came",
         "last": {"batch": 11, "reward": 0.4321, "response_tokens": 14.5, "staleness": 0.5, "staleness_max": 1},
     }
 
@@ -135,7 +148,10 @@ def page_history() -> dict[str, Any]:
             for worker in WORKERS
         ]
         lanes.note({status.worker_id: status for status in statuses}, float(second))
-    lines = [{"batch": batch, "reward": batch / 30, "right": batch / 40, "seconds": 4.0} for batch in range(12)]
+    learning = {"loss": -0.01, "mismatch_k3": 0.001, "entropy": 2.0}
+    lines = [
+        {"batch": batch, "reward": batch / 30, "right": batch / 40, "seconds": 4.0, **learning} for batch in range(12)
+    ]
     sample = {
         "row": "11/0/3",
         "reward": 0.75,
@@ -145,17 +161,23 @@ def page_history() -> dict[str, Any]:
         "finish": "stop",
         "versions": [11, 12],
         "engine_s": 1.5,
-        "prompt": "What is 1 + 1?",
+        "question": "What is 1 + 1?",
+        "expected": "2 <b>exactly</b>",
+        "prompt": "<|user|>What is 1 + 1?",
         "prompt_cut": 0,
         "response": HOSTILE,
         "response_cut": 4,
+        "response_end": "the end",
     }
+    curves = Curves()
+    for line in lines:
+        curves.add(line)
     return {
         "lanes": lanes.as_dict(),
-        "curves": Curves(lines).as_dict(),
+        "curves": curves.as_dict(),
         "bubbles": {"batches": [1, 9], "stages": {"generation": {"computing": 60.0, "pipeline": 30.0, "skew": 10.0}}},
         "components": ["right"],
-        "samples": [sample, {**sample, "row": "11/0/4", "response": "2"}],
+        "samples": [sample, {**sample, "row": "11/0/4", "response": "2", "response_cut": 0, "response_end": ""}],
     }
 
 
@@ -190,11 +212,12 @@ def show(browser: Browser, page: LivePage) -> None:
     browser.open("about:blank")  # from the page itself its link would load nothing: only the key differs
     browser.open(page.url)
     browser.wait_for("document.querySelectorAll('#samples details').length === 2")
-    browser.wait_for("document.querySelector('#link').textContent === 'live'")
+    page.tell()  # a page that took long to load must not find the status old
+    browser.wait_for("document.body.dataset.link === 'live'")
 
 
-LOCKED = "document.querySelector('#link').textContent === 'locked' && !document.querySelector('#unlock').hidden"
-LIVE = "document.querySelector('#link')?.textContent === 'live' && document.querySelector('#unlock')?.hidden"
+LOCKED = "document.body.dataset.link === 'locked' && !document.querySelector('#unlock').hidden"
+LIVE = "document.body?.dataset.link === 'live' && document.querySelector('#unlock')?.hidden"
 
 
 def type_key(browser: Browser, key: str) -> None:
@@ -211,7 +234,7 @@ def test_the_printed_link_opens_the_run_and_keeps_its_key_out_of_sight(page: Liv
     browser.evaluate("window.before = true; location.reload()")
     browser.wait_for(f"!window.before && {LIVE}")  # not of the page that goes
     browser.evaluate("document.querySelector('.skip').click()")
-    assert browser.evaluate("location.hash") == "#lanes-title"
+    assert browser.evaluate("location.hash") == "#page"
     browser.wait_for(LIVE)
     assert browser.errors == []
 
@@ -259,7 +282,7 @@ def test_evaluations_are_shown_once_there_are_any(page: LivePage, browser: Brows
     assert browser.text("#evaluation") == (
         "Evaluating v12: 5 of 16 held-out problems answered, 7 waiting, 4 running; newer weights wait for it."
     )
-    assert "reward 0.500 · right 0.400" in browser.text("#evaluations figcaption")
+    assert browser.text("#evaluations .key") == "reward 0.500right 0.400"
     assert not browser.errors
 
 
@@ -271,33 +294,47 @@ def test_the_page_tells_what_the_run_does(page: LivePage, browser: Browser):
     assert "v11, 1 behind" in lanes[1]
     assert "75% busy" in lanes[3]
     assert browser.evaluate(coloured_pixels("train-1")) > 1000
-    assert browser.text("#batches") == "12 / 40"
-    assert browser.text("#reward") == "0.432"
+    assert (browser.text("#health"), browser.text("#headline")) == (
+        "Running",
+        "batch 12/40, 2 min left, 2 dead letters",
+    )
+    assert browser.text("#problems") == "Given up: its reward never came (streamrl-orchestrator inspect, retry, drop)"
+    assert (browser.text("#reward"), browser.text("#reward-from")) == ("0.432", "from 0 in the first batch")
     assert "training waits for round 12/3" in browser.text("#wait")
     assert "to act: train-0.1" in browser.text("#wait")
-    assert browser.text("#staleness") == "staleness 0.500, at most 1"
+    assert "Weightsv12staleness 0.500, at most 1" in browser.text("#facts")
+    titles = browser.evaluate("[...document.querySelectorAll('#curves figcaption b')].map(title => title.textContent)")
+    assert titles[:3] == ["Loss", "KL", "Entropy"]
     assert browser.text("#longest tr") == "12/4 (attempt 2)1 min 23 s1 of 8generate-0.1"
     assert "dead letters2" in browser.evaluate("document.querySelector('#queues tr.alarm').textContent")
     assert browser.evaluate("document.querySelectorAll('#curves canvas').length") >= 3
     assert browser.evaluate(painted("document.querySelector('#curves canvas')")) > 500
-    assert "no group that it may take" in browser.text("#idle")
+    browser.wait_for("document.querySelector('#idle').textContent.includes('no group that it may take')")
     assert browser.text("#bubbles-title") == "Idle time by cause, batches 2 to 10"
     assert "pipeline bubble 30%skew bubble 10%" in browser.text("#bubbles")
-    assert "12/40" in browser.evaluate("document.title")
+    assert browser.evaluate("document.title").startswith("Running: batch 12/40")
     assert browser.errors == []
 
 
 def test_a_service_shows_its_requests(page: LivePage, browser: Browser):
     one = {"samples": 64, "started": 40, "ended": 30, "failed": 1, "taken": 8}
     page.tell(num_requests=12, requests={"12": one}, batches=[])
-    show(browser, page)
-    assert browser.text("#batches-title") == "Requests"
-    assert (browser.text("#batches"), browser.text("#left")) == ("12", "1 open")
+    page.page_history = {**page.page_history, "bubbles": {}, "samples": []}
+    browser.open("about:blank")
+    browser.open(page.url)
+    browser.wait_for("document.body.dataset.link === 'live' && document.querySelector('.lane') !== null")
+    assert browser.text("#headline").startswith("12 requests, 1 open")
+    assert browser.text("#facts").startswith("Requests121 openSamples of open requests6430 ended")
+    shown = "[...document.querySelectorAll('main h2')].filter(h2 => h2.offsetParent).map(h2 => h2.textContent)"
+    assert browser.evaluate(shown) == [
+        "Processes, the last five minutes", "Where the prompts are", "Where the last minute went", "Queues"
+    ], "no panel of a service is empty"  # fmt: skip
     assert browser.text("#open-title") == "Open requests"
     assert browser.text("#open-batches .batch span") == "request 12"
     bar = "document.querySelector('#open-batches .bar').title"
     assert browser.evaluate(bar) == "24 pending, 10 running, 22 ready, 8 taken"
-    assert browser.evaluate("document.title").startswith("12 requests")
+    assert "12 requests" in browser.evaluate("document.title")
+    assert browser.evaluate("document.querySelector('#checkpoint').hidden")
     assert browser.errors == []
 
 
@@ -312,13 +349,16 @@ def test_of_a_large_fleet_some_lanes_are_drawn_and_the_others_counted(page: Live
 def test_what_a_model_wrote_is_text_and_nothing_else(page: LivePage, browser: Browser):
     show(browser, page)
     browser.evaluate("document.querySelector('#samples details').open = true")
-    assert browser.text("#samples pre:nth-of-type(2)") == (
+    assert browser.text("#samples pre:nth-of-type(2)") == "2 <b>exactly</b>"
+    assert browser.text("#samples pre:nth-of-type(3)") == (
         "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
         "<svg onload='window.hacked = 3'></svg> \u241b[31mred\u241b[0m [U+009B]2J [U+202E]gnp.exe[U+202C]"
     )
     assert browser.text("#run") == "a <b>run</b>"
-    assert "<i>right</i> 1" in browser.text("#samples details p")
-    assert browser.evaluate("document.querySelectorAll('#samples :is(script, img, svg, i), #run b').length") == 0
+    assert browser.text("#samples pre:nth-of-type(4)") == "the end"
+    assert browser.text("#samples summary .components") == "<i>right</i> 1"
+    assert browser.text("#samples summary .question") == "What is 1 + 1?"
+    assert browser.evaluate("document.querySelectorAll('#samples :is(script, img, svg, i, pre b), #run b').length") == 0
     assert browser.evaluate("window.hacked === undefined")
     inserted = (
         "const s = document.createElement('script'); s.textContent = 'window.hacked = 4'; document.body.append(s)"
@@ -344,14 +384,14 @@ def test_old_news_are_called_old_and_the_page_recovers_by_itself(page: LivePage,
     height = "document.querySelector('#lanes').getBoundingClientRect().top + scrollY"
     top = browser.evaluate(height)
     page.stop()
-    browser.wait_for("document.querySelector('#link').textContent === 'away'")
+    browser.wait_for("document.body.dataset.link === 'away'")
     assert "no answer" in browser.text("#wait")
     assert browser.text("#reward") == "0.432", "the last that was known stays"
     assert browser.evaluate(height) == top, "the page jumps"
     page.start()
     page.tell(trained_version=13)
-    browser.wait_for("document.querySelector('#batches').textContent === '13 / 40'")
-    assert browser.text("#link") == "live"
+    browser.wait_for("document.querySelector('#headline').textContent.startsWith('batch 13/40')")
+    assert browser.evaluate("document.body.dataset.link") == "live"
 
 
 def test_a_status_that_stands_still_is_old_too(page: LivePage, browser: Browser):
@@ -361,17 +401,20 @@ def test_a_status_that_stands_still_is_old_too(page: LivePage, browser: Browser)
     clock.advance(60.0)
     page.start()
     browser.open(page.url)
-    browser.wait_for("document.querySelector('#link').textContent === 'away'")
+    browser.wait_for("document.body.dataset.link === 'away'")
     assert "No news for 1 min" in browser.text("#wait")
-    page.tell(blocked={"stage": "training", "still_s": 310.0})
-    browser.wait_for("document.querySelector('#link').textContent === 'live'")
-    assert "Nothing has progressed for 5 min 10 s" in browser.text("#wait")
+    page.tell(blocked={"stage": "training", "waits_for": "a round", "owner": "train-0.1", "still_s": 310.0})
+    browser.wait_for("document.body.dataset.link === 'live'")
+    assert browser.text("#health") == "Blocked"
+    assert browser.text("#headline") == "batch 12/40, no progress for 5 min 10 s, 2 dead letters"
+    blocked = "Blocked for 5 min 10 s: training waits for a round; to act: train-0.1"
+    assert browser.text("#problems li") == blocked
     page.tell(blocked=None, wait=None, finish_reason="all batches are trained")
-    browser.wait_for("document.querySelector('#link').textContent === 'over'")
+    browser.wait_for("document.body.dataset.link === 'over'")
     assert "all batches are trained" in browser.text("#wait")
 
 
-@pytest.mark.parametrize("width", [400, 900, 1280])
+@pytest.mark.parametrize("width", [390, 900, 1280, 1920])
 def test_nothing_is_wider_than_the_window(page: LivePage, browser: Browser, width: int):
     browser.resize(width, 800)
     show(browser, page)
@@ -389,7 +432,20 @@ def test_colours_follow_the_users_scheme(page: LivePage, browser: Browser):
         )
         assert contrast(ink, ground) > 7
         colours.add(ground)
+        pale = {text: found for text, *pair in browser.evaluate(TEXTS) if (found := contrast(*pair)) < 4.5}
+        assert not pale
     assert len(colours) == 2
+
+
+TEXTS = """[...document.querySelectorAll('body *')]
+  .filter(element => element.offsetParent)
+  .filter(element => [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim()))
+  .map(element => {
+    const ground = of => (colour => colour === 'rgba(0, 0, 0, 0)' ? ground(of.parentElement) : colour)(
+      getComputedStyle(of).backgroundColor);
+    return [element.textContent.slice(0, 40), getComputedStyle(element).color, ground(element)];
+  })"""
+"""JavaScript: [text, its colour, that of its ground] of all text that is seen."""
 
 
 def contrast(one: str, other: str) -> float:
@@ -410,15 +466,68 @@ def test_lanes_curves_and_samples_are_reached_and_read_by_keyboard(page: LivePag
     assert browser.evaluate("document.activeElement.className") == "skip"
     browser.press("Enter")
     browser.press("Tab")
-    assert browser.evaluate("document.activeElement.closest('.lane').dataset.key") == "generate-0"
+    assert (
+        browser.evaluate("document.activeElement.closest('section').getAttribute('aria-labelledby')") == "reward-title"
+    )
+    browser.evaluate("document.querySelector('.lane[data-key=generate-0] canvas').focus()")
     browser.press("ArrowLeft")
     assert browser.text("#lanes-readout") == "generate-0, 1 s ago: waiting, busy 44%"
     browser.evaluate("document.querySelector('#curves .chart').focus()")
     browser.press("ArrowLeft")
-    assert browser.text("#curves .readout") == f"batch 11: {json.dumps(0.333)}"
+    assert browser.text("#curves .readout") == "batch 11: -0.010"
+    assert "right 0.250" in browser.text("#curves")
     browser.evaluate("document.querySelector('#samples summary').focus()")
     browser.press("Enter")
     assert browser.evaluate("document.querySelector('#samples details').open")
+
+
+def test_the_run_is_paused_and_drained_by_keyboard_and_only_if_that_is_meant(page: LivePage, browser: Browser):
+    show(browser, page)
+    is_busy = "document.querySelector('#pause').getAttribute('aria-busy') === 'true'"
+    browser.evaluate("document.querySelector('#pause').focus()")
+    browser.press("Enter")
+    browser.press("Enter")
+    browser.wait_for(is_busy)
+    page.tell()
+    ((entry, event),) = page.asked()
+    assert event == "PauseRequested"
+    assert browser.evaluate(is_busy), "it is on the log, and not applied yet"
+    page.tell(paused=True, events_cursor=entry)
+    browser.wait_for("document.querySelector('#pause').textContent === 'Resume'")
+    assert browser.text("#health") == "Paused"
+    assert browser.evaluate("document.activeElement.id") == "pause", "the focus stays where it was"
+
+    browser.evaluate("document.querySelector('#drain').focus()")
+    browser.press("Enter")
+    browser.press("Enter")  # the harmless answer has the focus
+    assert len(page.asked()) == 1
+    page.server.down = True
+    browser.press("Enter")
+    browser.press("Tab")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('#control-note').textContent !== ''")
+    assert browser.text("#control-note") == "No drain: the broker does not answer."
+    page.server.down = False
+    browser.press("Enter")
+    browser.press("Tab")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('#drain').getAttribute('aria-busy') === 'true'")
+    browser.wait_for("document.querySelector('#control-note').textContent === ''")
+    assert [event for _, event in page.asked()] == ["PauseRequested", "StopRequested"]
+
+
+def test_what_goes_wrong_is_in_the_headline_and_said_below_it(page: LivePage, browser: Browser):
+    show(browser, page)
+    lost = {"worker": "generate-1.1", "reason": "its process <b>ended</b>", "at_s": page.status["elapsed_s"] - 5}
+    page.tell(queues={}, lost=[lost], num_lost=3, warnings=["batch 12 carries no gradient"])
+    browser.wait_for("document.querySelector('#headline').textContent.endsWith('3 restarts, 1 warning')")
+    assert browser.text("#problems li") == "Lost generate-1.1, 6 s ago: its process <b>ended</b>; replaced"
+    assert browser.text("#problems li:nth-of-type(2)") == "Warning: batch 12 carries no gradient"
+    page.tell(lost=[{**lost, "at_s": page.status["elapsed_s"] - 500}], warnings=[])
+    browser.wait_for("document.querySelector('#health').textContent === 'Healthy'")
+    assert browser.text("#headline").endswith("left, 3 restarts"), "what was healed long ago is counted"
+    page.tell(workers=[], lost=[], num_lost=0)
+    browser.wait_for("document.querySelector('#health').textContent === 'Starting'")
 
 
 def test_lanes_go_on_when_the_orchestrator_was_replaced(page: LivePage, browser: Browser):

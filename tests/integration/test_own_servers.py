@@ -21,8 +21,8 @@ from workers.errors import EngineCrashedError, ModelError
 from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.generation.server.client import ServerSettings
 from workers.generation.server.engine import ServerEngine
-from workers.generation.server.process import ServerProcess, wait_healthy
 from workers.generation.server.sglang import SGLANG, SglangClient
+from workers.generation.server.upkeep import ServerProcess, wait_healthy
 from workers.generation.server.vllm import VLLM
 
 STARTUP_S = 50.0

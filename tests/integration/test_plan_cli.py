@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from orchestrator.cli.commands import app
 from orchestrator.errors import ConfigError, DataError, ExitCode, exit_code
 
 GPUS = ("--gpus", "8xH800")
-MODEL = ("--model", "Qwen2.5-7B")
+SMALL = ("--batch", 8, "--group-size", 2, "--processes", 1)
+MODEL = ("--model", "SmolLM2-1.7B")
 
 
 def call(*arguments: object) -> tuple[str, str]:
@@ -25,7 +27,7 @@ def call(*arguments: object) -> tuple[str, str]:
 
 
 def planned(*arguments: object, batch: int = 32) -> dict:
-    printed, _ = call(*arguments, "--batch", batch, "--processes", 1, "--json")
+    printed, _ = call("--group-size", 2, *arguments, "--batch", batch, "--processes", 1, "--json")
     return json.loads(printed)
 
 
@@ -44,11 +46,11 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_the_answer_names_the_plan_the_runner_up_and_why(lengths: Path):
-    printed, progress = call(*GPUS, *MODEL, "--lengths", lengths, "--batch", 32, "--processes", 1)
-    assert "Qwen2.5-7B on 8xH800; in_flight, 32 prompts x 1, grpo; 400 lengths" in printed
+    printed, progress = call(*GPUS, *MODEL, "--lengths", lengths, *SMALL)
+    assert "SmolLM2-1.7B on 8xH800; in_flight, 8 prompts x 2, grpo; 400 lengths" in printed
     assert "generate on" in printed
     assert "train on" in printed
-    assert "dispatch    least_loaded, the default of such a run" in printed
+    assert ", the default of such a run" in printed
     for title in ("plan ", "runner-up ", "the runner-up, ", "no schedule of this split beats", "simulated, the others"):
         assert title in printed
     assert "best so far" in progress
@@ -59,7 +61,7 @@ def test_the_plan_is_within_its_pool_and_above_its_bound(lengths: Path):
     plan, other = answer["plan"], answer["runner_up"]
     assert plan["generation_gpus"] + plan["training_gpus"] + sum(answer["released"].values()) == 8
     assert plan["ranks"] * plan["training_tensor_parallel"] * plan["pipeline_parallel"] == plan["training_gpus"]
-    assert plan["iteration_s"] >= 0.97 * max(plan["bound_generation_s"], plan["bound_training_s"])
+    assert plan["iteration_s"] >= max(plan["bound_generation_s"], plan["bound_training_s"])
     assert plan["iteration_s"] <= 1.01 * other["iteration_s"]
     assert 0 < answer["simulated"] <= answer["splits"]
     assert planned(*GPUS, *MODEL, "--lengths", lengths)["plan"] == plan, "the same seed, the same plan"
@@ -80,7 +82,7 @@ def test_there_is_a_runner_up_also_where_bounds_leave_no_doubt(lengths: Path):
 
 def test_cheap_gpus_with_bandwidth_generate_and_fast_ones_train_when_cost_counts(lengths: Path):
     """StreamRL sec. 7.3. With little to train the optimizer's step would be what counts, which no GPU hastens."""
-    goal = ("--algorithm", "ppo", "--minimise", "cost")
+    goal = ("--minimise", "cost")
     pools = ("--gpus", "4xH20@west,4xH800@east", *MODEL, "--lengths", lengths, *goal)
     plan = planned(*pools, batch=128)["plan"]
     assert (plan["generation_on"], plan["training_on"]) == ("H20@west", "H800@east")
@@ -105,6 +107,7 @@ def test_samples_of_a_group_and_a_model_of_ones_own(lengths: Path, tmp_path: Pat
     }
     config = write(tmp_path / "config.json", json.dumps(shape))
     answer = planned("--gpus", "4xA100", "--model", config, "--lengths", lengths, "--group-size", 4)
+    assert answer["settings"]["model"]["path"] == str(tmp_path)
     assert answer["samples_per_iteration"] == 128
     assert planned("--gpus", "4xA100", "--model", tmp_path, "--lengths", lengths)["model"] == tmp_path.name
 
@@ -139,12 +142,12 @@ def test_a_length_that_is_none_is_refused_by_its_line(tmp_path: Path, bad):
         (("--gpus", "0xH800", *MODEL), r"0xH800: from 1 to"),
         (("--gpus", "H800", *MODEL), r"'H800' is not COUNTxTYPE\[@SITE\]"),
         (("--gpus", "8xH800,8xH800", *MODEL), r"H800 is named twice"),
-        (("--gpus", "1xH800", *MODEL), r"does not fit into 1xH800. What would: H800: 1 for an instance, 4 for the"),
-        (("--gpus", "16xH800", "--model", "Qwen2.5-72B"), r"4 for an instance, 32 for the trainer, so 36 for both"),
-        ((*GPUS, "--model", "Qwen9-1B"), r"neither a known model \(Qwen2.5-7B, .*\) nor a config.json"),
+        (("--gpus", "1xH800", *MODEL), r"does not fit into 1xH800. What would: .* 1 for the trainer, so 2 for both"),
+        (("--gpus", "16xH800", "--model", "Qwen2.5-72B"), r"nothing fits: .* 1308.7 GB of weights, gradients"),
+        ((*GPUS, "--model", "Qwen9-1B"), r"neither a known model \(Qwen2.5-3B, .*\) nor a config.json"),
         ((*GPUS, *MODEL, "--pipeline", "magic"), r"'magic' is not one of serial, mini_batch, stream"),
         ((*GPUS, *MODEL, "--minimise", "fun"), r"'fun' is not one of time, cost"),
-        ((*GPUS, *MODEL, "--algorithm", "dqn"), r"'dqn' is not one of ppo, grpo"),
+        ((*GPUS, *MODEL, "--algorithm", "dqn"), r"'dqn' is not one of grpo"),
         ((*GPUS, *MODEL, "--prices", "H800=free"), r"'H800=free' is not TYPE=PRICE"),
         ((*GPUS, *MODEL, "--prices", "H20=1"), r"there is no H20 among the GPUs"),
     ],
@@ -167,3 +170,13 @@ def test_help_names_units():
     printed = CliRunner().invoke(app, ["plan", "--help"]).output
     for words in ("Gbit/s", "GPU-hour", "tokens", "seconds of an iteration"):
         assert words in printed
+
+
+def test_the_settings_of_a_plan_are_those_of_a_run(lengths: Path, tmp_path: Path):
+    printed, _ = call(*GPUS, *MODEL, "--lengths", lengths, *SMALL, "--out", tmp_path / "plan.toml")
+    assert f"streamrl-orchestrator run --config {tmp_path / 'plan.toml'} --dry-run" in printed
+    dry = ["run", "--config", str(tmp_path / "plan.toml"), "--dir", str(tmp_path), "--dry-run"]
+    shown = CliRunner().invoke(app, dry, catch_exceptions=False).stdout
+    ranks = re.search(r"train on +\d+xH800: (\d+) data-parallel ranks", printed)[1]
+    assert f"ranks = {ranks}  # {tmp_path / 'plan.toml'}:" in shown
+    assert 'path = "HuggingFaceTB/SmolLM2-1.7B"' in shown

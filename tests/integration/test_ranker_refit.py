@@ -10,11 +10,10 @@ import time
 import psutil
 import pytest
 
-from ranker.errors import RefitError
 from ranker.logs import PromptLengths, split
 from ranker.model import TextModel
-from ranker.online import OnlineRanker
-from ranker.refit import refit_in_process
+from ranker.online import OnlineRanker, refit_in_process
+from ranker.protocol import RefitError
 from tests.fakes.length_logs import synthetic_lengths
 
 SAMPLES = synthetic_lengths(640)
@@ -65,7 +64,7 @@ def test_training_that_fails_says_why():
 
 def test_a_refit_ends_with_the_process_that_wanted_it():
     reader, writer = os.pipe()  # open here, so that the child does not end of its own accord
-    argv = "[sys.executable, '-m', 'ranker.refit', str(os.getpid())]"
+    argv = "[sys.executable, '-m', 'ranker.online', str(os.getpid())]"
     starts = f"import os, subprocess, sys; print(subprocess.Popen({argv}, stdout=sys.stderr).pid)"
     try:
         parent = subprocess.run(

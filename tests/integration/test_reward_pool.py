@@ -22,8 +22,7 @@ from tests.fakes.unscored_group import settings_for
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import BUBBLEWRAP
 from workers.scoring.reward_pool import RewardChild, RewardPool
-from workers.scoring.reward_process import Sample, Setup
-from workers.scoring.rewards import Reward, RewardSpec, reward_spec
+from workers.scoring.rewards import Reward, RewardSpec, Sample, Setup, reward_spec
 
 ROOT = str(Path(__file__).parents[2])
 """Where ``tests.fakes.rewards`` lies."""

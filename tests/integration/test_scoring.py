@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.fakes.unscored_group import GROUP, PROMPT, admit, all_events, generate, next_event, settings_for
@@ -30,11 +31,10 @@ from transport.contracts.types import (
     group_id,
     row_id,
 )
-from transport.process.clock import ManualClock
-from transport.rows.columns import BrokerRows, decode_array, decode_scalar
+from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.__main__ import exit_code
 from workers.errors import RewardSetupError
-from workers.models.resolve import prepare_model
+from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
 
 ROOT = str(Path(__file__).parents[2])
@@ -221,7 +221,7 @@ async def test_bytes_that_a_storage_unit_lost_are_reported_missing(
     await admit(broker, {}, size=1)
     await generate(broker, tokenize("x"))
 
-    class Forgetful(BrokerRows):
+    class Forgetful(RowStore):
         """A store whose unit was restarted."""
 
         async def read_rows(self, row_ids, columns):

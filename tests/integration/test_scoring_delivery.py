@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.unscored_group import GROUP, admit, generate, next_event
 from transport.broker import keys
-from transport.broker.base import Broker, RowWrite
+from transport.broker.base import Broker, Commit, RowWrite
 from transport.contracts.messages import ScoringFailed
 from transport.contracts.types import (
     Column,
@@ -17,10 +18,10 @@ from transport.contracts.types import (
     WorkerId,
     row_id,
 )
-from transport.process.clock import ManualClock
-from transport.rows.columns import BrokerRows, decode_scalar, encode_array
+from transport.rows.columns import RowStore, decode_scalar, encode_array
 from workers.leases.lifecycle import BusyMeter
-from workers.scoring.consumer import Outcome, TaskConsumer, Unit
+from workers.scoring.tasks import Unit
+from workers.scoring.worker import TaskConsumer
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ class HeldHandler:
         self.cancelled = asyncio.Event()
         self.calls = 0
 
-    async def __call__(self, unit: Unit) -> Outcome:
+    async def __call__(self, unit: Unit) -> Commit:
         self.calls += 1
         value = float(self.calls)
         self.started.set()
@@ -52,7 +53,7 @@ class HeldHandler:
             self.cancelled.set()
             raise
         reward = {Column.REWARD: encode_array(Column.REWARD, [value])}
-        return Outcome(rows=[RowWrite(row_id=row_id(GROUP, 0), columns=reward)])
+        return Commit(rows=[RowWrite(row_id=row_id(GROUP, 0), columns=reward)])
 
 
 def consumer(
@@ -60,7 +61,7 @@ def consumer(
 ) -> TaskConsumer:
     return TaskConsumer(
         broker,
-        BrokerRows(broker),
+        RowStore(broker),
         "reward",
         WorkerId(f"score-{index}.1"),
         handle,

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.fakes import sglang_servers, vllm_servers
+from tests.fakes.redis_servers import free_port
 from tests.fakes.served_samples import (
     EXACT,
     NEW,
@@ -45,9 +46,9 @@ from workers.errors import WeightsMismatchError
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, serving
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
 from workers.generation.server.engine import KINDS, ServerEngine
-from workers.generation.server.process import PACKAGES, free_port
+from workers.generation.server.loader import LoadOrder
+from workers.generation.server.upkeep import PACKAGES, HeldWeights, hold
 from workers.generation.server.vllm import CUTS_THE_TAIL
-from workers.generation.server.weights import HeldWeights, WeightOrders, hold
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
@@ -270,7 +271,7 @@ async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: ServerE
     await until_running(engine, SLOTS)
     await engine.load_weights(NEW, weights_of(served.other))
     found = await collected(engine, SLOTS)
-    assert engine.counters.recomputed == 0
+    assert engine.sender.recomputed == 0
     for group, ids in prompts.items():
         completion = found[group, 0]
         assert (len(completion.response_ids), completion.finish_reason) == (300, FinishReason.LENGTH)
@@ -296,6 +297,14 @@ async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine
     assert np.abs(of_old - after.logprobs).max() > 0.1, "the test could tell"
 
 
+async def pass_on(engine: ServerEngine, held: HeldWeights, *, same_host: bool) -> None:
+    """Have the server load ``held``, as if it ran on this host, or on another one."""
+    client = engine.server.client
+    manifest = msgspec.structs.replace(held.manifest, sources=held.sources(same_host=same_host))
+    order = LoadOrder(number=1, vocab_size=VOCAB, manifest=manifest, verified=same_host)
+    await client.update(order, str(held.weights), served=await client.label(), processes=1)
+
+
 async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
     engine: ServerEngine, served: Served, tmp_path: Path
 ) -> None:
@@ -310,10 +319,8 @@ async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
     found = (await completions(engine, request("0/0", prompt(1))))["0/0", 0]
     assert_logprobs(served.other, prompt(1), found, 1.0)
     await engine.load_weights(OLD, weights_of(served.model))
-    orders = WeightOrders(engine.server.client, same_host=True)
-    orders.vocab_size = VOCAB
     try:
-        await orders.pass_on(held)  # the segment has no name any more
+        await pass_on(engine, held, same_host=True)  # the segment has no name any more
     finally:
         held.close()
     assert await engine.server.client.label() == str(manifest.weights)
@@ -325,15 +332,13 @@ async def test_a_server_elsewhere_pulls_from_the_trainer(engine: ServerEngine, s
         manifest = publisher.publish(1, 2, weights_of(served.other), torch.float32)
         sources = tuple(source for source in manifest.sources if source.startswith("tcp://"))
         over_tcp = msgspec.structs.replace(manifest, sources=sources)
-        orders = WeightOrders(engine.server.client, same_host=False)
-        orders.vocab_size = VOCAB
         # A file that the server cannot see, as on another host: only the trainer's own address is left.
-        await orders.pass_on(HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000))
+        await pass_on(engine, HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000), same_host=False)
     finally:
         publisher.close()
     assert await engine.server.client.label() == str(manifest.weights)
     with pytest.raises(PeerUnavailableError, match="cannot load"):
-        await orders.pass_on(HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000))
+        await pass_on(engine, HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000), same_host=False)
     assert await engine.server.client.label() == str(manifest.weights), "and nothing changed"
 
 

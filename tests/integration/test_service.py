@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import DataError
 from orchestrator.journal import read_records
-from orchestrator.serving.http import MAX_GENERATE_BYTES, Chat, ChatMessage
-from orchestrator.serving.prompts import ServicePrompts
+from orchestrator.serving.http import MAX_GENERATE_BYTES, Chat, ChatMessage, ServicePrompts
 from tests.fakes.service_run import service_run, settings_of
 from transport.broker import keys
 from transport.broker.base import Entry
@@ -35,15 +34,14 @@ from transport.contracts.messages import (
 )
 from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
-from transport.tensors.address import Endpoint
+from transport.tensors.base import Endpoint
 from transport.tensors.manifest import digest_tensors, layout_bytes
 from workers.client import ServiceClient
 from workers.client.service import ACK_EVERY
 from workers.client.weights import WeightChannel
 from workers.errors import ClientError
-from workers.models.resolve import prepare_model
-from workers.weights.publish import WeightPublisher
-from workers.weights.publishing_worker import MAX_REASON_CHARACTERS
+from workers.models import prepare_model
+from workers.weights.publish import MAX_REASON_CHARACTERS, WeightPublisher
 
 DAY_S = 86_400.0
 
@@ -107,7 +105,7 @@ async def test_without_a_publisher_or_a_directory_an_update_says_what_is_missing
         status, (nobody,) = await run.ask("/update", {"path": "next.safetensors", "wait_s": 0.2})
     assert "--weights-dir" in no_paths["error"]
     assert status == 504
-    assert "streamrl-worker publish" in nobody["error"]
+    assert "of kind publish" in nobody["error"]
 
 
 async def test_a_publisher_that_died_is_followed_by_one_that_serves_the_same(tmp_path: Path, model_dir: Path):
@@ -401,16 +399,15 @@ def manifest_from(source: str) -> WeightManifest:
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
     prompts = ServicePrompts(settings_of(), model_dir)
     tokenised: list[str] = []
-    tokenize = prompts._tokenize
-    monkeypatch.setattr(
-        prompts, "_tokenize", lambda text, special: tokenised.append(text) or tokenize(text, special=special)
-    )
+    tokenizer = prompts._tokenizer
+    ids = tokenizer.ids
+    monkeypatch.setattr(tokenizer, "ids", lambda text, special: tokenised.append(text) or ids(text, special=special))
     with pytest.raises(DataError, match="prompt 1 has 31000000 characters; there is room for"):
         prompts.encode(["1+2=", "1" * 31_000_000], 8)
     assert tokenised == ["1+2="]
 
 
-def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path):
+def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """One may go on for ever for certain messages only, which no trial finds."""
     prompts = ServicePrompts(settings_of(), model_dir)
     rendering, over = threading.Event(), threading.Event()
@@ -420,7 +417,7 @@ def test_a_chat_template_that_hangs_holds_up_nobody_else(model_dir: Path):
         assert over.wait(60.0)
         return "1+2="
 
-    prompts._tokenizer.apply_chat_template = render
+    monkeypatch.setattr(prompts._tokenizer, "render", render)
     chat = Chat(messages=[ChatMessage(role="user", content="1+2=")])
     with ThreadPoolExecutor(2) as threads:
         hung = threads.submit(prompts.encode, [chat], 8)

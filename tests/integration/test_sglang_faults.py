@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 from tests.fakes.sglang_servers import FakeServer, events, fake_server, loader_says, says
-from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from workers.errors import EngineCrashedError, ModelError, WeightsMismatchError
@@ -26,6 +26,7 @@ from workers.generation.server import sender
 from workers.generation.server.client import ServerSettings
 from workers.generation.server.engine import ServerEngine
 from workers.generation.server.sglang import LOADER, SGLANG
+from workers.models import character_tokenizer
 
 WEIGHTS = WeightIdentity(epoch=1, version=1)
 TENSORS = {"a": torch.ones(2)}
@@ -73,6 +74,55 @@ async def results(engine: ServerEngine, count: int) -> list[Completion | EngineF
         while len(found) < count:
             found += await engine.results()
     return found
+
+
+async def test_a_stop_string_calls_the_sample_off_and_nothing_after_it_is_kept(model_dir: Path) -> None:
+    """The server does not know the string: it goes on until it is told, and sends what it made meanwhile."""
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(model_dir)
+    said, more = (
+        tokenizer.encode("4. so <end>", add_special_tokens=False),
+        tokenizer.encode("and", add_special_tokens=False),
+    )
+    called_off, asked = asyncio.Event(), dict[str, object]()
+
+    def answer(ids: list[int], finish: str | None, label: str) -> dict[str, object]:
+        meta = {
+            "finish_reason": {"type": finish} if finish else None,
+            "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
+            "output_token_logprobs": [[-token / 100, token, None] for token in ids],
+        }
+        return {"output_ids": ids, "meta_info": meta}
+
+    async with fake_server() as server:
+
+        async def generate(http: web.Request) -> web.StreamResponse:
+            asked.update((await http.json())["sampling_params"])
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(http)
+            for ids, finish in ((said[:4], None), (said + more[:1], None), (said + more, "abort")):
+                if finish:
+                    await called_off.wait()
+                text = json.dumps(answer(ids, finish, server.label))
+                await response.write(b"data: " + text.encode() + b"\n\n")
+            return response
+
+        async def abort(_: web.Request) -> web.StreamResponse:
+            called_off.set()
+            return web.json_response({})
+
+        server.answers |= {"/generate": generate, "/abort_request": abort}
+        made_of = replace(settings(model_dir, server), stop=["<end>", "zz"])
+        engine = ServerEngine(SGLANG, made_of, MonotonicClock())
+        async with serving(engine):
+            await engine.load_weights(WEIGHTS, TENSORS)
+            engine.submit(request(tokens=50, samples=1))
+            (found,) = await results(engine, 1)
+    assert isinstance(found, Completion)
+    assert (found.finish_reason, tokenizer.decode(found.response_ids)) == (FinishReason.STOP, "4. so <end>")
+    assert found.logprobs == pytest.approx([-token / 100 for token in said])
+    assert [(span.start, span.end, span.weights) for span in found.spans] == [(0, len(said), WEIGHTS)]
+    assert asked["stream_interval"] == sender.STOP_TOKENS
 
 
 # --- what it is -------------------------------------------------------------------------------------------------------

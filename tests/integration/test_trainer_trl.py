@@ -14,9 +14,8 @@ from benchmarks.trl_reference import VERSION, TrlReference, pad_groups
 from tests.fakes.training import make_groups
 from workers.algorithms.advantage import group_advantages
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, normaliser
-from workers.models.resolve import prepare_model
-from workers.trainer.policy.load import load_module
-from workers.trainer.policy.model import PolicyModel
+from workers.models import prepare_model
+from workers.trainer.policy.model import PolicyModel, load_module
 from workers.trainer.policy.packing import pack
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'streamrl[bench]'")
@@ -61,7 +60,7 @@ def test_loss_and_gradient_equal(
         groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
     policy = PolicyModel(load_module(model_dir, device=torch.device("cpu")), dtype=torch.float32, temperature=1.0)
     batch = pack(groups, aggregation)
-    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=batch.num_loss_tokens)
+    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
     ours = policy.backward(batch, objective).loss / scale
     theirs = reference.loss(pad_groups(groups), objective)
     assert ours == pytest.approx(theirs.item(), abs=1e-6)

@@ -14,8 +14,10 @@ from typing import Literal
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, close_of, round_of, tiny_settings
 from tests.fakes.training import make_groups
@@ -33,9 +35,11 @@ from transport.contracts.messages import (
 from transport.contracts.settings import DataSettings, ModelSettings, PipelineSettings
 from transport.contracts.types import RunName
 from transport.errors import FencedError
-from workers.errors import CheckpointError, ResumeMismatchError, RoundsError
-from workers.models.resolve import prepare_model
+from workers.errors import CheckpointError, ResumeMismatchError, RoundsError, RunFilesError
+from workers.models import prepare_model
 from workers.trainer import checkpoint as checkpoint_module
+from workers.trainer.checkpoint import check_base_model, newest_model
+from workers.trainer.policy.export import Exporter
 
 
 @pytest.fixture(scope="session")
@@ -230,6 +234,44 @@ async def test_the_final_model_is_a_plain_directory(run: TrainerRun, model_dir: 
     assert not list(directory.glob("*.py"))
 
 
+async def test_a_checkpoint_of_a_live_run_is_exported_in_either_dtype(
+    run: TrainerRun, model_dir: Path, tmp_path: Path
+) -> None:
+    """The trainer still waits for batches; what it removes while it is read is read to its end."""
+    await run.send_batch(0, checkpoint=True)
+    task = asyncio.create_task(run.trainer(DigestPublisher()).run())
+    await run.until_told(CheckpointSaved)
+    checkpoints, out = run.run_dir / "checkpoints", tmp_path / "out"
+    path, meta, weights = newest_model(checkpoints, 1, load_file)
+    check_base_model(path, meta, model_dir)
+    Exporter(model_dir=model_dir).write_tensors(weights, out)
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert (meta.version, exported.dtype) == (1, torch.float32)
+    assert (out / "config.json").read_bytes() == (model_dir / "config.json").read_bytes()
+    trained = load_file(checkpoints / "step-1" / "model.safetensors")
+    assert all(torch.equal(trained[name], tensor) for name, tensor in exported.named_parameters())
+    tokens = torch.arange(9)[None]
+    Exporter(model_dir=model_dir, dtype="bfloat16").write_tensors(weights, tmp_path / "half")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert half.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path / "half").chat_template
+    assert (half.float()(tokens).logits - exported(tokens).logits).abs().max() < 0.1
+    sizes = [(where / "model.safetensors").stat().st_size for where in (tmp_path / "half", out)]
+    assert sizes[0] < 0.6 * sizes[1]
+
+    def remove_and_load(path: Path) -> dict[str, torch.Tensor]:
+        shutil.rmtree(path.parent)
+        return load_file(path)
+
+    with pytest.raises(RunFilesError, match=r"no whole checkpoint of version 2; there are those of 1 "):
+        newest_model(checkpoints, 2, load_file)
+    with pytest.raises(RunFilesError, match=r"step-1: .*No such file.*a run saves one every"):
+        newest_model(checkpoints, None, remove_and_load)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_after_a_broker_lost_its_tail_the_trainer_tells_again_what_counts(run: TrainerRun) -> None:
     await run.send_batch(0, checkpoint=True)
     before = run.server.snapshot()
@@ -352,7 +394,7 @@ async def test_what_no_trainer_can_do_ends_it_by_name(run: TrainerRun) -> None:
 
 
 async def test_an_unreadable_round_ends_it_by_name(run: TrainerRun) -> None:
-    await run.broker.append(keys.ROUNDS, Entry(payload=b"\xc1"), entry_id="1-1")
+    await append_at(run.broker, keys.ROUNDS, Entry(payload=b"\xc1"), "1-1")
     with pytest.raises(RoundsError, match="1-1"):
         await run.trainer(DigestPublisher()).run()
 

@@ -17,7 +17,7 @@ import torch
 
 from transport.contracts.messages import encode
 from transport.process.secret import SHARED_SECRET
-from transport.tensors.address import Endpoint
+from transport.tensors.base import Endpoint
 from workers.weights.publish import WeightPublisher
 
 ROOT = Path(__file__).parents[2]

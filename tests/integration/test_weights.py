@@ -24,7 +24,7 @@ from transport.contracts.messages import (
 from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.process.clock import MonotonicClock
-from transport.tensors.address import Endpoint
+from transport.tensors.base import Endpoint
 from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
 from workers.weights.publish import CHUNK_ELEMENTS, WeightPublisher
 from workers.weights.pull import WeightPuller

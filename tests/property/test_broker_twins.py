@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from tests.fakes.redis_servers import ServerProcess, find_binary
 from tests.property.exploring import SEED
@@ -119,7 +120,7 @@ class Player:
         return await self._broker.append("events", call.entry) is not None
 
     async def _append_at(self, call: Call) -> object:
-        return await self._broker.append("rounds", call.entry, entry_id=f"{call.number + 1}-{call.count}")
+        return await append_at(self._broker, "rounds", call.entry, f"{call.number + 1}-{call.count}")
 
     async def _enqueue(self, call: Call) -> object:
         return await self._broker.enqueue("queue", call.entry) is not None
@@ -216,7 +217,7 @@ async def compare(url: str, operations: list[Write | Call]) -> None:
 
 
 @seed(SEED)
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=st.lists(writes | calls, max_size=40))
 def test_twins_agree(server: ServerProcess, operations: list[Write | Call]) -> None:
     asyncio.run(compare(server.url, operations))

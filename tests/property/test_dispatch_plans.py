@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.bounds import bound_s
-from orchestrator.core.dispatch.policies.pricing import price
-from orchestrator.core.dispatch.policies.registry import PLANNERS, plan_dispatch
+from orchestrator.core.dispatch.compute import PLANNERS, plan_dispatch
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem, repaired
 from orchestrator.core.dispatch.policies.scored import Scorer, training_end_s
-from orchestrator.core.dispatch.policies.slicing import slicing
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem, repaired
+from orchestrator.core.dispatch.policies.slicing import price, slicing
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
@@ -97,7 +96,7 @@ def test_the_price_of_a_set_that_runs_at_once_is_its_exact_end(cost, lengths, pr
     assert end_s == pytest.approx(max(finish_times(cost, lengths, prompt_tokens=prompt_tokens, max_running=100)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cost=COSTS, lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), slots=st.integers(1, 5))
 def test_no_placement_in_any_order_beats_the_bound(cost, lengths, slots):
     bound = bound_s(cost, lengths, 2)
@@ -110,7 +109,7 @@ def test_no_placement_in_any_order_beats_the_bound(cost, lengths, slots):
             assert max(ends) >= bound * (1 - 1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cost=COSTS, lengths=st.lists(st.integers(1, 400), min_size=1, max_size=40), count=st.integers(1, 6))
 def test_slices_of_known_lengths_are_within_one_sample_of_the_bound(cost, lengths, count):
     cost = DecodeCost(
@@ -123,7 +122,6 @@ def test_slices_of_known_lengths_are_within_one_sample_of_the_bound(cost, length
     assert max(max(end, default=0.0) for end in ends) <= (bound_s(cost, lengths, count) + one_sample_s) * 1.005
 
 
-@settings(deadline=None)
 @given(
     policy=st.sampled_from(sorted(PLANNERS)),
     predictions=st.lists(PREDICTIONS, max_size=12),
@@ -147,7 +145,7 @@ def test_a_plan_names_every_group_once_whatever_was_predicted(
     assert plan == plan_dispatch(policy, problem)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     predictions=st.lists(st.floats(1, 1e4), min_size=1, max_size=40),
     costs=st.lists(COSTS, min_size=2, max_size=4),
@@ -156,6 +154,6 @@ def test_a_plan_names_every_group_once_whatever_was_predicted(
 )
 def test_the_best_candidate_is_never_later_than_even_dispatch(predictions, costs, sigma, train_token_s):
     problem = repaired(replace(problem_of(predictions, instances_of(costs), sigma), train_token_s=train_token_s))
-    scorer = Scorer.of(problem)
+    scorer = Scorer(problem)
     even_s, scored_s = (scorer.end_s(plan_dispatch(policy, problem)) for policy in ("even", "scored"))
     assert scored_s == pytest.approx(even_s) or scored_s < 0.99 * even_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from orchestrator.core.dispatch.policies.registry import PLANNERS
+from orchestrator.core.dispatch.compute import PLANNERS
 from orchestrator.core.model.settings import LEAST_LOADED, CoreSettings, ScalingSettings
 from tests.fakes.obeyed_pipeline import HELD_OUT, groups_of
 from tests.fakes.pipeline_world import PipelineWorld
@@ -131,7 +131,7 @@ class PipelineMachine(FleetRules):
     def trainer_starts(self, dp_size, damaged):
         """The one before the newest checkpoint is enough, unless a full broker was relieved of what it needs."""
         checkpoints = self.world.checkpoints
-        kept = len(checkpoints) > 1 and checkpoints[-2][0] >= self.world.state.freed_version
+        kept = len(checkpoints) > 1 and checkpoints[-2][0] >= self.world.state.pipeline.retention.freed.version
         self.world.start_trainer(dp_size, damaged=damaged and kept)
 
     @precondition(lambda self: self.world.trainer.epoch and self.world.unread())

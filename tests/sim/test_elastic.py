@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.sim.engine import CostModel, FaultModel, Scenario
+from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import prompt_id
-from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import commands_of
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import DrainWorker, PromptRef, SpawnWorkers, Tick, WorkerJoined, WorkerLost
 from transport.contracts.types import PromptId, RowId, UpdateMode, WorkerKind
@@ -97,7 +97,7 @@ def test_lengths_that_shrink_let_workers_go_and_none_loses_a_sample():
     sizes = fleet_sizes(log)
     assert max(sizes) > 3
     assert sizes[-1] < max(sizes)
-    drained = log.commands_of(DrainWorker)
+    drained = commands_of(log, DrainWorker)
     assert drained
     assert all("training is slower" in command.reason for command in drained if isinstance(command, DrainWorker))
     finished = sum(len(rows) for rows in log.trained.values())
@@ -106,8 +106,8 @@ def test_lengths_that_shrink_let_workers_go_and_none_loses_a_sample():
 
 def test_lengths_that_stay_change_nothing():
     log = run(Drifting(phases=(80,), batches_each=30))
-    assert not log.commands_of(SpawnWorkers)
-    assert not log.commands_of(DrainWorker)
+    assert not commands_of(log, SpawnWorkers)
+    assert not commands_of(log, DrainWorker)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -145,7 +145,7 @@ def test_a_run_whose_last_worker_was_drained_asks_for_another():
     asked = [
         command
         for seconds, event in [
-            *((0.0, WorkerLost(worker_id=worker_id, reason="killed")) for worker_id in state.serving()),
+            *((0.0, WorkerLost(worker_id=worker_id, reason="killed")) for worker_id in state.pipeline.fleet.workers),
             *((float(seconds), Tick()) for seconds in range(1, 400)),
         ]
         for command in state.handle(event, now_s + seconds)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.sim.engine import CostModel, FaultModel, Scenario
+from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
-from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import commands_of, events_of
 from transport.contracts.messages import EvaluationOutcome, GroupScored, RolloutFinished
 from transport.contracts.types import UpdateMode, is_evaluation
 
@@ -25,7 +25,7 @@ def run(faults: FaultModel | None = None, seed: int = 0, **core: object) -> Simu
 
 
 def outcomes(log: SimulationLog) -> list[EvaluationOutcome]:
-    return [command for command in log.commands_of(EvaluationOutcome) if isinstance(command, EvaluationOutcome)]
+    return [command for command in commands_of(log, EvaluationOutcome) if isinstance(command, EvaluationOutcome)]
 
 
 @pytest.mark.parametrize("update", list(UpdateMode))
@@ -37,7 +37,7 @@ def test_every_mode_evaluates_whole_and_each_token_under_the_pin(update: UpdateM
     assert (last.weights.version, last.reason) in [(6, ""), (6, "the run is over")]
     spans = {
         (event.oldest.version, event.newest.version)
-        for event in (record.event for record in log.events_of(RolloutFinished))
+        for event in (record.event for record in events_of(log, RolloutFinished))
         if isinstance(event, RolloutFinished) and is_evaluation(event.row_id)
     }
     assert spans == {(0, 0), (2, 2), (4, 4), (6, 6)}
@@ -66,4 +66,4 @@ def test_kills_of_workers_and_trainer_end_each_evaluation_whole_or_by_name(seed:
     assert all(one.answered == one.problems or one.reason for one in told)
     assert {one.weights.version for one in told if one.answered == one.problems} != set()
     assert not [row for rows in log.trained.values() for row in rows if is_evaluation(row)]
-    assert any(is_evaluation(record.event.group_id) for record in log.events_of(GroupScored))  # type: ignore[union-attr]
+    assert any(is_evaluation(record.event.group_id) for record in events_of(log, GroupScored))  # type: ignore[union-attr]

@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.journal import Journal, JournalError
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog, SimulationStalledError
 from orchestrator.sim.lengths import LengthModel
-from orchestrator.sim.replay import digest, replay
+from orchestrator.sim.replay import recorded_commands
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import commands_of, digest, events_of
 from transport.contracts.messages import (
     AbortRollouts,
     CloseMiniBatch,
@@ -145,22 +146,22 @@ def test_a_run_with_random_faults_ends_with_every_row_trained_once(seed):
     scenario = chaos(seed)
     log = simulate(scenario)
     assert log.finish_reason == "all batches are trained"
-    assert log.events_of(WorkerLost)
-    assert len(log.events_of(TrainerReady)) > 1
-    closes = {close.batch: close for close in log.commands_of(CloseMiniBatch) if close.finishes_batch}
+    assert events_of(log, WorkerLost)
+    assert len(events_of(log, TrainerReady)) > 1
+    closes = {close.batch: close for close in commands_of(log, CloseMiniBatch) if close.finishes_batch}
     for batch in range(scenario.core.num_batches):
         rows = log.trained[batch]
         assert len(set(rows)) == len(rows), "a row is trained twice in the surviving lineage"
         assert len(trained_groups(log, batch)) == scenario.core.groups_per_batch - closes[batch].short_by
         assert len(rows) == len(trained_groups(log, batch)) * scenario.core.group_size
-    ended = [outcome.group_id for outcome in log.commands_of(SlotOutcome)]
+    ended = [outcome.group_id for outcome in commands_of(log, SlotOutcome)]
     assert len(set(ended)) == len(ended), "a slot ended twice"
 
 
 def test_the_faults_of_the_chaos_runs_do_strike():
     logs = [simulate(chaos(seed)) for seed in range(4)]
-    assert sum(len(log.events_of(RowsMissing)) for log in logs) > 0
-    assert sum(len(log.commands_of(AbortRollouts)) for log in logs) > 0
+    assert sum(len(events_of(log, RowsMissing)) for log in logs) > 0
+    assert sum(len(commands_of(log, AbortRollouts)) for log in logs) > 0
 
 
 def test_a_run_that_cannot_end_is_named():
@@ -174,7 +175,8 @@ LOG_DIGEST = """
 import hashlib
 from tests.sim.test_modes import chaos
 from orchestrator.sim.simulate import simulate
-print(hashlib.sha256(simulate(chaos(7)).as_bytes()).hexdigest())
+from transport.contracts.messages import encode
+print(hashlib.sha256(encode(simulate(chaos(7)).history)).hexdigest())
 """
 
 
@@ -201,7 +203,7 @@ def test_a_recorded_journal_replays_to_the_same_commands(tmp_path):
     journal.close()
     journal.append(records[len(records) // 2 :])
     journal.close()
-    replayed = replay(tmp_path)
+    replayed = list(recorded_commands(tmp_path))
     assert [commands for _, commands in replayed] == [commands for _, commands in log.history]
     assert digest(replayed) == digest(log.history)
     assert digest(replayed[:-1]) != digest(log.history)
@@ -210,4 +212,4 @@ def test_a_recorded_journal_replays_to_the_same_commands(tmp_path):
 def test_a_journal_without_a_beginning_cannot_be_replayed(tmp_path):
     Journal.open(tmp_path)
     with pytest.raises(JournalError, match="no snapshot"):
-        replay(tmp_path)
+        list(recorded_commands(tmp_path))

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.papers.rules import ScalingAsPrinted, single_datacenter
-from orchestrator.core.costs.analytic import DoesNotFitError, decode_cost, most_ranks, train_cost
-from orchestrator.core.costs.cost_model import TrainCost
-from orchestrator.core.costs.hardware import H800
-from orchestrator.core.costs.llms import QWEN_7B
 from orchestrator.core.model.autoscale import Change, Estimate, Iteration, Scaling, estimate_of
 from orchestrator.core.model.settings import ScalingSettings
+from orchestrator.sim.costs import H800, DoesNotFitError, TrainCost, decode_cost, most_ranks, train_cost
 from orchestrator.sim.lengths import long_tailed
+from orchestrator.sim.llms import QWEN_7B
 
 NODE, GPUS = 8, 32
 TENSOR_PARALLEL = 4

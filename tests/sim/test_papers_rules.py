@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.papers.rules import ScalingAsPrinted, cross_datacenter, plan_of, single_datacenter
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Problem
 from orchestrator.core.model.autoscale import Iteration
 from orchestrator.core.model.settings import ScalingSettings
 from transport.contracts.continuous_batching import DecodeCost, finish_times

@@ -7,13 +7,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
-from orchestrator.sim.engine import CostModel, FaultModel, Scenario
+from orchestrator.sim.costs import TrainCost
+from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
-from orchestrator.sim.log import SimulationLog
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import commands_of, events_of
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import ComputePlan, PlanComputed
 from transport.contracts.types import UpdateMode, WorkerId
@@ -65,10 +65,10 @@ def test_workers_that_load_weights_one_after_another_share_the_long_ones_by_a_pl
 
 def test_every_batch_is_planned_once_and_its_plan_is_an_event():
     log = run("slicing")
-    asked = [command.batch for command in log.commands_of(ComputePlan) if isinstance(command, ComputePlan)]
+    asked = [command.batch for command in commands_of(log, ComputePlan) if isinstance(command, ComputePlan)]
     assert sorted(set(asked)) == list(range(CORE.num_batches))
     assert asked.count(0) == SCENARIO.workers, "once more with every worker that joined meanwhile"
-    assert len(log.events_of(PlanComputed)) == CORE.num_batches
+    assert len(events_of(log, PlanComputed)) == CORE.num_batches
 
 
 def test_a_recorded_run_with_plans_decides_the_same_again():
@@ -91,7 +91,7 @@ def test_workers_die_and_others_take_their_share(dispatch):
 def test_a_slow_worker_gets_less_once_its_pace_is_known():
     slow = DecodeCost(fixed_s=3 * DECODE.fixed_s, sample_s=3 * DECODE.sample_s)
     log = run("even", replace(SCENARIO, decode=(slow, DECODE, DECODE, DECODE)))
-    plans = [record.event for record in log.events_of(PlanComputed) if isinstance(record.event, PlanComputed)]
+    plans = [record.event for record in events_of(log, PlanComputed) if isinstance(record.event, PlanComputed)]
     first, *_, last = plans
     shares = {share.worker_id: len(share.group_ids) for share in last.shares}
     assert [len(share.group_ids) for share in first.shares] == [16] * 4

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.commands import app
-from orchestrator.core.costs.cost_model import TrainCost
-from orchestrator.core.costs.llms import from_config
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, Scenario
+from orchestrator.sim.llms import from_config
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.settings import DecodeCostSettings
@@ -186,7 +186,7 @@ def test_what_a_profile_cannot_say_is_refused(
 def test_a_file_that_is_no_profile_and_hardware_without_one_are_refused(tmp_path: Path, lengths: Path):
     torn = tmp_path / "torn.json"
     torn.write_text('{"model": "m"}')
-    with pytest.raises(ConfigError, match=r"make a profile with `streamrl-orchestrator profile`"):
+    with pytest.raises(ConfigError, match=r"make a profile: .*streamrl-orchestrator profile"):
         simulated(torn, lengths)
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
         simulated(tmp_path / "none.json", lengths)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import CoreSettings
+from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, FaultModel, Scenario, SimulationLog
 from orchestrator.sim.lengths import LengthModel
 from orchestrator.sim.simulate import simulate
+from tests.fakes.histories import commands_of, events_of
 from transport.contracts.messages import CloseMiniBatch, GroupScored, SlotOutcome
 from transport.contracts.types import UpdateMode
 
@@ -24,7 +25,7 @@ def run(faults: FaultModel | None = None, **core) -> SimulationLog:
 
 
 def closes(log: SimulationLog) -> list[CloseMiniBatch]:
-    return [command for command in log.commands_of(CloseMiniBatch) if command.finishes_batch]
+    return [command for command in commands_of(log, CloseMiniBatch) if command.finishes_batch]
 
 
 def test_rolling_membership_ends_sooner_and_says_what_it_moved():
@@ -43,7 +44,7 @@ def test_rolling_trains_every_group_once_and_nothing_beyond_the_bound(max_stalen
     assert len(rows) == len(set(rows)) == CORE.num_batches * CORE.groups_per_batch * CORE.group_size
     assert all(len(log.trained[batch]) == CORE.groups_per_batch * CORE.group_size for batch in log.trained)
     assert log.oldest_age <= max_staleness
-    stale = [outcome for outcome in log.commands_of(SlotOutcome) if outcome.outcome == "stale"]
+    stale = [outcome for outcome in commands_of(log, SlotOutcome) if outcome.outcome == "stale"]
     assert not stale, "a sample was moved behind its bound"
 
 
@@ -65,11 +66,11 @@ def test_over_sampling_trains_full_batches_of_shorter_responses():
     assert over.end_s < 0.9 * plain.end_s
 
     def mean_trained(log: SimulationLog) -> float:
-        scored = {record.event.group_id: record.event for record in log.events_of(GroupScored)}
+        scored = {record.event.group_id: record.event for record in events_of(log, GroupScored)}
         trained = {row.rpartition("/")[0] for batch in log.trained for row in log.trained[batch]}
         lengths = [tokens for name in trained for tokens in scored[name].response_tokens]
         return sum(lengths) / len(lengths)
 
     assert mean_trained(over) < 0.85 * mean_trained(plain), "the longest answers are the ones that are dropped"
-    unused = [outcome for outcome in over.commands_of(SlotOutcome) if outcome.reason.startswith("over-sampled")]
+    unused = [outcome for outcome in commands_of(over, SlotOutcome) if outcome.reason.startswith("over-sampled")]
     assert len(unused) == 8 * CORE.num_batches

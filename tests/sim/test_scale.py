@@ -7,13 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from orchestrator.core.costs.analytic import DoesNotFitError
-from orchestrator.core.costs.hardware import ASSUMED
-from orchestrator.core.costs.llms import QWEN_7B
-from orchestrator.sim.bounds import best_bound, bound
+from benchmarks.sim import best_bound
+from orchestrator.sim.costs import ASSUMED, DoesNotFitError
+from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import error_of_recall, long_tailed, tail_recall
-from orchestrator.sim.log import SimulationLog
-from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, scenario
+from orchestrator.sim.llms import QWEN_7B
+from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
 from transport.contracts.messages import TrainRound
 

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.commands import app
-from orchestrator.core.costs.hardware import GPUS
-from orchestrator.core.costs.llms import QWEN_7B
 from orchestrator.core.model.settings import chosen_dispatch, core_settings, default_dispatch
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.planning.allocation import Pool, Split
 from orchestrator.planning.plan_search import Job
+from orchestrator.sim.costs import GPUS
+from orchestrator.sim.llms import QWEN_7B
 from orchestrator.sim.scenarios import PIPELINES
 from transport.contracts.settings import GenerationSettings, PipelineSettings, RankerSettings, Settings
 from transport.contracts.types import UpdateMode

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.costs.analytic import DoesNotFitError, check_training_fits, decode_cost
-from orchestrator.core.costs.hardware import H20, H800
-from orchestrator.core.costs.llms import LLMS, QWEN_7B, QWEN_72B
+from orchestrator.cli.plan import as_toml
+from orchestrator.config.load import resolve
 from orchestrator.planning.allocation import (
-    Outcome,
+    MeasuredSplit,
     Pool,
     Split,
     least_training_gpus,
     ranked,
     released,
-    score,
     search,
     sizes,
     splits,
 )
+from orchestrator.planning.plan_search import (
+    LONG,
+    PLANNED,
+    SHORT,
+    Job,
+    Prediction,
+    bound_of,
+    run_settings,
+    simulation_of,
+)
+from orchestrator.sim.costs import (
+    ASSUMED,
+    GPUS,
+    H20,
+    H200,
+    H800,
+    OUR_TRAINER,
+    DoesNotFitError,
+    activation_bytes,
+    decode_cost,
+    state_bytes,
+    training_misfit,
+)
+from orchestrator.sim.llms import HUB, LLMS, QWEN_7B, QWEN_72B
+from orchestrator.sim.scenarios import PIPELINES
 
 CONTEXT = 21_000
 
@@ -42,7 +68,7 @@ def test_every_candidate_fits_and_stays_within_its_pools(llm, minimise):
     found = candidates(llm, *pools, minimise=minimise)
     assert {(s.generation.place, s.training.place) for s in found} >= {("H20@west", "H800@east"), ("H800@east",) * 2}
     for split in found:
-        check_training_fits(llm, split.training.gpu, split.training_gpus, split.ranks)
+        assert training_misfit(llm, split.training.gpu, split.training_gpus, split.ranks) == ""
         cost = decode_cost(llm, split.generation.gpu, split.tensor_parallel)
         assert cost.kv_capacity_tokens >= CONTEXT
         assert split.generation_gpus == split.instances * split.tensor_parallel
@@ -72,7 +98,7 @@ def test_what_does_not_fit_says_what_would():
 @pytest.mark.parametrize("llm", LLMS.values(), ids=LLMS)
 @pytest.mark.parametrize("gpu", [H800, H20], ids=["H800", "H20"])
 def test_the_least_that_is_said_to_fit_does(llm, gpu):
-    least = least_training_gpus(llm, gpu)
+    least = least_training_gpus(llm, gpu, 4096)
     found = splits(llm, [pool(least, gpu, "a"), pool(8, gpu, "b")], context_tokens=4096, max_instances=64)
     assert any(split.training_gpus <= least for split in found)
 
@@ -113,32 +139,32 @@ def test_the_search_finds_what_brute_force_finds(data, minimise, at_once):
         return [times[split] for split in chosen]
 
     found = search(SOME, bounds.__getitem__, measure, minimise=minimise, at_once=at_once)
-    assert len(measured) == len(set(measured)) == len(found.outcomes)
+    assert len(measured) == len(set(measured)) == len(found.measured)
     assert found.num_cut == 0
-    everything = [Outcome(split=split, bound_s=bounds[split], iteration_s=times[split]) for split in SOME]
-    least = min(score(outcome, minimise) for outcome in everything)
-    assert min(score(outcome, minimise) for outcome in found.outcomes) == least
-    assert score(ranked(found.outcomes, minimise)[0], minimise) <= 1.01 * least
+    everything = [MeasuredSplit(split=split, iteration_s=times[split]) for split in SOME]
+    least = min(outcome.score(minimise) for outcome in everything)
+    assert min(outcome.score(minimise) for outcome in found.measured) == least
+    assert ranked(found.measured, minimise)[0].score(minimise) <= 1.01 * least
 
 
 def test_good_bounds_spare_most_of_the_measuring():
     seconds = {split: 100.0 * (1 + index) for index, split in enumerate(SOME)}
     found = search(SOME, seconds.__getitem__, lambda chosen: [seconds[split] * 1.05 for split in chosen])
-    assert len(found.outcomes) == 1
+    assert len(found.measured) == 1
 
 
 def test_a_search_that_is_cut_short_says_so():
     found = search(SOME, lambda split: 1.0, lambda chosen: [9.0] * len(chosen), max_measured=5)
-    assert (len(found.outcomes), found.num_cut) == (5, len(SOME) - 5)
+    assert (len(found.measured), found.num_cut) == (5, len(SOME) - 5)
 
 
 def test_of_equally_fast_plans_the_cheaper_one_wins_and_the_other_way_round():
     small, large = (next(s for s in ALL if s.generation_gpus == gpus) for gpus in (2, 8))
-    few = Outcome(split=small, bound_s=1.0, iteration_s=100.9)
-    many = Outcome(split=large, bound_s=1.0, iteration_s=100.0)
-    cheaper, dearer = sorted((few, many), key=lambda outcome: outcome.cost)
+    few = MeasuredSplit(split=small, iteration_s=100.9)
+    many = MeasuredSplit(split=large, iteration_s=100.0)
+    cheaper, dearer = sorted((few, many), key=lambda outcome: outcome.score("cost"))
     assert ranked([many, few], "time") == [cheaper, dearer]
-    slow = Outcome(split=small, bound_s=1.0, iteration_s=150.0)
+    slow = MeasuredSplit(split=small, iteration_s=150.0)
     assert ranked([slow, many], "time")[0] is many
 
 
@@ -151,3 +177,103 @@ def test_what_is_released_is_said_by_place():
     )
     assert released(split, pools) == {"H20@west": 24}
     assert split.price == pytest.approx(40 * 1.0 + 32 * 2.85)
+
+
+# -- what is advised can be run
+
+
+def drawn(chance: random.Random, **fields) -> Job:
+    """Lengths of any spread, groups of other sizes than they were read with, any pipeline."""
+    size = chance.choice([2, 4])
+    spread = chance.choice([0.0, 0.5, 1.2])
+    groups = [
+        tuple(1 + min(3000, round(200 * chance.lognormvariate(0, spread))) for _ in range(chance.choice([1, size, 7])))
+        for _ in range(chance.choice([1, 5, 40]))
+    ]
+    random_fields = {
+        "pipeline": chance.choice(list(PIPELINES)),
+        "batch": chance.choice([1, 2, 7, 16]),
+        "group_size": size,
+        "prompt_tokens": chance.choice([0, 50, 1000]),
+        "recall": chance.choice([None, 0.75]),
+        "seed": chance.randrange(9),
+    }
+    return Job(**{"groups": tuple(groups), **random_fields, **fields})
+
+
+def of_job(job: Job, *pools: Pool) -> list[Split]:
+    return splits(
+        job.llm,
+        pools,
+        context_tokens=job.context_tokens,
+        max_instances=job.samples,
+        max_ranks=job.batch,
+        minimise="cost",
+        assumed=job.assumed,
+    )
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_no_schedule_beats_its_bound(seed):
+    """As simulated, before a plan says the longer of both. What was generated before a window began is all that it may
+    be short of: at most one batch for each version that samples may lag, and the one under way."""
+    chance = random.Random(seed)
+    job = drawn(chance, llm=LLMS[chance.choice(["SmolLM2-135M", "SmolLM2-1.7B"])])
+    split = chance.choice(of_job(job, pool(chance.choice([2, 3, 8]), chance.choice(list(GPUS.values())))))
+    window = chance.choice([SHORT, LONG])
+    seconds = simulation_of(job, window, split, trace=False).iteration_s(window.warm_up, window.cool_down)
+    least, lag = bound_of(job, job.workload(1), split), job.settings.max_staleness
+    counted = window.iterations - window.warm_up - window.cool_down
+    ahead = max(0.0, 1 - (lag + 1) / counted) if lag else 1.0
+    assert seconds >= ahead * least.generation_s
+    assert seconds >= ahead * least.longest_s / (lag + 1)
+    if job.settings.membership == "fixed":
+        assert seconds >= (1 - 1e-9) * least.training_s
+
+
+@pytest.mark.parametrize("llm", LLMS.values(), ids=LLMS)
+def test_every_plan_is_one_that_our_trainer_runs_and_its_settings_are_accepted(llm, tmp_path: Path):
+    chance = random.Random(llm.name)
+    accepted = 0
+    for gpu in GPUS.values():
+        for count in (2, 8, 24):
+            job = drawn(chance, llm=llm)
+            try:
+                found = of_job(job, pool(count, gpu, "here"))
+            except DoesNotFitError:
+                continue
+            for split in chance.sample(found, min(len(found), 4)):
+                assert split.training_tensor_parallel * split.pipeline_parallel in OUR_TRAINER.rank_sizes
+                micro_batch_tokens = job.layout(split, job.workload(1)).micro_batch_tokens
+                held = state_bytes(llm, split.training_gpus, split.ranks, PLANNED) + activation_bytes(
+                    llm, micro_batch_tokens, job.context_tokens, PLANNED
+                )
+                assert held <= gpu.memory_bytes * PLANNED.usable_memory
+                path = tmp_path / "plan.toml"
+                engine = chance.choice(["sglang", "vllm"])
+                path.write_text(as_toml(run_settings(job, predicted(split), engine, HUB[llm.name]), split))
+                read = resolve(None, [path], [], {}).settings
+                assert (read.trainer.ranks, read.generation.workers) == (split.ranks, split.instances)
+                assert read.model.path == HUB[llm.name]
+                accepted += 1
+    assert accepted or llm.params * OUR_TRAINER.rank_bytes > 0.9 * H200.memory_bytes
+
+
+def predicted(split: Split) -> Prediction:
+    return Prediction(
+        split=split, iteration_s=400.0, bound=None, transfer_s=0, generation_idle=0, generation_thin=0, trainer_idle=0,
+        mean_age=0, oldest_age=0
+    )  # fmt: skip
+
+
+def test_what_no_number_of_gpus_trains_says_which_memory_is_missing():
+    job = drawn(random.Random(0), llm=QWEN_7B, groups=((2000,),), prompt_tokens=100)
+    with pytest.raises(DoesNotFitError) as refused:
+        of_job(job, pool(64))
+    said = str(refused.value)
+    assert "H800: 1 for an instance, no number of them for the trainer, which holds the whole model on each" in said
+    assert "137.1 GB of weights, gradients and optimizer" in said
+    assert "72.0 GB are usable, " in said
+    assert "a model of at most " in said
+    assert of_job(replace(job, assumed=ASSUMED), pool(64)), "the papers' trainer has tensor and pipeline parallelism"

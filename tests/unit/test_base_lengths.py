@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.launch.input_files import check_inputs
-from orchestrator.lengths.ranking import base_lengths, open_ranker
-from ranker.errors import LengthLogError
+from orchestrator.launch.processes import check_inputs
+from orchestrator.loop.ranking import base_lengths, open_ranker
+from ranker.protocol import LengthLogError
 from transport.contracts.settings import (
     DataSettings,
     EvalSettings,

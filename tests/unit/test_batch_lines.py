@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.observability import metrics_file
-from orchestrator.observability.metrics_file import BatchLines, NewLines, read_metrics
+from orchestrator.observability import metrics
+from orchestrator.observability.metrics import BatchLines, NewLines, read_metrics
 
 
 def line(batch: int, **more: object) -> str:
@@ -60,8 +60,8 @@ def test_what_is_not_asked_for_is_neither_kept_nor_read_twice(tmp_path: Path, mo
         tracemalloc.stop()
     assert peak_bytes < path.stat().st_size / 10
     looked_at: list[bytes] = []
-    parse_line = metrics_file.parse_line
-    monkeypatch.setattr(metrics_file, "parse_line", lambda raw: looked_at.append(raw) or parse_line(raw))
+    parse_line = metrics.parse_line
+    monkeypatch.setattr(metrics, "parse_line", lambda raw: looked_at.append(raw) or parse_line(raw))
     append(path, line(10_000))
     assert [found["batch"] for found in lines.read(9_998, 5)] == [9_998, 9_999, 10_000]
     assert len(looked_at) == 4, "the new one, and those that were asked for"

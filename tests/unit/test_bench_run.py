@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.run import call, read_batches, rise, summary
+from benchmarks.run import call, no_gradient_share, read_batches, rise, summary
 
 
 def test_the_rise_is_read_from_the_surviving_lineage(tmp_path: Path) -> None:
     rights = [0.0, 0.1, 0.2, 0.9, 0.3, 0.5, 0.5, 0.5, 0.7]
     lines = [{"batch": batch, "epoch": 1, "right": right} for batch, right in enumerate(rights)]
+    lines[-1] |= {"right": 0.1, "right_with_filtered": 0.7}
     again = {"batch": 3, "epoch": 2, "right": 0.4}  # trained again after a restart: the first line no longer counts
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, again]))
     figures = rise(read_batches(tmp_path / "metrics.jsonl"))
@@ -26,9 +27,13 @@ def test_the_rise_is_read_from_the_surviving_lineage(tmp_path: Path) -> None:
     }
 
 
+def test_batches_whose_gradient_is_zero_are_counted() -> None:
+    assert no_gradient_share([{"grad_norm": 0.0}, {"grad_norm": 1e-9}, {"grad_norm": 2.0}, {}]) == 0.25
+
+
 def test_the_summary_has_the_named_keys_and_medians() -> None:
     names = ["seconds_total", "well_formed_first3", "well_formed_last5", "right_first3", "right_last5"]
-    names += ["eval_before", "eval_after"]
+    names += ["no_gradient_share", "eval_before", "eval_after"]
     seeds = {seed: dict.fromkeys(names, value) for seed, value in enumerate([3.0, 1.0, 2.0])}
     figures = summary(seeds)
     assert list(figures) == [*names, "seeds"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio.connection import parse_url
 
-from transport.broker.url import without_password
+from transport.broker.base import without_password
 
 
 @pytest.mark.parametrize(

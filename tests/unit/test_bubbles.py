@@ -153,7 +153,7 @@ kinds = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(kinds, times, times), max_size=12), st.lists(times, min_size=1, max_size=5))
 def test_windows_add_up_and_no_second_is_counted_twice(drawn: list, cuts: list[float]):
     spans = [span(*where, min(a, b), max(a, b)) for where, a, b in drawn if a != b]

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Commit, GroupWrite, RowWrite
 from transport.contracts.types import Column, RunName, TaskSpec, evaluation_id, group_id, row_id
-from transport.process.clock import ManualClock
-from transport.rows.columns import BrokerRows
-from workers.client.consumer import TaskLeases, balance
-from workers.client.loader import Ragged, to_field
+from transport.rows.columns import RowStore
+from workers.client.batch import Ragged, to_field
+from workers.client.consumption import TaskLeases, balance
 from workers.client.tasks import TaskOptions
-from workers.client.writer import BLOCK_ROWS, COMMIT_ROWS, Writer, block_pieces, pieces
+from workers.client.writer import BLOCK_ROWS, COMMIT_ROWS, Writer, pieces
 
-COMMIT_BYTES = BrokerRows.commit_bytes
+COMMIT_BYTES = RowStore.commit_bytes
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
@@ -37,45 +37,39 @@ def test_rows_without_tokens_are_dealt_evenly_too() -> None:
 
 
 def writer() -> Writer:
-    return Writer(BrokerRows(MemoryBroker(MemoryServer(ManualClock()), RunName("r"))), "me.1")
+    return Writer(RowStore(MemoryBroker(MemoryServer(ManualClock()), RunName("r"))), "me.1")
 
 
-def test_a_large_put_is_cut_into_pieces_that_bring_their_groups() -> None:
-    few_large = writer().commit_of({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 6}, None, 3)
-    assert [len(piece.rows) for piece in pieces(few_large, COMMIT_BYTES)] == [2, 2, 2]
-    assert [[g.group_id for g in piece.groups] for piece in pieces(few_large, COMMIT_BYTES)] == [
-        ["client-me.1/0"],
-        ["client-me.1/0", "client-me.1/1"],
-        ["client-me.1/1"],
-    ]
-    many_small = writer().commit_of({"x_ids": [1] * (COMMIT_ROWS + 1)}, None, 1)
-    assert [(len(piece.rows), len(piece.groups)) for piece in pieces(many_small, COMMIT_BYTES)] == [
-        (COMMIT_ROWS,) * 2,
-        (1, 1),
-    ]
-    assert [row for piece in pieces(many_small, COMMIT_BYTES) for row in piece.rows] == list(many_small.rows)
+def test_further_columns_are_cut_into_commits_of_bounded_size() -> None:
+    index = [row_id(group_id(0, 0), sample) for sample in range(COMMIT_ROWS + 1)]
+    large = writer().further_columns({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 6}, index[:6])
+    assert [len(piece.rows) for piece in pieces(Commit(rows=large), COMMIT_BYTES)] == [2, 2, 2]
+    small = writer().further_columns({"x_ids": [1] * len(index)}, index)
+    cut = pieces(Commit(rows=small), COMMIT_BYTES)
+    assert [len(piece.rows) for piece in cut] == [COMMIT_ROWS, 1]
+    assert [row for piece in cut for row in piece.rows] == small
 
 
 def test_a_block_is_cut_between_groups_only() -> None:
-    few_large = writer().block_of({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 9}, 3)
-    cut = block_pieces(few_large, COMMIT_BYTES)
+    few_large = writer().new_rows({"x_ids": [np.zeros(COMMIT_BYTES // 10, np.int32)] * 9}, 3)
+    cut = [block for piece in pieces(Commit(blocks=[few_large]), COMMIT_BYTES) for block in piece.blocks]
     assert [piece.group_ids for piece in cut] == [["client-me.1/0"], ["client-me.1/1"], ["client-me.1/2"]]
-    many_small = writer().block_of({"x_ids": [1] * (BLOCK_ROWS + 2), "x_note": ["a"] * (BLOCK_ROWS + 2)}, 2)
-    cut = block_pieces(many_small, COMMIT_BYTES)
+    many_small = writer().new_rows({"x_ids": [1] * (BLOCK_ROWS + 2), "x_note": ["a"] * (BLOCK_ROWS + 2)}, 2)
+    cut = [block for piece in pieces(Commit(blocks=[many_small]), COMMIT_BYTES) for block in piece.blocks]
     assert [len(piece.group_ids) for piece in cut] == [BLOCK_ROWS // 2, 1]
     assert [row for piece in cut for row in piece.row_ids()] == many_small.row_ids()
     assert [value for piece in cut for value in piece.values()] == list(many_small.values())
 
 
 async def test_nothing_to_put_is_no_commit() -> None:
-    empty = writer().block_of({"x_ids": []}, 4)
-    assert block_pieces(empty, COMMIT_BYTES) == []
-    await writer().write_block(empty)
+    empty = Commit(blocks=[writer().new_rows({"x_ids": []}, 4)])
+    assert pieces(empty, COMMIT_BYTES) == []
+    await writer().write(empty)
 
 
 def test_rows_that_make_no_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="7 rows make no whole groups of 3"):
-        writer().block_of({"x_ids": [1] * 7}, 3)
+        writer().new_rows({"x_ids": [1] * 7}, 3)
 
 
 def test_fields_are_tensors_without_padding() -> None:
@@ -103,7 +97,7 @@ async def test_answers_to_held_out_problems_are_handed_to_no_consumer() -> None:
     for group in (evaluation_id(0, 0), group_id(0, 0), evaluation_id(0, 1)):
         rows = [RowWrite(row_id=row_id(group, 0), columns=ids)]
         await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=1, columns={})], rows=rows))
-    leases = TaskLeases(broker, keys.tasks("x_train"), "me", TaskOptions(), clock)
+    leases = TaskLeases(broker, "x_train", "me", TaskOptions(), clock)
     assert not await leases.fill(3, 0.0)
     assert [delivery.entry.fields["unit"] for delivery in leases.take(3)] == ["0/0/0"]
     assert await broker.length(keys.tasks("x_train")) == 1, "the others are acknowledged, not left for another consumer"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.load import resolve
-from orchestrator.observability.http.exposition import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
+from orchestrator.observability.http.routes import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
 from transport.broker.embedded import REMOVED
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,12 @@ import pytest
 from orchestrator.config.run_directory import RunDir
 from orchestrator.launch.console import RunConsole
 from orchestrator.observability.live import PlainView
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
-from transport.broker.base import Entry
-from transport.broker.entries import buried
+from transport.broker.base import Entry, buried
 from transport.contracts.settings import Settings
 from transport.contracts.types import RunName
-from transport.process.clock import ManualClock
 
 
 async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -28,7 +27,7 @@ async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys:
     for _ in range(2):
         await console.show(broker)
     assert capsys.readouterr().out == "batch 2  reward 0.500\n"
-    assert console.summary(3.0, restarts=0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
+    assert console.summary(3.0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
 
 
 def status_with(**scoring: object) -> bytes:
@@ -66,4 +65,4 @@ async def test_what_was_given_up_is_told_once_and_counted_at_the_end(
         await broker.append(keys.DEAD, letter)
         await console.show(broker)
     assert capsys.readouterr().out.count("given up: ") == 1
-    assert "2" in console.summary(3.0, restarts=0)
+    assert "2" in console.summary(3.0)

@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 from orchestrator.core.model.settings import CHANGEABLE, CoreSettings, changeable, core_settings
 from orchestrator.core.state import PipelineState
 from orchestrator.errors import ConfigError
-from orchestrator.loop.control import REQUESTS, append_event, change
+from orchestrator.http import name_error
+from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.loop.watchdog import Watchdog
-from orchestrator.observability.http.answers import name_error
 from orchestrator.observability.http.routes import ControlRoutes
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from tests.fakes.pipeline_world import PipelineWorld
@@ -34,7 +35,6 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import LivenessSettings, PipelineSettings, RunSettings, Settings
 from transport.contracts.types import RunName, UpdateMode
-from transport.process.clock import ManualClock
 
 
 def running_world(**changes: Any) -> PipelineWorld:
@@ -134,6 +134,19 @@ def test_more_and_fewer_batches():
     assert world.trainer.version < 8, "those that were admitted are trained, and no others"
 
 
+def test_a_falling_rate_follows_the_number_of_batches_that_will_be_trained():
+    world = running_world(num_batches=100, lr_schedule="linear")
+    before = len(world.closes())
+    world.tell(SettingChanged(key="run.batches", value=1))
+    world.run_to_end()
+    told = [close.num_batches for close in world.closes()]
+    assert set(told[:before]) <= {100}
+    assert set(told[before:]) == {len(told)}, "those that were admitted already count"
+    constant = running_world()
+    constant.run_to_end()
+    assert {close.num_batches for close in constant.closes()} == {0}
+
+
 def test_after_the_trainers_last_command_nothing_changes():
     world = running_world()
     world.run_to_end()
@@ -188,7 +201,7 @@ def test_all_workers_load_at_once_when_nobody_waits_for_turns_any_more():
 
 def test_a_change_outlives_a_restart_and_yields_to_a_new_configuration():
     world = running_world()
-    configured = world.state.configured
+    configured = world.state.pipeline.configured
     world.tell(SettingChanged(key="run.batches", value=7))
     world.tell(SettingChanged(key="pipeline.max_staleness", value=0))
     same = PipelineState.restore(world.state.snapshot(), settings=configured)
@@ -196,7 +209,7 @@ def test_a_change_outlives_a_restart_and_yields_to_a_new_configuration():
     wanted = msgspec.structs.replace(configured, num_batches=9)
     other = PipelineState.restore(world.state.snapshot(), settings=wanted)
     assert (other.settings.num_batches, other.settings.max_staleness) == (9, 0)
-    assert other.configured == wanted
+    assert other.pipeline.configured == wanted
 
 
 def test_what_may_change_is_shown_under_its_configured_name():

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
+from orchestrator.core.view import rows_reported
 from tests.fakes.obeyed_pipeline import HELD_OUT
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
@@ -104,14 +105,14 @@ def test_no_evaluation_unless_it_is_asked_for():
     world = PipelineWorld(core(eval_every=0))
     world.run_to_end()
     assert not world.evaluations
-    assert world.state.evaluation() is None
+    assert world.state.pipeline.evaluations.current is None
 
 
 def test_nothing_is_evaluated_in_a_run_that_trains_nothing():
     state = PipelineState(core(service=True))
     state.handle(WeightsPublished(weights=WeightIdentity(epoch=1, version=0)), 0.0)
     assert state.view().newest is not None
-    assert state.evaluation() is None
+    assert state.pipeline.evaluations.current is None
     assert not [one for one in state.handle(Tick(), 1.0) if isinstance(one, RequestHeldOutPrompts)]
 
 
@@ -325,7 +326,7 @@ def test_a_row_that_vanished_before_its_score_is_generated_again():
     world = world_evaluating()
     gone = tries(world)[0]
     world.finish_sample(GENERATOR, gone)
-    assert world.state.rows_reported() == [row_id(gone, 0)]
+    assert rows_reported(world.state.pipeline) == [row_id(gone, 0)]
     world.lose_row(row_id(gone, 0), gone)
     answer_all(world)
     assert world.evaluations[0].answered == HELD_OUT
@@ -335,7 +336,7 @@ def test_a_trainer_that_starts_again_ends_it_and_its_version_is_evaluated_anew()
     world = world_evaluating()
     world.start_trainer()
     assert world.evaluations[0].reason == "the trainer started again"
-    current = world.state.evaluation()
+    current = world.state.pipeline.evaluations.current
     assert current is not None
     assert current.weights == WeightIdentity(epoch=2, version=0)
 
@@ -355,5 +356,5 @@ def test_a_snapshot_of_before_there_were_evaluations_is_readable():
     for name in [name for name in old["settings"] if name.startswith("eval_")]:
         del old["settings"][name]
     restored = PipelineState.restore(msgspec.msgpack.encode(old))
-    assert restored.evaluation() is None
+    assert restored.pipeline.evaluations.current is None
     assert restored.settings.eval_every == 0

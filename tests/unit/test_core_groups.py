@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core.model.deaths import STABLE_S
+from orchestrator.core.model.groups import STABLE_S
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
@@ -330,4 +330,4 @@ def test_a_repeated_answer_of_the_source_is_recognised():
     waiting = world.state.view().waiting_prompts
     world.tell(answer)
     assert world.state.view().waiting_prompts == waiting
-    assert world.state.source_position == "2"
+    assert world.state.pipeline.prompts.last_position == "2"

@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.core.dispatch.compute import compute_plan
 from orchestrator.core.model.settings import CoreSettings
+from tests.fakes.pipeline_invariants import check
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
     BrokerUsage,
@@ -135,7 +136,7 @@ def test_who_is_done_takes_what_waits_longest_elsewhere():
 
 def test_a_slow_worker_takes_nothing_that_a_fast_one_would_end_sooner():
     world = world_with(2, 8)
-    world.state._p.plans.slowdowns.update({FIRST: 1.0, SECOND: 50.0})
+    world.state.pipeline.plans.slowdowns.update({FIRST: 1.0, SECOND: 50.0})
     plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
     assert held(world) == {"generate-0": ["0", "1"], "generate-1": []}
 
@@ -143,7 +144,7 @@ def test_a_slow_worker_takes_nothing_that_a_fast_one_would_end_sooner():
 def test_an_unfit_workers_share_goes_to_whoever_can():
     world = world_with(2, 8)
     plan(world, generate_0=[0, 1, 2, 3], generate_1=[])
-    world.state._p.fleet.workers[FIRST].load_failures = 3
+    world.state.pipeline.fleet.workers[FIRST].load_failures = 3
     world.tell(Tick())
     assert sorted(held(world)["generate-0"] + held(world)["generate-1"]) == ["0", "1", "2", "3"]
 
@@ -152,7 +153,7 @@ def running_on_a_slow_worker(**changes: object) -> PipelineWorld:
     """Two groups run where they take ten times as long as on the other worker, which is idle."""
     world = world_with(4, 4, groups_per_batch=2, rollout_timeout_s=1000.0, **changes)
     plan(world, generate_0=[0, 1], generate_1=[])
-    world.state._p.plans.slowdowns.update({FIRST: 100.0, SECOND: 10.0})
+    world.state.pipeline.plans.slowdowns.update({FIRST: 100.0, SECOND: 10.0})
     world.now_s += 1.0
     return world
 
@@ -173,7 +174,7 @@ def test_running_work_stays_by_default_and_where_starting_over_gains_little():
     world.tell(Tick())
     assert held(world)["generate-1"] == []
     world = running_on_a_slow_worker(migrate_running=True)
-    world.state._p.plans.slowdowns.update({FIRST: 15.0, SECOND: 10.0})
+    world.state.pipeline.plans.slowdowns.update({FIRST: 15.0, SECOND: 10.0})
     world.tell(Tick())
     assert held(world)["generate-1"] == []
 
@@ -202,7 +203,7 @@ def test_a_restored_state_dispatches_as_planned():
     world = world_with(2, 8)
     plan(world, generate_0=[0, 1], generate_1=[2, 3])
     state = type(world.state).restore(world.state.snapshot())
-    world.state.check_invariants()
+    check(world.state.pipeline)
     for one in (world.state, state):
         commands = one.handle(WorkerLost(worker_id=FIRST, reason="killed"), 1.0)
         assert any(isinstance(command, DispatchGroups) and command.worker_id == SECOND for command in commands)

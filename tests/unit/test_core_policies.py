@@ -21,8 +21,8 @@ from orchestrator.core.model.groups import (
 )
 from orchestrator.core.model.staleness import Lineage, is_too_old, may_admit, may_dispatch
 from orchestrator.core.model.workers import Worker
-from orchestrator.core.rollout.attempts import plan_priority
-from orchestrator.core.training.rounds import pack_round
+from orchestrator.core.rollout.lifecycle import plan_priority
+from orchestrator.core.training import pack_round
 from transport.contracts.types import GroupId, PromptId, WeightIdentity, WorkerId
 
 
@@ -115,8 +115,8 @@ def test_the_gate_counts_versions_within_the_epoch():
 def test_a_rollback_takes_its_versions_out_of_the_lineage():
     lineage = Lineage()
     assert not lineage.restart(identity(1, 0))
-    lineage.publish(1)
-    lineage.publish(2)
+    lineage.version = 1
+    lineage.version = 2
     assert lineage.contains(identity(1, 2))
     assert lineage.restart(identity(2, 1)), "version 2 of epoch 1 is lost"
     assert lineage.contains(identity(1, 1))
@@ -131,7 +131,7 @@ def test_a_rollback_takes_its_versions_out_of_the_lineage():
 def test_a_restart_at_the_newest_version_loses_nothing():
     lineage = Lineage()
     lineage.restart(identity(1, 0))
-    lineage.publish(1)
+    lineage.version = 1
     assert not lineage.restart(identity(2, 1))
     assert lineage.contains_row(identity(1, 0), identity(2, 1))
 

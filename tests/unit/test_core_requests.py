@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
+from tests.fakes.pipeline_invariants import check
 from transport.contracts.messages import (
     AbortRollouts,
     AdmitGroups,
@@ -68,7 +69,7 @@ class Service:
 
     def tell(self, event: Event) -> list[Command]:
         commands = self.state.handle(event, self.now_s)
-        self.state.check_invariants()
+        check(self.state.pipeline)
         assert PipelineState.restore(self.state.snapshot()).snapshot() == self.state.snapshot()
         return commands
 
@@ -97,7 +98,7 @@ class Service:
         return self.tell(SamplesTaken(request=request, upto=upto))
 
     def results(self, request: int) -> list[str]:
-        found = self.state.request(request)
+        found = self.state.pipeline.requests.get(request)
         assert found is not None
         return list(found.results)
 
@@ -120,7 +121,7 @@ def test_samples_are_numbered_as_they_end_and_freed_once_taken():
     assert dropped(service.take(1, 3)) == ["1/0"]
     service.finish("1/1/1")
     assert dropped(service.take(1, 4)) == ["1/1"]
-    assert service.state.requests() == {}
+    assert service.state.pipeline.requests == {}
     assert service.take(1, 4) == [], "a late word of its reader"
 
 
@@ -156,10 +157,10 @@ def test_what_cannot_be_generated_is_a_result_that_says_why():
     service.finish("1/0/0")
     for _ in range(2):
         service.tell(RolloutFailed(group_id=GroupId("1/0"), worker_id=WORKER, samples=(1,), reason="out of memory"))
-    request = service.state.request(1)
+    request = service.state.pipeline.requests.get(1)
     assert request is not None
     assert request.results == ["1/0/0", "1/0/1"]
-    assert request.whole
+    assert len(request.results) == request.num_samples
     assert "out of memory" in request.failed[RowId("1/0/1")]
     assert dropped(service.take(1, 2)) == ["1/0"]
 
@@ -217,7 +218,7 @@ def test_a_cancelled_request_stops_and_is_freed():
     assert [command.group_ids for command in commands if isinstance(command, AbortRollouts)] == [("1/1",)]
     assert dropped(commands) == ["1/0", "1/1"]
     service.finish("1/1/0")
-    assert service.state.requests() == {}
+    assert service.state.pipeline.requests == {}
 
 
 def test_a_whole_request_that_nobody_reads_is_forgotten():
@@ -227,7 +228,7 @@ def test_a_whole_request_that_nobody_reads_is_forgotten():
     service.finish("1/0/0")
     service.now_s = 61.0
     assert dropped(service.tell(Tick())) == ["1/0"]
-    assert list(service.state.requests()) == [2], "the other one is not whole"
+    assert list(service.state.pipeline.requests) == [2], "the other one is not whole"
 
 
 def test_idle_is_no_wait_and_lack_of_weights_is_one():

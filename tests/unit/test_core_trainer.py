@@ -7,9 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from orchestrator.core.model.groups import Stage
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.state import PipelineState
+from orchestrator.core.view import rows_reported
 from tests.fakes.obeyed_pipeline import groups_of
+from tests.fakes.pipeline_invariants import check
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import (
     AbortRollouts,
@@ -267,7 +270,7 @@ def test_a_fresh_state_begins_where_the_checkpoint_is():
     state = PipelineState(core())
     state.handle(TrainerReady(worker_id=WorkerId("train-0.1"), weights=WeightIdentity(epoch=1, version=3)), 0.0)
     assert state.view().trained_version == 3
-    state.check_invariants()
+    check(state.pipeline)
 
 
 # -- checkpoints, bytes
@@ -430,16 +433,16 @@ def test_the_view_counts_and_names_what_blocks():
     assert view.wait == world.state.wait()
     assert "batch 1: 4 running" in world.state.describe_wait()
     world.finish_sample(W0, GroupId("0/0"))
-    assert (world.state.rows_reported(), world.state.rows_scored()) == (["0/0/0"], [])
+    assert (rows_reported(world.state.pipeline), rows_reported(world.state.pipeline, Stage.READY)) == (["0/0/0"], [])
     world.make_ready("0/0")
-    assert world.state.rows_scored() == ["0/0/0", "0/0/1"]
-    assert world.state.worker_ids() == [W0, "train-0.1"]
+    assert rows_reported(world.state.pipeline, Stage.READY) == ["0/0/0", "0/0/1"]
+    assert world.state.pipeline.fleet.ids() == [W0, "train-0.1"]
 
 
 def test_other_workers_are_counted_and_given_nothing():
     state = PipelineState(core())
     commands = state.handle(WorkerJoined(worker_id=WorkerId("score-0.1"), kind=WorkerKind.SCORE), 0.0)
-    assert state.worker_ids() == ["score-0.1"]
+    assert state.pipeline.fleet.ids() == ["score-0.1"]
     assert [type(one).__name__ for one in commands] == ["RequestPrompts"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.core.model.settings import CoreSettings
+from orchestrator.core.model.settings import CoreSettings, ScalingSettings
 from orchestrator.core.model.workers import MAX_LOAD_ATTEMPTS
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import LoadWeights, StepDone, Tick, WeightsLoaded, WorkerLost
@@ -13,10 +13,16 @@ from transport.contracts.types import UpdateMode, WeightIdentity, WorkerId
 W0, W1 = WorkerId("generate-0.1"), WorkerId("generate-1.1")
 
 
-def world_at_first_step(update: UpdateMode) -> PipelineWorld:
+def world_at_first_step(update: UpdateMode, scaling: ScalingSettings | None = None) -> PipelineWorld:
     """Batch 0 is trained and version 1 published while both workers still hold groups of batch 1."""
     core = CoreSettings(
-        num_batches=6, groups_per_batch=2, group_size=2, max_staleness=1, update=update, rollout_timeout_s=10.0
+        num_batches=6,
+        groups_per_batch=2,
+        group_size=2,
+        max_staleness=1,
+        update=update,
+        rollout_timeout_s=10.0,
+        scaling=scaling,
     )
     world = PipelineWorld.ready(core, workers=2, capacity=2)
     for worker_id in (W0, W1):
@@ -138,6 +144,26 @@ def test_loads_are_retried_a_few_times_and_again_with_the_next_version():
     while world.trainer.version < 2:
         world.train()
     assert W0 in told_to_load(world)
+
+
+def test_a_load_that_ends_after_it_was_given_up_on_counts():
+    world = world_at_first_step(UpdateMode.IN_FLIGHT)
+    for _ in range(MAX_LOAD_ATTEMPTS):
+        world.now_s += world.settings.rollout_timeout_s
+        world.tell(Tick())
+    assert not any(worker.healthy for worker in world.state.view().workers)
+    world.tell(WeightsLoaded(worker_id=W0, weights=WeightIdentity(epoch=1, version=1)))
+    assert [worker.worker_id for worker in world.state.view().workers if worker.healthy] == [W0]
+
+
+@pytest.mark.parametrize("max_workers", [2, 3])
+def test_an_elastic_run_whose_loads_fail_everywhere_asks_for_another_worker_while_it_may(max_workers):
+    world = world_at_first_step(UpdateMode.IN_FLIGHT, ScalingSettings(min_workers=1, max_workers=max_workers))
+    for worker_id in (W0, W1):
+        for _ in range(MAX_LOAD_ATTEMPTS):
+            world.load(worker_id, fails=True)
+    world.tell(Tick())
+    assert world.spawn_total == max_workers - 2
 
 
 def test_an_open_load_is_outstanding_until_it_is_answered():

@@ -7,19 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.costs.analytic import (
+from orchestrator.sim.costs import (
+    A100,
+    GPUS,
+    H20,
+    H800,
     DoesNotFitError,
     decode_cost,
+    generation_degrees,
     most_ranks,
-    smallest_tensor_degree,
     switch_s,
     train_cost,
-    transfer_cost,
+    transfer_s,
 )
-from orchestrator.core.costs.cost_model import TransferCost
-from orchestrator.core.costs.hardware import A100, GPUS, H20, H800
-from orchestrator.core.costs.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
+from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
 from transport.contracts.continuous_batching import DecodeCost
+
+CONTEXT = 32_768
 
 costs = st.builds(
     DecodeCost,
@@ -56,7 +60,14 @@ def test_a_step_is_flat_until_arithmetic_outgrows_the_weights():
 
 def test_parameter_counts_are_those_of_the_model_cards():
     billions = {name: llm.params / 1e9 for name, llm in LLMS.items()}
-    cards = {"Qwen2.5-7B": 7.61, "Qwen2.5-32B": 32.5, "Qwen2.5-72B": 72.7, "SmolLM2-135M": 0.135, "SmolLM2-1.7B": 1.71}
+    cards = {
+        "Qwen2.5-3B": 3.09,
+        "Qwen2.5-7B": 7.61,
+        "Qwen2.5-32B": 32.5,
+        "Qwen2.5-72B": 72.7,
+        "SmolLM2-135M": 0.135,
+        "SmolLM2-1.7B": 1.71,
+    }
     assert billions == pytest.approx(cards, rel=0.01)
 
 
@@ -81,8 +92,7 @@ def test_a_hugging_face_configuration_gives_the_same_shape():
 def test_a_model_that_does_not_fit_is_refused_by_name():
     with pytest.raises(DoesNotFitError, match=r"Qwen2.5-72B needs 73 GB .* each of 2 H800"):
         decode_cost(QWEN_72B, H800, 2)
-    with pytest.raises(DoesNotFitError, match=r"Qwen2.5-7B \(15 GB of weights\) .* does not fit on 4 small"):
-        smallest_tensor_degree(QWEN_7B, msgspec.structs.replace(A100, name="small", memory_bytes=8e9))
+    assert generation_degrees(QWEN_7B, msgspec.structs.replace(A100, name="small", memory_bytes=8e9), CONTEXT) == []
     with pytest.raises(DoesNotFitError, match=r"training Qwen2.5-72B on 16 H800 as 2 ranks"):
         train_cost(QWEN_72B, H800, 16, 2)
     with pytest.raises(ValueError, match="do not split 8 ways"):
@@ -90,9 +100,9 @@ def test_a_model_that_does_not_fit_is_refused_by_name():
 
 
 def test_layouts_that_fit_are_found():
-    assert smallest_tensor_degree(QWEN_7B, H800) == 1
-    assert smallest_tensor_degree(QWEN_32B, H800) == 2
-    assert smallest_tensor_degree(QWEN_72B, H800) == 4
+    assert generation_degrees(QWEN_7B, H800, CONTEXT)[0] == 1
+    assert generation_degrees(QWEN_32B, H800, CONTEXT)[0] == 2
+    assert generation_degrees(QWEN_72B, H800, CONTEXT)[0] == 4
     assert most_ranks(QWEN_72B, H800, 96) == 12
     assert most_ranks(QWEN_7B, H800, 32) == 32
 
@@ -105,14 +115,14 @@ def test_generation_prefers_bandwidth_and_training_prefers_flops():
 
 
 def test_a_tree_costs_its_depth_and_not_the_number_of_its_leaves():
-    one, many = (transfer_cost(QWEN_72B, 8 * H800.network_bytes_per_s, instances) for instances in (1, 16))
-    assert one.transfer_s() < many.transfer_s() < 1.5 * one.transfer_s()
-    assert TransferCost(num_bytes=10e9, bytes_per_s=10e9).transfer_s() == 1.0
+    one, many = (transfer_s(QWEN_72B, 8 * H800.network_bytes_per_s, instances) for instances in (1, 16))
+    assert one < many < 1.5 * one
+    assert one == pytest.approx(QWEN_72B.weight_bytes / (0.8 * 8 * H800.network_bytes_per_s) + 0.01)
 
 
 def test_every_gpu_runs_every_model_on_a_node():
     for gpu in GPUS.values():
         for llm in LLMS.values():
-            degree = smallest_tensor_degree(llm, gpu)
+            degree = generation_degrees(llm, gpu, CONTEXT)[0]
             assert decode_cost(llm, gpu, degree).kv_capacity_tokens > 1
             assert switch_s(llm, gpu, 128) > 0

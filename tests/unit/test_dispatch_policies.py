@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.dispatch.policies.registry import plan_dispatch
+from orchestrator.core.dispatch.compute import plan_dispatch
+from orchestrator.core.dispatch.policies.even import instance_latency_s, split
+from orchestrator.core.dispatch.policies.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
 from orchestrator.core.dispatch.policies.scored import Scorer, draw_lengths, training_end_s
 from orchestrator.core.dispatch.policies.slicing import slicing
-from orchestrator.core.dispatch.policies.two_class import instance_latency_s, split
-from orchestrator.core.dispatch.problem import UNKNOWN_SIGMA, GroupLength, Instance, Plan, Problem, repaired
-from orchestrator.core.model.plans import Calibration
+from orchestrator.core.model.pipeline import Calibration
 from transport.contracts.continuous_batching import DecodeCost, finish_times
 from transport.contracts.types import GroupId, WorkerId
 
@@ -212,4 +212,4 @@ def test_the_end_of_training_is_foreseen_closely_for_known_lengths(policy):
         for share in lengths_of(plan)
         for at_s, length in zip(finish_times(COST, share, max_running=10_000), share, strict=True)
     ]
-    assert Scorer.of(problem).end_s(plan) == pytest.approx(training_end_s(arrivals), rel=0.08)
+    assert Scorer(problem).end_s(plan) == pytest.approx(training_end_s(arrivals), rel=0.08)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.observability.metrics import MetricsLog, ranker_numbers
+from orchestrator.observability.metrics import GROUPS, PREFIXES, MetricsLog, grouped, ranker_numbers
 from orchestrator.observability.report.bubbles import Cause
 from tests.unit.test_metrics import ended, outcome, scored, step, training
 from transport.contracts.messages import RankerJudged
@@ -42,3 +42,8 @@ def test_every_key_of_a_batch_is_explained_and_none_that_is_not_there(tmp_path: 
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     explained = {key for row in rows for key in re.findall(r"`(\w+)`", row)} | set(re.findall(r"`(ranker_\w+)`", text))
     assert explained == told
+    components = {"right", "well_formed", "right_with_filtered"}
+    assert not {key for key in told - components - {*GROUPS["reward"].split()} if "reward/" in grouped(key)}
+    assert grouped("well_formed") == "reward/well_formed", "a component of the reward has any name"
+    assert (grouped("reward_std"), grouped("eval_right")) == ("reward/reward_std", "eval/right")
+    assert all(f"`{group}/`" in text for group in (*GROUPS, *PREFIXES))

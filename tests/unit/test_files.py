@@ -18,15 +18,15 @@ import pytest
 from orchestrator.config.load import resolve
 from orchestrator.config.run_directory import RunDir
 from orchestrator.journal import Journal, recover
-from ranker.errors import RankerFileError
-from ranker.history import StoredHistory
-from ranker.store import StoredRanker, read, write
-from transport.errors import DirectoryError
+from ranker.history import LengthHistory
+from ranker.model import StoredRanker, read_ranker, write_ranker
+from ranker.protocol import RankerFileError
+from transport.errors import DirectoryError, RunExistsError
 from transport.process.files import REMAINS_S, remove_remains, replace, replacing, writing
 
 OLD, NEW = b"old" * 1000, b"new" * 100_000
 
-HISTORY = StoredHistory(bias=0.0, bias_variance=1.0, drift=0.1, noise=1.0, prior_scale=1.0, groups=1, prompts={})
+HISTORY = LengthHistory(bias=0.0, bias_variance=1.0, drift=0.1, noise=1.0, prior_scale=1.0, groups=1, prompts={})
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -93,14 +93,14 @@ def test_a_snapshot_and_a_ranker_on_a_full_disk_keep_what_was_there(tmp_path: Pa
     journal, _ = Journal.open(tmp_path / "journal")
     journal.snapshot(b"state", 0)
     ranker = StoredRanker(history=HISTORY)
-    write(tmp_path / "ranker.bin", ranker)
+    write_ranker(tmp_path / "ranker.bin", ranker)
     with full_disk(3):
         with pytest.raises(DirectoryError):
             journal.snapshot(b"another", 0)
         with pytest.raises(RankerFileError):
-            write(tmp_path / "ranker.bin", StoredRanker(history=msgspec.structs.replace(HISTORY, groups=2)))
+            write_ranker(tmp_path / "ranker.bin", StoredRanker(history=msgspec.structs.replace(HISTORY, groups=2)))
     assert recover(tmp_path / "journal").snapshot == b"state"
-    assert read(tmp_path / "ranker.bin") == ranker
+    assert read_ranker(tmp_path / "ranker.bin") == ranker
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["snapshot-000000000000.bin"]
 
 
@@ -138,5 +138,5 @@ def test_a_full_disk_asks_for_space(tmp_path: Path):
 
 def test_a_run_directory_below_a_file_is_named(tmp_path: Path):
     (tmp_path / "runs").touch()
-    with pytest.raises(DirectoryError, match=f"Not a directory; let user {os.getuid()} write there"):
+    with pytest.raises(RunExistsError, match="runs is a file; choose another --name or --dir"):
         RunDir(tmp_path / "runs" / "mine").claim("", resume=False)

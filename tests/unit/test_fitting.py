@@ -10,7 +10,6 @@ import pytest
 
 from orchestrator.cli.profile import report, section
 from orchestrator.config.load import resolve
-from orchestrator.core.costs.cost_model import TrainCost
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import (
@@ -21,8 +20,8 @@ from orchestrator.planning.profiles import (
     held_out_train_errors,
     read_profile,
 )
-from transport.contracts.continuous_batching import DecodeCost
-from transport.contracts.measurements import DecodeRun, Measurements, PrefillRun, TrainRun
+from orchestrator.sim.costs import TrainCost
+from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
 
 TRUE = DecodeCost(fixed_s=0.004, weights_s=0.02, gemm_sample_s=0.00125, sample_s=0.0002, kv_token_s=1e-6)
 STEPS = 48
@@ -182,7 +181,7 @@ def test_what_cannot_be_fitted_or_read_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_profile(tmp_path / "none.json")
     (tmp_path / "torn.json").write_text("{")
-    with pytest.raises(ConfigError, match="make a profile with"):
+    with pytest.raises(ConfigError, match="make a profile: "):
         read_profile(tmp_path / "torn.json")
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.fakes.explicit_ids import append_at
 from tests.fakes.generation_world import ME, PROMPT, V1, World, running
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Entry
@@ -136,7 +137,7 @@ async def test_a_plan_without_its_prompt_fails_and_may_be_tried_again():
 
 async def test_a_plan_that_cannot_be_read_is_dead_lettered_and_the_next_one_runs():
     async with running() as world:
-        await world.broker.enqueue(keys.plans(ME), Entry(payload=b"\xc1 nonsense"), entry_id="0-1")
+        await append_at(world.broker, keys.plans(ME), Entry(payload=b"\xc1 nonsense"), "0-1", is_queue=True)
         await world.plan(0)
         await world.engine.wait_submitted(1)
         (dead,) = await world.broker.dead_letters()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.commands import gpus
+from workers.commands import build as gpus
 from workers.errors import GpuError
 
 HOLD = """
 import os, sys
-from workers.commands.gpus import take_gpu
+from workers.commands.build import take_gpu
 take_gpu(sys.argv[1])
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()

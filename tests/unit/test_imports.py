@@ -18,7 +18,7 @@ OURS = ("orchestrator", "workers", "transport", "ranker")
 
 CONTRACTS = ("transport", "transport/process", "transport/contracts")
 CHANNELS = (*CONTRACTS, "transport/broker", "transport/tensors", "transport/rows")
-CORE = ("orchestrator/core", "orchestrator/core/model", "orchestrator/core/costs")
+CORE = ("orchestrator/core", "orchestrator/core/model")
 WORKER = ("workers", "workers/leases", "workers/weights", *CHANNELS)
 
 MAY_IMPORT: Mapping[str, Sequence[str]] = {
@@ -30,10 +30,9 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     "transport/rows": (*CONTRACTS, "transport/broker", "transport/tensors"),
     "ranker": CONTRACTS,
     # --- orchestrator: the decisions, from the model of the run to its one door, state.py
-    "orchestrator/core/costs": ("transport/contracts",),
-    "orchestrator/core/model": ("orchestrator/core/costs", "transport/contracts"),
+    "orchestrator/core/model": ("transport/contracts",),
     "orchestrator/core/rollout": ("orchestrator/core/model", "transport/contracts"),
-    "orchestrator/core/dispatch/policies": ("orchestrator/core/dispatch", "transport/contracts"),
+    "orchestrator/core/dispatch/policies": ("transport/contracts",),
     "orchestrator/core/dispatch": (
         "orchestrator/core/model",
         "orchestrator/core/rollout",
@@ -41,16 +40,6 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "transport/contracts",
     ),
     "orchestrator/core/lanes": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
-    "orchestrator/core/fleet": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
-    "orchestrator/core/training": (
-        "orchestrator/core/model",
-        "orchestrator/core/rollout",
-        "orchestrator/core/dispatch",
-        "orchestrator/core/lanes",
-        "orchestrator/core/fleet",
-        "transport/contracts",
-    ),
-    "orchestrator/core/observe": ("orchestrator/core/model", "orchestrator/core/rollout", "transport/contracts"),
     "orchestrator/core": ("orchestrator/core/*", "transport/contracts"),
     # --- orchestrator: what carries them out, and who looks on
     "orchestrator": CONTRACTS,
@@ -66,14 +55,6 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "orchestrator/core/dispatch",  # plans are computed beside the loop
         "orchestrator/prompts",
     ),
-    "orchestrator/lengths": (
-        *CONTRACTS,
-        "ranker",
-        "orchestrator",
-        "orchestrator/config",
-        "orchestrator/prompts",
-        "orchestrator/loop",
-    ),
     "orchestrator/observability": (*CHANNELS, *CORE, "orchestrator", "orchestrator/config"),
     "orchestrator/observability/report": (
         *CHANNELS,
@@ -87,7 +68,6 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         *CORE,
         "orchestrator",
         "orchestrator/config",
-        "orchestrator/core/observe",
         "orchestrator/loop",
         "orchestrator/observability",
         "orchestrator/observability/report",
@@ -99,7 +79,6 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "orchestrator/config",
         "orchestrator/prompts",
         "orchestrator/loop",
-        "orchestrator/observability/http",
     ),
     "orchestrator/launch": (
         *CHANNELS,
@@ -108,7 +87,6 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "orchestrator",
         "orchestrator/config",
         "orchestrator/prompts",
-        "orchestrator/lengths",
         "orchestrator/loop",
         "orchestrator/serving",
         "orchestrator/observability/*",
@@ -116,47 +94,39 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     # --- orchestrator: without a run
     "orchestrator/sim": (
         *CONTRACTS,
+        "ranker",
         "orchestrator",
         "orchestrator/config",
         "orchestrator/core/*",
         "orchestrator/observability/report",
     ),
-    "orchestrator/planning": (
-        *CONTRACTS,
-        "ranker",
-        "orchestrator",
-        "orchestrator/config",
-        "orchestrator/core/*",
-        "orchestrator/sim",
-    ),
+    "orchestrator/planning": (*CONTRACTS, "orchestrator", "orchestrator/core/model", "orchestrator/sim"),
     "orchestrator/cli": ("transport/*", "ranker", "orchestrator/*"),
     # --- workers
     "workers": CONTRACTS,
     "workers/__main__.py": ("transport/*", "workers/*"),
-    "workers/models": (*CONTRACTS, "workers"),
     "workers/algorithms": (),
     "workers/leases": (*CHANNELS, "workers"),
     "workers/weights": (*CHANNELS, "workers", "workers/leases"),
     "workers/generation": WORKER,
-    "workers/generation/embedded": (*WORKER, "workers/models", "workers/generation"),
-    "workers/generation/server": (*WORKER, "workers/models", "workers/generation"),
-    "workers/trainer": (*WORKER, "workers/algorithms", "workers/models"),
-    "workers/trainer/policy": (*WORKER, "workers/algorithms", "workers/models", "workers/trainer"),
+    "workers/generation/embedded": (*WORKER, "workers/generation"),
+    "workers/generation/server": (*WORKER, "workers/generation"),
+    "workers/trainer": (*WORKER, "workers/algorithms"),
+    "workers/trainer/policy": (*WORKER, "workers/algorithms", "workers/trainer"),
     "workers/scoring": (
         *WORKER,
         "workers/algorithms",
-        "workers/models",
+        "workers/trainer",
         "workers/trainer/policy",  # the reference model is computed as the trainer computes its own
     ),
     "workers/client": WORKER,
     "workers/commands": (
         *WORKER,
-        "workers/models",
+        "workers/algorithms",
         "workers/generation/*",
         "workers/scoring",
         "workers/trainer/*",
     ),
-    "workers/profile": (*WORKER, "workers/commands", "workers/generation/*", "workers/trainer/*"),
 }
 """Which folders a folder may import, besides itself; ``folder/*`` is the folder and all below it. A file may have a row
 of its own. The rows stand in an order in which each imports what stands above it, but for a folder and its rooms."""
@@ -197,11 +167,10 @@ ONLY_IN = {
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
-    "workers/models/resolve.py",  # foreign code: whatever it raises, it has ended
-    "workers/weights/publishing_worker.py",  # the guard of one delivery: what it asks for is written by others
+    "workers/models.py",  # foreign code: whatever it raises, it has ended
+    "workers/weights/publish.py",  # the guard of one delivery: what it asks for is written by others
     "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises
-    "workers/generation/server/sglang_loader.py",  # the same
-    "workers/scoring/reward_process.py",  # foreign code: the guard of one unit of scoring
+    "workers/scoring/rewards.py",  # foreign code: the guard of one unit of scoring
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""
 
@@ -418,7 +387,7 @@ def test_every_file_that_a_readme_names_exists() -> None:
         ("orchestrator/launch/app.py", "workers/leases/lifecycle.py"),
         ("orchestrator/cli/commands.py", "workers/errors.py"),
         ("workers/leases/lifecycle.py", "orchestrator/config/load.py"),
-        ("transport/rows/columns.py", "workers/models/resolve.py"),
+        ("transport/rows/columns.py", "workers/models.py"),
         ("ranker/protocol.py", "orchestrator/errors.py"),
     ],
 )

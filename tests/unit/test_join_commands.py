@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
-from orchestrator.launch.process import join_commands
+from orchestrator.launch.app import join_commands
 from transport.contracts.settings import BrokerSettings, RunSettings, ScoringSettings, Settings, TrainerSettings
+from transport.process.programs import command
 
 SETTINGS = Settings(run=RunSettings(name="mine"), broker=BrokerSettings(url="redis://user:secret@host:6379"))
+WORKER = command("streamrl-worker")
 WHERE = "--broker redis://user@host:6379 --run mine"
 
 
 def test_each_kind_of_worker_has_a_line_without_the_password():
-    assert join_commands(SETTINGS) == [f"streamrl-worker {kind} {WHERE}" for kind in ("generate", "score", "train")]
+    assert join_commands(SETTINGS) == [f"{WORKER} {kind} {WHERE}" for kind in ("generate", "score", "train")]
 
 
 def test_a_reward_of_the_users_is_named_to_the_worker_that_runs_it():
     settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine.rewards:exact"))
-    assert join_commands(settings)[1] == f"streamrl-worker score --reward mine.rewards:exact {WHERE}"
+    assert join_commands(settings)[1] == f"{WORKER} score --reward mine.rewards:exact {WHERE}"
 
     settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine:exact", reward_path="my rewards"))
-    assert join_commands(settings)[1] == f"streamrl-worker score --reward mine:exact --reward-path 'my rewards' {WHERE}"
+    assert join_commands(settings)[1] == f"{WORKER} score --reward mine:exact --reward-path 'my rewards' {WHERE}"
 
 
 def test_a_service_has_a_publisher_and_neither_scoring_nor_training():
     settings = msgspec.structs.replace(SETTINGS, trainer=TrainerSettings(engine="none"))
-    assert join_commands(settings) == [f"streamrl-worker publish {WHERE}", f"streamrl-worker generate {WHERE}"]
+    assert join_commands(settings) == [f"{WORKER} publish {WHERE}", f"{WORKER} generate {WHERE}"]

@@ -12,11 +12,11 @@ import pytest
 from orchestrator.config.load import resolve
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import load_problems
-from ranker.errors import LengthLogError
 from ranker.logs import read_log
+from ranker.protocol import LengthLogError
 from transport.errors import InputFileError
-from transport.process import json_files
-from transport.process.json_files import read_json, read_rows
+from transport.process import files
+from transport.process.files import read_json, read_rows
 
 MB = 1024 * 1024
 
@@ -30,8 +30,8 @@ def packed(path: Path, content: bytes, repeated: int) -> Path:
 
 def test_a_small_file_that_unpacks_to_much_is_refused_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """60 MB of one row: refused behind the first 8 MB, and no more than a line of it is held."""
-    monkeypatch.setattr(json_files, "FREE_UNPACKED_BYTES", 8 * MB)
-    monkeypatch.setattr(json_files, "MAX_UNPACKED_RATIO", 20)
+    monkeypatch.setattr(files, "FREE_UNPACKED_BYTES", 8 * MB)
+    monkeypatch.setattr(files, "MAX_UNPACKED_RATIO", 20)
     row = b'{"prompt": "' + b"a" * 1000 + b'", "answer": "1", "length": 3}\n'
     bomb = packed(tmp_path / "rows.jsonl.gz", row * 1000, 60)
     tracemalloc.start()
@@ -58,7 +58,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_held(tmp_path: Path):
 
 
 def test_text_that_packs_well_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_files, "FREE_UNPACKED_BYTES", 0)
+    monkeypatch.setattr(files, "FREE_UNPACKED_BYTES", 0)
     rows = b"".join(b'{"prompt": "What is %d plus %d?", "answer": %d}\n' % (i, i * 7, i * 8) for i in range(3000))
     assert len(list(read_rows(packed(tmp_path / "rows.jsonl.gz", rows, 1)))) == 3000
 
@@ -67,7 +67,6 @@ def test_text_that_packs_well_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     ("content", "line", "message"),
     [
         (b'{"a": 1}\n{"a": ' + b"[" * 100_000 + b"\n", 2, "recursion"),
-        (b'{"a": "\xff"}\n', 1, "utf-8"),
         (b'{"a": ' + b"9" * 5000 + b"}\n", 1, "out of range"),
         (b'\n\n{"a": NaN}\n', 3, "JSON has no NaN"),
     ],
@@ -79,7 +78,16 @@ def test_a_row_that_is_none_names_its_line(tmp_path: Path, content: bytes, line:
         list(read_rows(path))
 
 
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"a": "\xff"}', b"[]", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_a_text_of_another_encoding_is_called_so(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(InputFileError, match=r"rows\.jsonl:1: it is not UTF-8 text: save it as UTF-8"):
+        list(read_rows(path))
+    with pytest.raises(InputFileError, match=r"rows\.jsonl: it is not UTF-8 text"):
+        read_json(path, dict[str, object])
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b'{"a": ' + b"9" * 5000 + b"}"])
 def test_a_document_that_is_none_names_its_file(tmp_path: Path, content: bytes):
     path = tmp_path / "config.json"
     path.write_bytes(content)

@@ -14,7 +14,7 @@ ROWS = [RowId(row) for row in ("3/0/0", "3/0/7", "3/12/1", "4/0/0")]
 
 
 def test_a_known_row_is_refused_in_its_pass_only() -> None:
-    ledger = Ledger()
+    ledger = Ledger(version=0, cursor="0-0")
     assert ledger.add(0, ROWS) == ()
     assert ledger.add(0, [ROWS[1], RowId("3/0/1")]) == (ROWS[1],)
     assert ledger.add(1, ROWS) == ()
@@ -22,12 +22,12 @@ def test_a_known_row_is_refused_in_its_pass_only() -> None:
 
 
 def test_a_row_named_twice_in_one_call_is_refused_the_second_time() -> None:
-    assert Ledger().add(0, [ROWS[0], ROWS[0]]) == (ROWS[0],)
+    assert Ledger(version=0, cursor="0-0").add(0, [ROWS[0], ROWS[0]]) == (ROWS[0],)
 
 
 def test_a_row_of_an_evaluation_has_no_place_in_it() -> None:
     with pytest.raises(ValueError, match="eval3"):
-        Ledger().add(0, [row_id(evaluation_id(3, 0), 0)])
+        Ledger(version=0, cursor="0-0").add(0, [row_id(evaluation_id(3, 0), 0)])
 
 
 def test_rows_come_back_from_the_file_in_order() -> None:
@@ -39,7 +39,7 @@ def test_rows_come_back_from_the_file_in_order() -> None:
 
 
 def test_a_thousand_groups_take_a_few_bytes_each() -> None:
-    ledger = Ledger()
+    ledger = Ledger(version=0, cursor="0-0")
     ledger.add(0, [RowId(f"{batch}/{slot}/{i}") for batch in range(125) for slot in range(8) for i in range(8)])
     assert len(ledger.to_bytes()) < 6 * 1000
 
@@ -54,7 +54,7 @@ def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     for version in (2, 10, 9):
         (tmp_path / f"step-{version}").mkdir()
-        (tmp_path / f"step-{version}" / FILE_NAME).write_bytes(Ledger(version=version).to_bytes())
+        (tmp_path / f"step-{version}" / FILE_NAME).write_bytes(Ledger(version=version, cursor="0-0").to_bytes())
     (tmp_path / "step-11.partial").mkdir()
     (tmp_path / "step-12").mkdir()  # damaged: no file
     (tmp_path / "step-10" / FILE_NAME).write_bytes(b"\xc1")
@@ -67,5 +67,5 @@ def test_the_newest_readable_checkpoint_is_read(tmp_path: Path) -> None:
 
 def test_a_ledger_knows_the_weights_that_it_was_written_beside() -> None:
     seal = Seal(weights=WeightIdentity(epoch=2, version=5, digest="abc"), files={"model.safetensors": "crc32:1"})
-    assert Ledger.from_bytes(Ledger(version=5).to_bytes(seal)).seal == seal
-    assert Ledger.from_bytes(Ledger(version=5).to_bytes()).seal is None
+    assert Ledger.from_bytes(Ledger(version=5, cursor="0-0").to_bytes(seal)).seal == seal
+    assert Ledger.from_bytes(Ledger(version=5, cursor="0-0").to_bytes()).seal is None

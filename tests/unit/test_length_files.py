@@ -9,11 +9,10 @@ from statistics import fmean
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.launch.input_files import check_workers_inputs
-from orchestrator.planning.length_files import read_lengths, representative, within
-from orchestrator.sim.lengths import tail_recall
-from transport.contracts.given_lengths import read_lengths as lengths_of_workers
+from orchestrator.launch.processes import check_workers_inputs
+from orchestrator.sim.lengths import read_lengths, representative, tail_recall, within
 from transport.contracts.settings import GenerationSettings, Settings
+from transport.contracts.user_files import read_lengths as lengths_of_workers
 
 
 def write(path: Path, text: str) -> Path:
@@ -114,7 +113,7 @@ def test_a_run_whose_file_of_lengths_is_bad_does_not_begin(tmp_path):
 
 def test_every_batch_holds_the_same_quantiles_in_another_order():
     groups = [(length,) for length in range(1, 1001)]
-    lengths = representative(groups, batch=10, batches=3, prompt_tokens=5, recall=None)
+    lengths = representative(groups, batch=10, group_size=1, batches=3, prompt_tokens=5, recall=None)
     batches = [[group[0] for group in lengths.lengths[start : start + 10]] for start in (0, 10, 20)]
     assert [sorted(batch) for batch in batches] == [[51, 151, 251, 351, 451, 551, 651, 751, 851, 951]] * 3
     assert batches[0] != batches[1]
@@ -124,7 +123,7 @@ def test_every_batch_holds_the_same_quantiles_in_another_order():
 
 def test_the_ranker_has_its_recall_whatever_the_spread():
     groups = [(round(50 * 1.002**place),) for place in range(2000)]
-    lengths = representative(groups, batch=2000, batches=2, prompt_tokens=5, recall=0.75)
+    lengths = representative(groups, batch=2000, group_size=1, batches=2, prompt_tokens=5, recall=0.75)
     actual = [float(group[0]) for group in lengths.lengths]
     assert tail_recall(actual, lengths.predicted, 0.2) == pytest.approx(0.75, abs=0.06)  # uniform, not lognormal
     assert fmean(lengths.predicted) == pytest.approx(fmean(actual), rel=0.05)
@@ -132,7 +131,7 @@ def test_the_ranker_has_its_recall_whatever_the_spread():
 
 @pytest.mark.parametrize("groups", [[(100,)], [(100,)] * 50], ids=["one prompt", "all equal"])
 def test_lengths_without_a_spread_are_known_exactly(groups):
-    lengths = representative(groups, batch=4, batches=2, prompt_tokens=5, recall=0.75)
+    lengths = representative(groups, batch=4, group_size=1, batches=2, prompt_tokens=5, recall=0.75)
     assert lengths.lengths == [(100,)] * 8
     assert lengths.predicted == pytest.approx([100.0] * 8)
     assert lengths.sigma == 0.0
@@ -141,4 +140,4 @@ def test_lengths_without_a_spread_are_known_exactly(groups):
 def test_samples_of_a_prompt_have_a_spread_that_no_ranker_knows():
     assert within([(100,), (100, 100)]) == 0.0
     assert within([(50, 200)]) == pytest.approx(0.6931, abs=1e-3)
-    assert representative([(50, 200)], batch=1, batches=1, prompt_tokens=5, recall=None).sigma > 0.69
+    assert representative([(50, 200)], batch=1, group_size=2, batches=1, prompt_tokens=5, recall=None).sigma > 0.69

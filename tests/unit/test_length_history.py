@@ -8,9 +8,9 @@ import random
 import msgspec
 import pytest
 
-from ranker.errors import RankerFileError
 from ranker.history import LengthHistory, PromptRecord
-from ranker.protocol import LengthEstimate
+from ranker.model import StoredRanker, decode_ranker
+from ranker.protocol import LengthEstimate, RankerFileError
 
 PRIOR = LengthEstimate(mean_tokens=100.0, level_sigma=0.5, sample_sigma=0.3)
 
@@ -113,7 +113,8 @@ def test_one_runaway_response_is_no_trend():
 
 def test_a_history_survives_a_file():
     history = settled_history(random.Random(8))
-    restored = LengthHistory.restore(history.stored())
+    restored = decode_ranker(msgspec.msgpack.encode(StoredRanker(history=history)), "file").history
+    assert restored is not None
     assert restored.posterior("other3", PRIOR) == history.posterior("other3", PRIOR)
     assert restored.posterior("new", PRIOR) == history.posterior("new", PRIOR)
 
@@ -132,6 +133,6 @@ def test_a_history_survives_a_file():
     ],
 )
 def test_impossible_numbers_are_refused(damage: dict[str, object]):
-    stored = msgspec.structs.replace(settled_history(random.Random(9), groups=3).stored(), **damage)
-    with pytest.raises(RankerFileError, match="impossible"):
-        LengthHistory.restore(stored)
+    history = msgspec.structs.replace(settled_history(random.Random(9), groups=3), **damage)
+    with pytest.raises(RankerFileError, match="is not a stored ranker"):
+        decode_ranker(msgspec.msgpack.encode(StoredRanker(history=history)), "file")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ranker.errors import LengthLogError
 from ranker.logs import check_rankable, read_log, read_prompts
+from ranker.protocol import LengthLogError
 from tests.fakes.length_logs import synthetic_lengths
 
 

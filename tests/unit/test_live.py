@@ -9,15 +9,44 @@ import pytest
 from rich.console import Console
 
 from orchestrator.core.model.settings import CoreSettings
-from orchestrator.observability.live import PlainView, TableView, batch_line, mismatch_line, progress
-from orchestrator.terminal_text import printable
+from orchestrator.errors import printable
+from orchestrator.observability.live import (
+    PlainView,
+    TableView,
+    TimeLeft,
+    batch_line,
+    mismatch_line,
+    progress,
+    warnings_of,
+)
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import RankerJudged
 
 
 def test_a_batch_is_one_line_of_what_is_known():
     line = {"batch": 2, "reward": 0.25, "right": 0.5, "seconds": 4.0}
-    assert batch_line(line, 40) == "batch 3/40  reward 0.250  right 50%  4.0 s"
+    assert batch_line(line, 40, left_s=148.0) == "batch 3/40   reward 0.250  right  50%  4.0 s  2 min 28 s left"
+
+
+def test_a_batch_has_the_users_own_components_and_fits_100_columns():
+    numbers = {"loss": -0.01, "grad_norm": 0.0, "kl": 0.01, "tokens_per_s": 9999.0, "response_tokens": 512.0}
+    line = {"batch": 9, "reward": 0.9, "too_short": 0.25, "no_signal": 0.5, "truncated": 0.0, "seconds": 4.0, **numbers}
+    ended = {"bubble_trainer_skew_s": 1.0, "trainer_present_s": 9.0, "ranker_tau": 0.1}
+    said = batch_line({**line, "staleness": 1.0, **ended}, 1000, left_s=4000.0)
+    assert said.startswith("batch 10/1000    reward 0.900  too-short 0.25  no signal 50%  ")
+    assert said.endswith("  grad 0.00  1 h 6 min left")
+    assert 80 < len(said) <= 100
+    assert not {"cut", "bubble", "tau", "present"} & set(said.replace("-", " ").split())
+
+
+def test_the_time_left_is_that_of_the_last_batches():
+    left = TimeLeft()
+    left.add({"batch": 0, "seconds": 100.0})
+    assert left.left_s is None
+    left.num_batches = 21
+    for batch in range(1, 11):
+        left.add({"batch": batch, "seconds": 2.0})
+    assert left.left_s == 20.0
 
 
 def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
@@ -25,6 +54,22 @@ def test_a_mismatch_beyond_the_limit_is_a_warning_that_says_by_how_much():
     assert mismatch_line(line, 0.25) == mismatch_line(line, 0.0) == mismatch_line({"batch": 0}, 0.1) == ""
     assert "batch 3" in mismatch_line(line, 0.2)
     assert "differ by 0.250 on average (largest 3.00, staleness 1.00)" in mismatch_line(line, 0.2)
+    assert (warnings_of(line, 0.2), warnings_of(line, 0.25)) == ([mismatch_line(line, 0.2)], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 1.0}, "batch 3 carries no gradient: the rewards within"),
+        ({"grad_norm": 0.0, "groups_filtered": 16}, "all of its groups were dropped"),
+        ({"grad_norm": 0.0, "groups_trained": 8, "no_signal": 0.5}, "although rewards differ"),
+    ],
+)
+def test_a_batch_without_a_gradient_is_a_warning_that_says_why(line: dict[str, float], why: str):
+    (warning,) = warnings_of({"batch": 2, **line}, 0.1)
+    assert why in warning
+    assert warnings_of({"batch": 2, **line, "grad_norm": 0.1}, 0.1) == []
+    assert warnings_of({"batch": 2}, 0.1) == [], "an emulated trainer has no gradient"
 
 
 def test_terminal_escapes_of_a_model_are_stripped():
@@ -43,9 +88,11 @@ def test_how_far_a_run_is_says_what_it_does():
 def test_plain_lines_go_out_at_once(capsys: pytest.CaptureFixture[str]):
     view = PlainView()
     view.status({"num_batches": 3})
+    for restarts in (1, 1):
+        view.status({"num_batches": 3, "restarts": restarts, "queues": {"dead": 2}})
     view.note("model x")
     view.batch({"batch": 0})
-    assert capsys.readouterr().out == "model x\nbatch 1/3\n"
+    assert capsys.readouterr().out == "1 restart  2 dead letters\nmodel x\nbatch 1/3\n"
 
 
 @pytest.mark.parametrize(
@@ -69,3 +116,53 @@ def test_the_table_shows_whether_the_ranker_is_trusted(judged: RankerJudged, wor
     view.status({**status, "wait": None, "workers": []})
     view.close()
     assert words in screen.getvalue()
+
+
+def headline(**changes: object) -> list[str]:
+    worker = {
+        "worker": "train-0.1",
+        "kind": "train",
+        "doing": "training",
+        "since_s": 1.0,
+        "running": 0,
+        "waiting": 0,
+        "weights": "",
+    }
+    status = {
+        "run": "r",
+        "trained_version": 3,
+        "num_batches": 9,
+        "elapsed_s": 70.0,
+        "workers": [worker],
+    }
+    screen = io.StringIO()
+    view = TableView(Console(file=screen, force_terminal=True, width=100, no_color=True))
+    view.batch({"batch": 2, "seconds": 20.0})
+    view.status({**status, **changes})
+    view.close()
+    return [line.strip() for line in screen.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "healthy"),
+        ({"workers": []}, "starting"),
+        ({"paused": True}, "paused"),
+        ({"stop_reason": "drained"}, "ending"),
+        (
+            {"blocked": {"stage": "scoring", "waits_for": "scores", "owner": "score-0", "still_s": 70.0}},
+            "blocked",
+        ),
+    ],
+)
+def test_the_first_line_of_the_table_says_how_the_run_is(changes: dict[str, object], state: str):
+    (first,) = [line for line in headline(**changes) if "trained 3/9" in line]
+    assert state in first
+    assert first.endswith("1 min 10 s, 2 min 0 s left") or "\x1b" in first
+
+
+def test_what_went_wrong_is_in_the_headline():
+    shown = "\n".join(headline(num_lost=2, restarts=1, queues={"dead": 3}, given_up="it \x1braised"))
+    assert "2 workers lost  1 restart  3 dead letters" in shown
+    assert "given up: it raised" in shown

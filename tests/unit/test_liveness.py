@@ -7,13 +7,13 @@ import socket
 import pytest
 
 from orchestrator.launch.processes import SILENCES, Liveness
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.contracts.messages import STARTING, WorkerStatus, encode
 from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import RunName, WorkerId, WorkerKind
 from transport.errors import BrokerFullError, BrokerUnavailableError
-from transport.process.clock import ManualClock
 
 STARTUP_S, SILENCE_S = 10.0, 5.0
 DEADLINES = LivenessSettings(startup_s=STARTUP_S, lease_s=SILENCE_S / SILENCES)

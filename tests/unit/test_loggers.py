@@ -105,7 +105,7 @@ async def test_without_loggers_nothing_is_started(tmp_path: Path):
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(loggers.MODULES, "wandb", "no_such_module")
     loggers.check_installed([])
-    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"/pip install 'streamrl\[wandb\]'"):
         loggers.check_installed(["wandb"])
 
 
@@ -130,8 +130,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     feed_three("tensorboard", tmp_path)
     read = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert sorted(read.Tags()["tensors"]) == ["batch", "reward"]
-    points = [(point.step, point.tensor_proto.float_val[0]) for point in read.Tensors("reward")]
+    assert sorted(read.Tags()["tensors"]) == ["reward/reward", "run/batch"]
+    points = [(point.step, point.tensor_proto.float_val[0]) for point in read.Tensors("reward/reward")]
     assert points == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
@@ -163,6 +163,6 @@ def test_mlflow_takes_every_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name(loggers.PROJECT)
     (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "reward")
+    history = client.get_metric_history(run.info.run_id, "reward/reward")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert run.info.status == "FINISHED"

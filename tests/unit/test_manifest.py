@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError
-from transport.tensors.address import choose_sources, host_id, parse_address
+from transport.tensors.base import choose_sources, host_id, parse_address
 from transport.tensors.manifest import (
     ALIGNMENT_BYTES,
     check_manifest,

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.contracts.types import RunName
 from workers.errors import RanksError
-from workers.trainer.meeting import MEETING, Meeting
+from workers.trainer.policy.ranks import MEETING, Meeting
 
 SOON_S = 30.0
 NOW_S = 0.5

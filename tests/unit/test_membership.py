@@ -6,13 +6,12 @@ import asyncio
 
 import msgspec
 
-from orchestrator.loop.intake import new_inbox
-from orchestrator.loop.membership import RETURN_POLLS, Membership, Newcomers, SilenceClock
+from orchestrator.loop.intake import RETURN_POLLS, Membership, Newcomers, SilenceClock, new_inbox
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.contracts.messages import STARTING, WorkerJoined, WorkerStatus, encode
 from transport.contracts.types import PROTOCOL_VERSION, RunName, WorkerId, WorkerKind
-from transport.process.clock import ManualClock
 
 A, B = WorkerId("generate-0.1"), WorkerId("generate-1.1")
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import ZERO_ID, Commit, Entry, GroupWrite
 from transport.contracts.types import Column, GroupId, RunName
 from transport.errors import BrokerUnavailableError
-from transport.process.clock import ManualClock
 
 HELLO = Entry(fields={"name": "hello"})
 GROUP = Commit(groups=[GroupWrite(group_id=GroupId("0/0"), size=1, columns={Column.PROMPT_TEXT: b"abc"})])

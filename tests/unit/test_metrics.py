@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from orchestrator.observability.http.status import UsageWindow
-from orchestrator.observability.metrics import MetricsLog, quantiles
-from orchestrator.observability.metrics_file import read_file, read_lines, read_metrics
+from orchestrator.observability.metrics import MetricsLog, quantiles, read_file, read_metrics
 from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
@@ -304,7 +303,7 @@ def test_an_evaluation_has_a_line_of_its_own_with_its_cost_and_none_of_it_is_a_b
     log.observe(scored(group, (1.0,)), [evaluated(0)], 1.5)
     log.observe(scored("0/0", (0.0, 0.0)), [], 1.6)
     batch = log.observe(step(0), [training(0, "0/0")], 2.0)
-    line, _ = read_lines(path)
+    line, _ = read_file(path).lines
     assert (line["eval"], line["version"], line["time_s"]) == (0, 0, 1.5)
     assert (line["eval_reward"], line["eval_right"]) == (0.5, 0.25)
     assert line["eval_share"] == 0.25
@@ -319,7 +318,7 @@ def test_an_evaluation_is_written_once_over_restarts_and_has_no_means_without_an
     MetricsLog(path).observe(step(0), [evaluated(0)], 1.0)
     log = MetricsLog(path)
     log.observe(step(1), [evaluated(0), evaluated(1, answered=0)], 2.0)
-    lines = [line for line in read_lines(path) if "eval" in line]
+    lines = [line for line in read_file(path).lines if "eval" in line]
     assert [line["eval"] for line in lines] == [0, 1]
     assert "eval_reward" not in lines[1]
 

@@ -11,8 +11,8 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.contracts.messages import WorkerLost, encode, event_decoder
-from transport.contracts.model_identity import ModelIdentity, identify_model
 from transport.contracts.types import RunName, WorkerId
+from transport.contracts.user_files import ModelIdentity, identify_model
 from transport.errors import FatalError
 from workers.commands.build import check_model
 from workers.errors import ModelMismatchError

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ranker import online, refit
-from ranker.errors import RankerFileError, RefitError
+from ranker import online
 from ranker.logs import PromptLengths, split
 from ranker.model import TextModel
-from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
-from ranker.refit import RefitRequest
+from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker, RefitRequest
+from ranker.protocol import RankerFileError, RefitError
 from tests.fakes.length_logs import synthetic_lengths
 
 SAMPLES = synthetic_lengths(640)
@@ -137,8 +136,8 @@ def test_observations_and_predictions_go_on_while_it_trains(monkeypatch: pytest.
 
 
 def test_few_new_prompts_add_trees_and_many_start_anew(model: TextModel):
-    few = refit.refit(RefitRequest(old=model.stored, samples=SAMPLES[300:400], seed=1))
-    many = refit.refit(RefitRequest(old=model.stored, samples=SAMPLES[300:], seed=1))
+    few = online.refit(RefitRequest(old=model.stored, samples=SAMPLES[300:400], seed=1))
+    many = online.refit(RefitRequest(old=model.stored, samples=SAMPLES[300:], seed=1))
     assert few.stored.log_trees[: len(model.stored.log_trees)] == model.stored.log_trees
     assert many.stored.terms != model.stored.terms
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from transport.process.options import with_options
+from transport.process.programs import with_options
 
 app = typer.Typer(rich_markup_mode=None)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import profile
+from orchestrator.cli.profile import check_place
 from orchestrator.config.run_directory import journal_of
-from orchestrator.errors import ConfigError
-from orchestrator.run_outputs import check_place, writing_out
+from orchestrator.errors import ConfigError, writing_out
 from transport.contracts.settings import Settings
 
 

@@ -43,7 +43,7 @@ def test_masked_tokens_are_inputs_but_no_targets() -> None:
     assert batch.input_ids.shape == (1, 7)
     assert batch.predictor_N.tolist() == [2, 4, 6]
     assert batch.tokens.weights_N.tolist() == pytest.approx([1 / 3] * 3)
-    assert batch.num_loss_tokens == 3
+    assert sum(batch.row_lengths) == 3
 
 
 def test_columns_of_unequal_length_are_refused_by_row() -> None:

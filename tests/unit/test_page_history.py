@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import pytest
 
-from orchestrator.observability.http.page_history import (
+from orchestrator.observability.http.status import (
     BATCHES,
     CELLS,
     MAX_EVENTS,
     MAX_LANES,
+    MAX_LOST,
     MAX_POINTS,
     UNSETTLED,
     Curves,
     LaneHistory,
     RecentEvents,
+    StatusBoard,
     recent_bubbles,
 )
+from tests.fakes.manual_clock import ManualClock
 from transport.contracts.messages import (
     RolloutFinished,
     RoundDone,
@@ -23,9 +29,17 @@ from transport.contracts.messages import (
     Tick,
     TrainerReady,
     WorkerJoined,
+    WorkerLost,
     WorkerStatus,
 )
 from transport.contracts.types import FinishReason, RowId, WeightIdentity, WorkerId, WorkerKind
+
+
+def curves_of(lines: Iterable[Mapping[str, Any]]) -> Curves:
+    curves = Curves()
+    for line in lines:
+        curves.add(line)
+    return curves
 
 
 def status(worker: str, doing: str, *, elapsed_s: float = 0.0, busy_s: float = 0.0) -> dict[WorkerId, WorkerStatus]:
@@ -117,20 +131,33 @@ def test_a_long_runs_curve_is_thinned_and_reaches_from_its_first_batch_to_its_la
 
 
 def test_a_batch_that_is_trained_again_takes_back_what_came_after_it():
-    curves = Curves({"batch": batch, "incarnation": 1, "reward": 0.0} for batch in range(5))
+    curves = curves_of({"batch": batch, "incarnation": 1, "reward": 0.0} for batch in range(5))
     curves.add({"batch": 3, "incarnation": 2, "reward": 1.0})
     assert curves.as_dict()["batch"] == [0, 1, 2, 3]
     assert curves.as_dict()["reward"] == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_the_late_line_of_an_earlier_batch_is_left_out():
-    curves = Curves({"batch": batch, "incarnation": 1} for batch in (0, 2, 1))
+    curves = curves_of({"batch": batch, "incarnation": 1} for batch in (0, 2, 1))
     assert curves.as_dict()["batch"] == [0, 2]
 
 
 def test_a_number_that_a_batch_lacks_is_a_gap_and_so_is_one_that_is_none():
-    curves = Curves([{"batch": 0, "loss": float("nan"), "name": "text"}, {"batch": 1, "loss": 0.123456789, "kl": 2.0}])
+    curves = curves_of(
+        [{"batch": 0, "loss": float("nan"), "name": "text"}, {"batch": 1, "loss": 0.123456789, "kl": 2.0}]
+    )
     assert curves.as_dict() == {"batch": [0, 1], "kl": [None, 2.0], "loss": [None, 0.12346]}
+
+
+def test_workers_that_were_lost_are_counted_and_the_newest_named():
+    board = StatusBoard(ManualClock())
+    asked_to_go = WorkerLost(worker_id=WorkerId("generate-9.1"), reason="drained", left=True)
+    for number in range(MAX_LOST + 2):
+        board.observe(WorkerLost(worker_id=WorkerId(f"generate-{number}.1"), reason="its process ended"), float(number))
+        board.observe(asked_to_go, float(number))
+    assert board.num_lost == MAX_LOST + 2
+    assert [lost["at_s"] for lost in board.lost] == [float(number) for number in range(2, MAX_LOST + 2)]
+    assert board.lost[-1] == {"worker": "generate-9.1", "reason": "its process ended", "at_s": 9.0}
 
 
 # --- bubbles ----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import random
 
 from orchestrator.core.dispatch.compute import compute_plan, problem_of
 from orchestrator.core.model.settings import CoreSettings
+from orchestrator.loop.execute import Planner
 from orchestrator.loop.intake import new_inbox
-from orchestrator.loop.planner import Planner
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedGroup, PlannedWorker
 from transport.contracts.types import GroupId, WorkerId

@@ -15,10 +15,16 @@ from orchestrator.loop.prompt_server import PromptServer
 from orchestrator.prompts.dataset import Problem
 from orchestrator.prompts.source import PromptEncoder, ShuffledSource
 from ranker.protocol import ConstantPredictor, LengthEstimate
-from transport.contracts.messages import HeldOutPromptsArrived, PromptsArrived, SlotOutcome
+from transport.contracts.messages import (
+    HeldOutPromptsArrived,
+    PromptsArrived,
+    RequestHeldOutPrompts,
+    RequestPrompts,
+    SlotOutcome,
+)
 from transport.contracts.settings import DataSettings
 from transport.contracts.types import GroupId, PromptId
-from workers.models.random_model import character_tokenizer
+from workers.models import character_tokenizer
 
 
 def source(*questions: str) -> ShuffledSource:
@@ -49,12 +55,12 @@ async def next_arrival(inbox: Inbox) -> Arrival:
 async def test_held_out_problems_are_told_from_the_first_on_each_time():
     async with running(source("held a", "held b", "held c")) as (server, inbox):
         for _ in range(2):
-            server.request_held_out(2)
+            server.request(RequestHeldOutPrompts(count=2))
             event = (await next_arrival(inbox)).event
             assert isinstance(event, HeldOutPromptsArrived)
             assert [prompt.prompt_id for prompt in event.prompts] == ["rows.jsonl/0", "rows.jsonl/1"]
             assert [prompt.predicted_tokens for prompt in event.prompts] == [9.0, 9.0]
-        server.request(1)
+        server.request(RequestPrompts(count=1))
         event = (await next_arrival(inbox)).event
         assert isinstance(event, PromptsArrived)
         assert server.prompt(PromptId("rows.jsonl/0")).text == "train a"
@@ -83,8 +89,8 @@ async def test_the_predictor_is_asked_beside_the_loop_and_never_takes_a_held_out
     recorder, inbox = Recorder(), new_inbox()
     server = PromptServer(source("train a"), recorder, held_out=source("held a"))
     task = asyncio.create_task(server.run(inbox))
-    server.request(1)
-    server.request_held_out(1)
+    server.request(RequestPrompts(count=1))
+    server.request(RequestHeldOutPrompts(count=1))
     for _ in range(2):
         await next_arrival(inbox)
     task.cancel()
@@ -103,7 +109,7 @@ def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
 
 async def test_a_run_without_held_out_problems_says_so():
     async with running(None) as (server, inbox):
-        server.request_held_out(2)
+        server.request(RequestHeldOutPrompts(count=2))
         assert (await next_arrival(inbox)).event == HeldOutPromptsArrived(prompts=())
 
 

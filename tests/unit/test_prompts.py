@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,13 +13,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.config.load import resolve
-from orchestrator.errors import DataError
-from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.errors import ConfigError, DataError
+from orchestrator.prompts.dataset import Problem, Problems, load_problems
 from orchestrator.prompts.source import PromptEncoder, PromptSource, ShuffledSource, fitting, held_out, open_source
 from transport.contracts.messages import SlotOutcome
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import GroupId, PromptId
-from workers.models.random_model import character_tokenizer
+from workers.models import character_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "gsm8k_sample.jsonl"
 
@@ -148,17 +149,32 @@ def test_outcomes_do_not_change_the_order(model_dir: Path):
 # --- held-out problems ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["smollm2", "smollm2-hard"])
-def test_no_held_out_question_is_trained_on(preset: str):
+@pytest.mark.parametrize(("preset", "held_out", "training"), [("smollm2", 256, 379), ("smollm2-hard", 128, 3900)])
+def test_no_held_out_question_is_trained_on(preset: str, held_out: int, training: int):
     problems = load_problems(settings(preset=preset))
     held = {problem.question for problem in problems.held_out}
-    assert len(problems.held_out) == 128
+    assert len(held) == len(problems.held_out) == held_out
     assert held.isdisjoint(problem.question for problem in problems.training)
-    assert len(problems.training) > 1000
+    assert len(problems.training) >= training
+
+
+def test_the_sums_of_the_main_preset_are_right_differ_and_begin_with_the_easy_ones():
+    problems = load_problems(settings("eval.path=", "eval.problems=0", preset="smollm2")).training
+    numbers: list[tuple[int, int]] = []
+    for problem in problems:
+        found = re.search(r": (\d+) ([+-]) (\d+) =", problem.question)
+        assert found
+        one, other = int(found[1]), int(found[3])
+        assert json.loads(problem.entry_json)["answer"] == str(one + other if found[2] == "+" else one - other)
+        numbers.append((one, other))
+    assert len({problem.question for problem in problems}) == len(problems) == 635
+    assert [max(pair) < 10 for pair in numbers] == [True] * 155 + [False] * 480
+    assert all(min(pair) < 10 and max(pair) <= 25 for pair in numbers)
 
 
 def test_a_small_task_keeps_half_of_its_questions_for_training():
-    problems = load_problems(settings(preset="smollm2"))  # 200 different sums of two digits
+    digits = [f"data.params.{name}={value}" for name, value in (("max_terms", 2), ("max_digits", 1))]
+    problems = load_problems(settings(*digits, preset="smollm2-hard"))  # 200 different sums of two digits
     assert 90 <= len({problem.question for problem in problems.held_out}) <= 100
     assert len({problem.question for problem in problems.training}) >= 100
 
@@ -235,7 +251,16 @@ def test_size_limits_a_file(tmp_path: Path):
         (b'["x"]\n', r"rows\.jsonl:1: not the JSON that belongs here"),
         (b'{"prompt": "  ", "answer": 1}\n', r"row 1: column 'prompt' must be text"),
         (b'{"prompt": 5, "answer": 1}\n', r"row 1: column 'prompt' must be text"),
-        (b"\xff\xfe\x00", r"rows\.jsonl:1: not the JSON that belongs here"),
+        (b"\xff\xfe\x00", r"rows\.jsonl:1: it is UTF-16 text: save it as UTF-8"),
+        (b"PAR1\x15\x04", r'rows\.jsonl:1: it is a Parquet file.*set data\.source to "hf"'),
+        (b"prompt,answer\n", r'rows\.jsonl:1: not the JSON.*CSV.*set data\.source to "hf"'),
+        (b'\xef\xbb\xbf{"question": "x"}\n', r"row 1: no column 'prompt'; it has 'question'"),
+        (b'{"prompt": [{"role": "user"}], "answer": 1}\n', r"row 1: column 'prompt' is no list of messages.*content"),
+        (b'{"prompt": [], "answer": 1}\n', r"row 1: column 'prompt' must be text that is not empty, or a list of"),
+        (
+            b'{"prompt": [{"role": "assistant", "content": "4"}], "answer": 1}\n',
+            r"row 1: the messages in column 'prompt' end with the assistant's",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, content: bytes, message: str):
@@ -243,6 +268,19 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str):
     Path(configured.data.path).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_problems(configured)
+
+
+def test_a_prompt_may_be_a_conversation(tmp_path: Path, model_dir: Path):
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1 = ?"}]
+    rows = [{"prompt": turns, "answer": 2}, {"prompt": "2 + 2 = ?", "answer": 4}]
+    configured = of_rows(tmp_path, rows, 'data.suffix=" So?"', "data.shuffle=false", "eval.problems=0")
+    texts = [prompt.text for prompt in open_source(configured, model_dir).next(2).prompts]
+    assert texts[0] == (
+        "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\n1 + 1 = ? So?<|im_end|><|im_start|>assistant\n"
+    )
+    assert texts[1] == "<|im_start|>user\n2 + 2 = ? So?<|im_end|><|im_start|>assistant\n"
+    entry = json.loads(load_problems(configured).training[0].entry_json)
+    assert (entry["question"], entry["answer"]) == ("be brief\n\n1 + 1 = ?", 2)
 
 
 def test_a_missing_file():
@@ -298,7 +336,7 @@ def test_data_set_on_disk(tmp_path: Path, form: str):
     configured = settings("data.source=hf", f"data.path={path}", "eval.problems=0", "data.size=3")
     problems = load_problems(configured).training
     assert [problem.question for problem in problems] == ["question 0", "question 1", "question 2"]
-    assert problems[2].prompt_id == f"{path.name}/2"
+    assert problems[2].prompt_id == f"{path.name}/train/2"
 
 
 def test_data_set_errors(tmp_path: Path):
@@ -306,8 +344,73 @@ def test_data_set_errors(tmp_path: Path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(questions(2))}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="has no split 'dev'; it has train"):
         load_problems(settings("data.source=hf", f"data.path={tmp_path / 'saved'}", "data.split=dev"))
+    with pytest.raises(DataError, match=r"data.config: .* was saved, and has no configurations"):
+        load_problems(settings("data.source=hf", f"data.path={tmp_path / 'saved'}", "data.config=main"))
     with pytest.raises(DataError, match="cannot be loaded"):
         load_problems(settings("data.source=hf", f"data.path={tmp_path / 'absent'}"))
+
+
+CONFIGURATIONS = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train.jsonl}, {split: test, path: main/test.jsonl}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train.jsonl}]
+---
+"""
+
+
+@pytest.fixture
+def two_configurations(tmp_path: Path) -> Path:
+    """A data set as on the hub: openai/gsm8k has these two."""
+    pytest.importorskip("datasets")
+    directory = tmp_path / "gsm8k"
+    for part in ("main/train", "main/test", "socratic/train"):
+        path = directory / f"{part}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"prompt": f"{part} {number}", "answer": str(number)} for number in range(4)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    (directory / "README.md").write_text(CONFIGURATIONS)
+    return directory
+
+
+def test_a_data_set_is_read_by_configuration_and_split(two_configurations: Path):
+    def loaded(*overrides: str) -> Problems:
+        return load_problems(settings("data.source=hf", f"data.path={two_configurations}", *overrides))
+
+    one = loaded("data.config=main", f"eval.path={two_configurations}", "eval.problems=2")
+    assert [problem.question for problem in one.training] == [f"main/train {number}" for number in range(4)]
+    assert all(problem.question.startswith("main/test ") for problem in one.held_out)
+    assert {problem.prompt_id for problem in one.held_out} < {f"gsm8k/main/test/{number}" for number in range(4)}
+    part = loaded("data.config=socratic", "data.split=train[:2]", "eval.problems=0")
+    assert [problem.question for problem in part.training] == ["socratic/train 0", "socratic/train 1"]
+    other = loaded("data.config=main", f"eval.path={two_configurations}", "eval.config=socratic", "eval.split=train")
+    assert all(problem.question.startswith("socratic/train ") for problem in other.held_out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), r"configs: \['main', 'socratic'\].*; set data.config"),
+        (("data.config=mian",), r"'mian' not found. Available: \['main', 'socratic'\]; set data.config"),
+        (("data.config=main", "data.split=dev"), r"Should be one of \['train', 'test'\].; set data.split"),
+        (
+            ("data.config=main", "eval.path=HERE", "eval.split=dev"),
+            r"^eval.path: .* \['train', 'test'\].; set eval.split",
+        ),
+        (("data.config=main", "data.revision=v1"), r"data.revision is of a data set on the hub"),
+    ],
+)
+def test_what_a_data_set_has_is_named(two_configurations: Path, overrides: tuple[str, ...], words: str):
+    given = [override.replace("HERE", str(two_configurations)) for override in overrides]
+    with pytest.raises(DataError, match=words):
+        load_problems(settings("data.source=hf", f"data.path={two_configurations}", *given))
+
+
+def test_a_configuration_needs_a_data_set_that_may_have_some():
+    for override in ("data.config=main", "data.revision=v1", "eval.config=main"):
+        with pytest.raises(ConfigError, match=r'needs? data.source "hf"'):
+            settings(override)
 
 
 # --- text and tokens --------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.core.model.deaths import STABLE_S
+from orchestrator.core.model.groups import STABLE_S
 from orchestrator.errors import ChildFailedError, ExitCode, exit_code
 from orchestrator.launch.processes import Children, ChildSpec, Restarts
+from tests.fakes.manual_clock import ManualClock
 from transport.errors import DirectoryError
-from transport.process.clock import ManualClock
 
 SAYS = "import sys; print({text!r}, file=sys.stderr); sys.exit({code})"
 

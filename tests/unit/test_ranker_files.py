@@ -7,13 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ranker import store
-from ranker.calibration import Calibration
-from ranker.errors import RankerFileError
+from ranker import model as model_module
 from ranker.logs import split
-from ranker.model import StoredModel, TextModel, train
-from ranker.store import StoredRanker
-from ranker.trees import Tree, check_trees
+from ranker.model import (
+    Calibration,
+    StoredModel,
+    StoredRanker,
+    TextModel,
+    Tree,
+    check_trees,
+    decode_ranker,
+    read_ranker,
+    train,
+    write_ranker,
+)
+from ranker.protocol import RankerFileError
 from tests.fakes.length_logs import synthetic_lengths
 
 SAMPLES = synthetic_lengths(400)
@@ -64,8 +72,8 @@ def test_prompts_without_a_common_word_are_ranked_by_their_surface():
 
 
 def test_a_file_gives_back_the_same_model(model: TextModel, tmp_path: Path):
-    store.write(tmp_path / "ranker.bin", StoredRanker(model=model.stored))
-    stored = store.read(tmp_path / "ranker.bin")
+    write_ranker(tmp_path / "ranker.bin", StoredRanker(model=model.stored))
+    stored = read_ranker(tmp_path / "ranker.bin")
     assert stored.model is not None
     assert TextModel(stored.model).predict(TEXTS) == model.predict(TEXTS)
     assert [path.name for path in tmp_path.iterdir()] == ["ranker.bin"]
@@ -91,29 +99,36 @@ def test_more_trees_learn_what_changed_and_keep_the_rest(model: TextModel):
 def test_bytes_that_are_no_ranker_are_refused(content: bytes, tmp_path: Path):
     (tmp_path / "bad.bin").write_bytes(content)
     with pytest.raises(RankerFileError, match="is not a stored ranker"):
-        store.read(tmp_path / "bad.bin")
+        read_ranker(tmp_path / "bad.bin")
 
 
 def test_a_missing_a_foreign_and_an_endless_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RankerFileError, match="cannot be read: No such file"):
-        store.read(tmp_path / "missing.bin")
-    (tmp_path / "other.bin").write_bytes(store.encode(StoredRanker(version=99)))
+        read_ranker(tmp_path / "missing.bin")
+    (tmp_path / "other.bin").write_bytes(msgspec.msgpack.encode(StoredRanker(version=99)))
     with pytest.raises(RankerFileError, match="of version 99"):
-        store.read(tmp_path / "other.bin")
-    monkeypatch.setattr(store, "MAX_BYTES", 10)
+        read_ranker(tmp_path / "other.bin")
+    monkeypatch.setattr(model_module, "MAX_BYTES", 10)
     with pytest.raises(RankerFileError, match="more than"):
-        store.read(tmp_path / "other.bin")
+        read_ranker(tmp_path / "other.bin")
     with pytest.raises(RankerFileError, match="cannot be written"):
-        store.write(tmp_path / "no" / "such.bin", StoredRanker())
+        write_ranker(tmp_path / "no" / "such.bin", StoredRanker())
 
 
-def changed(stored: StoredModel, **changes: object) -> StoredModel:
-    return msgspec.structs.replace(stored, **changes)
+def changed(stored: StoredModel, **changes: object) -> bytes:
+    """A file of the model in which some values are others."""
+    return msgspec.msgpack.encode(
+        {"format": "streamrl-ranker", "version": 1, "model": {**msgspec.to_builtins(stored), **changes}}
+    )
 
 
 def test_a_damaged_model_is_refused(model: TextModel):
     good = model.stored
-    worse: list[StoredModel] = [
+
+    def other(**changes: object) -> dict[str, object]:
+        return {**msgspec.to_builtins(good.calibration), **changes}
+
+    worse = [
         changed(good, terms=[*good.terms[:-1], good.terms[0]]),
         changed(good, terms=good.terms[:-1]),
         changed(good, terms=["x" * 1000, *good.terms[1:]]),
@@ -122,15 +137,16 @@ def test_a_damaged_model_is_refused(model: TextModel):
         changed(good, median_tokens=0.0),
         changed(good, recall_20=7.0),
         changed(good, log_trees=[]),
-        changed(good, mean_trees=good.mean_trees * 10),
-        changed(good, calibration=msgspec.structs.replace(good.calibration, slope=-1.0)),
-        changed(good, calibration=msgspec.structs.replace(good.calibration, centers=[])),
-        changed(good, calibration=msgspec.structs.replace(good.calibration, level_sigmas=[float("inf")])),
-        changed(good, calibration=msgspec.structs.replace(good.calibration, intercept=float("nan"))),
+        changed(good, mean_trees=msgspec.to_builtins(good.mean_trees) * 10),
+        changed(good, calibration=other(slope=-1.0)),
+        changed(good, calibration=other(centers=[])),
+        changed(good, calibration=other(level_sigmas=[float("inf")])),
+        changed(good, calibration=other(intercept=float("nan"))),
     ]
-    for stored in worse:
+    assert decode_ranker(changed(good), "file").model == good
+    for content in worse:
         with pytest.raises(RankerFileError):
-            TextModel(stored)
+            TextModel(decode_ranker(content, "file").model or good)
     assert isinstance(good.calibration, Calibration)
 
 

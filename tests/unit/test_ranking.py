@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.lengths.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
 from orchestrator.loop.intake import Inbox, new_inbox
+from orchestrator.loop.ranking import JUDGED_EVERY, SAVED_EVERY_S, Ranking, in_daemon_thread, open_ranker
 from orchestrator.observability.metrics import ranker_numbers
-from ranker.errors import RankerFileError, RefitError
 from ranker.online import FIRST_REFIT_GROUPS, OnlineRanker
+from ranker.protocol import RankerFileError, RefitError
 from transport.contracts.messages import RankerJudged
 from transport.contracts.settings import RankerSettings, SamplingSettings, Settings
 

@@ -12,8 +12,7 @@ from orchestrator.core.model.outbox import CommandId
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.loop.decide import restated
-from orchestrator.loop.intake import new_inbox
-from orchestrator.loop.reconcile import check_new, keep_reconciled, publish_run_metadata, was_resumed
+from orchestrator.loop.intake import check_new, keep_reconciled, new_inbox, publish_run_metadata, was_resumed
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry, Fence
@@ -21,14 +20,15 @@ from transport.contracts.messages import (
     CheckpointSaved,
     RowsMissing,
     RunResumed,
+    SpawnWorkers,
     Tick,
     TrainerReady,
     TrimRounds,
     encode,
 )
-from transport.contracts.model_identity import ModelIdentity
 from transport.contracts.settings import Settings
 from transport.contracts.types import RowId, RunName, WeightIdentity, WorkerId
+from transport.contracts.user_files import ModelIdentity
 from transport.errors import FencedError, RunExistsError
 
 
@@ -88,3 +88,16 @@ def test_a_broker_is_told_again_where_the_rounds_log_begins():
     assert not [command for _, command in restated(state) if isinstance(command, TrimRounds)]
     state.handle(CheckpointSaved(weights=weights, cursor="7-0", path="x"), 1.0)
     assert (CommandId(2, 0), TrimRounds(cursor="7-0")) in restated(state)
+
+
+def test_workers_that_were_asked_for_are_asked_for_again():
+    """Else the next request, whose total counts them too, would start them beside the ones that it needs."""
+    state = PipelineState(CoreSettings(num_batches=1, groups_per_batch=1, group_size=1))
+    assert restated(state) == []
+    state.pipeline.elastic.spawned = 2
+    ((_, command),) = restated(state)
+    assert isinstance(command, SpawnWorkers)
+    assert command.total == 2
+    state.handle(RunResumed(), 1.0)
+    # A resumed run begins with the workers of its settings, and counts anew.
+    assert not [command for _, command in restated(state) if isinstance(command, SpawnWorkers)]

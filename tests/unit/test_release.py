@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.model.staleness import may_admit
-from orchestrator.core.training.rounds import num_released
+from orchestrator.core.training import num_released
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.settings import PipelineSettings, Settings

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from orchestrator.config.load import render, resolve
 from orchestrator.config.run_directory import RunDir
-from orchestrator.errors import ConfigError
+from orchestrator.config.starts import note_start, read_starts
+from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.journal import Journal
-from orchestrator.observability.metrics_file import read_lines, read_metrics
-from orchestrator.observability.report import finish
+from orchestrator.observability.metrics import read_file, read_metrics
+from orchestrator.observability.report import pages
+from orchestrator.observability.report.comparison import Number, Row, compare_runs, labels
 from orchestrator.observability.report.drawing import Series, draw_chart, series_of, to_svg
-from orchestrator.observability.report.page import differing_settings, labels, render_comparison, render_report
-from orchestrator.observability.report.record import read_run
+from orchestrator.observability.report.pages import (
+    render_comparison,
+    render_report,
+)
+from orchestrator.observability.report.record import changed_settings, differing, facts, read_run, verdict
 from orchestrator.observability.samples import MAX_OF_BATCH, SampleKeeper, read_samples
+from orchestrator.observability.standing import noting_end
 from transport.contracts.messages import (
     Event,
     GroupScored,
@@ -105,7 +116,7 @@ def check_harmless(page: str) -> None:
 
 def test_the_report_shows_every_part_of_a_run(tmp_path: Path):
     make_run(tmp_path / "first")
-    assert finish.report(tmp_path / "first", None) == 0
+    assert pages.report(tmp_path / "first", None) == 0
     page = (tmp_path / "first" / "report.html").read_text()
     check_harmless(page)
     text = Tags(page).text
@@ -113,12 +124,13 @@ def test_the_report_shows_every_part_of_a_run(tmp_path: Path):
         assert expected in text
     assert "# --set" in text, "the configuration says where each value came from"
     assert "Answer: 3" in text
-    assert "2 batches in 11 s" in text
+    assert "11 s" in text
+    assert "0.50 → 0.50" in text
 
 
 def test_hostile_text_does_nothing_in_the_report(tmp_path: Path):
     make_run(tmp_path / "run", hostile=True)
-    finish.report(tmp_path / "run", None)
+    pages.report(tmp_path / "run", None)
     page = (tmp_path / "run" / "report.html").read_text()
     check_harmless(page)
     assert "<script>alert(1)</script>" in Tags(page).text, "it is shown as what it is: text"
@@ -127,18 +139,18 @@ def test_hostile_text_does_nothing_in_the_report(tmp_path: Path):
 def test_hostile_names_do_nothing_in_a_comparison(tmp_path: Path):
     runs = [make_run(tmp_path / name, hostile=True) for name in ("<b>one", "two")]
     (runs[1] / "config.toml").write_text("[data]\nsuffix = '<script>alert(1)</script>'\n")
-    finish.compare(runs, tmp_path / "comparison.html")
+    pages.compare(runs, tmp_path / "comparison.html")
     check_harmless((tmp_path / "comparison.html").read_text())
 
 
 def test_a_comparison_puts_runs_side_by_side(tmp_path: Path):
     runs = [make_run(tmp_path / "a" / "x", lr=1e-5, reward=0.25), make_run(tmp_path / "b" / "x", lr=2e-5, reward=0.75)]
-    finish.compare(runs, tmp_path / "comparison.html")
+    pages.compare(runs, tmp_path / "comparison.html")
     text = Tags((tmp_path / "comparison.html").read_text()).text
-    for expected in ("x (1)", "x (2)", "0.250", "0.750", "trainer.lr", "2e-05", "generation idle: skew"):
+    for expected in ("x (1)", "x (2)", "0.250", "0.750", "trainer.lr", "2e-05", "generation skew"):
         assert expected in text
     read = [read_run(run) for run in runs]
-    assert differing_settings(read) == [["trainer.lr", "1e-05", "2e-05"]]
+    assert differing([run.settings for run in read]) == [["trainer.lr", "1e-05", "2e-05"]]
     assert labels(read) == ["x (1)", "x (2)"]
 
 
@@ -147,7 +159,7 @@ def test_damaged_metrics_are_named_and_stay_for_whoever_audits_the_run(tmp_path:
     path = run_dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"batch": 0', b'"ba\xffch": 0'))
     before = path.read_bytes()
-    page = finish.finish_run(RunDir(run_dir), notes.append).read_text()
+    page = pages.finish_run(RunDir(run_dir), notes.append).read_text()
     assert path.read_bytes() == before
     assert any("1 damaged, skipped: line 1" in note for note in notes)
     assert "1 damaged, skipped: line 1" in Tags(page).text
@@ -155,12 +167,12 @@ def test_damaged_metrics_are_named_and_stay_for_whoever_audits_the_run(tmp_path:
 
 def test_one_run_is_no_comparison(tmp_path: Path):
     with pytest.raises(ConfigError, match="two runs"):
-        finish.compare([make_run(tmp_path / "run")], tmp_path / "comparison.html")
+        pages.compare([make_run(tmp_path / "run")], tmp_path / "comparison.html")
 
 
 def test_a_run_without_a_trained_batch_has_a_report(tmp_path: Path):
     Journal.open(tmp_path / "run" / "journal")
-    finish.report(tmp_path / "run", None)
+    pages.report(tmp_path / "run", None)
     page = (tmp_path / "run" / "report.html").read_text()
     check_harmless(page)
     assert "No batch was trained" in page
@@ -168,22 +180,22 @@ def test_a_run_without_a_trained_batch_has_a_report(tmp_path: Path):
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no run"):
-        finish.report(tmp_path, None)
+        pages.report(tmp_path, None)
 
 
 def test_the_end_of_a_long_run_says_what_it_is_busy_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run_dir, notes = make_run(tmp_path / "run"), []
-    finish.finish_run(RunDir(run_dir), notes.append)
+    pages.finish_run(RunDir(run_dir), notes.append)
     assert notes == []
-    monkeypatch.setattr(finish, "LONG_RUN", 0)
-    finish.finish_run(RunDir(run_dir), notes.append)
+    monkeypatch.setattr(pages, "LONG_RUN", 0)
+    pages.finish_run(RunDir(run_dir), notes.append)
     assert [note.split()[1] for note in notes] == ["trace.json", "report.html"]
 
 
 def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     run_dir = make_run(tmp_path / "run")
     before = read_metrics(run_dir / "metrics.jsonl")
-    report = finish.finish_run(RunDir(run_dir))
+    report = pages.finish_run(RunDir(run_dir))
     after = read_metrics(run_dir / "metrics.jsonl")
     assert report == run_dir / "report.html"
     assert json.loads((run_dir / "trace.json").read_text())["traceEvents"]
@@ -194,7 +206,7 @@ def test_the_end_of_a_run_adds_what_only_the_journal_knows(tmp_path: Path):
     assert after[0]["bubble_generation_scoring_s"] == 0.5
     assert after[0]["bubble_generation_pipeline_s"] == 0.5
     assert after[0]["generation_present_s"] == 4.0
-    finish.finish_run(RunDir(run_dir))
+    pages.finish_run(RunDir(run_dir))
     assert read_metrics(run_dir / "metrics.jsonl") == after, "a second time changes nothing"
 
 
@@ -221,17 +233,79 @@ def test_evaluations_have_their_place_and_stay_in_the_metrics_in_order(tmp_path:
     path = run_dir / "metrics.jsonl"
     first, second = path.read_text().splitlines()
     path.write_text("\n".join([first, json.dumps(EVALUATION), second]) + "\n")
-    page = finish.finish_run(RunDir(run_dir)).read_text()
+    page = pages.finish_run(RunDir(run_dir)).read_text()
     check_harmless(page)
     text = Tags(page).text
     for shown in ("Held-out problems", "0.625", "16 of 16", "12.5%"):
         assert shown in text
-    lines = read_lines(path)
+    lines = read_file(path).lines
     assert [line.get("eval", line.get("batch")) for line in lines] == [0, 0, 1]
     assert lines[1] == EVALUATION
-    compared = render_comparison([read_run(run_dir), read_run(make_run(tmp_path / "other"))])
+    compared = render_comparison(compare_runs([read_run(run_dir), read_run(make_run(tmp_path / "other"))]))
     check_harmless(compared)
     assert "0.625 at version 1" in Tags(compared).text
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_head_says_how_a_run_ended_and_what_was_changed_in_it(tmp_path: Path):
+    rundir = RunDir(make_run(tmp_path / "run"))
+    resolved = resolve("tiny", [], ["trainer.lr=0.5", "run.batches=2"], {})
+    rundir.config.write_text(render(resolved))
+    note_start(rundir, resolved)
+    with pytest.raises(Interrupted), noting_end(rundir):
+        raise Interrupted("stopped", by="Ctrl-C")
+    run = read_run(rundir.path)
+    assert verdict(run)[:2] == ("open", "Stopped")
+    assert verdict(run)[2].startswith("by Ctrl-C; 2/2 batches; go on with: ")
+    rundir.lock()
+    assert (verdict(read_run(rundir.path))[1], verdict(read_run(rundir.path, over=True))[1]) == ("Live", "Stopped")
+    rundir.unlock()
+    rundir.config.write_text(render(resolved).replace("preset tiny", "file"))  # as --resume writes it
+    against, changed = changed_settings(read_run(rundir.path))
+    assert (against, changed) == ("preset tiny", [["run.batches", "24", "2"], ["trainer.lr", "0.01", "0.5"]])
+    known = dict(facts(run))
+    assert known["model"] == "random:qwen3-tiny"
+    assert f"python {platform.python_version()}" in known["versions"]
+    assert platform.node() in known["machine"]
+    rundir.starts.write_bytes(rundir.starts.read_bytes() + b'\n{"started": "torn')
+    note_start(rundir, resolved)
+    assert len(read_starts(rundir)) == 2
+    check_harmless(render_report(run))
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_better_worse_or_noise():
+    numbers = [Number(value=0.5, error=0.01), Number(value=0.6, error=0.01), Number(value=0.52, error=0.01), None]
+    more = Row(name="reward", numbers=numbers, better=1).cells()
+    assert more == [
+        ("0.500", "", ""),
+        ("0.600", "+0.100 better", "good"),
+        ("0.520", "+0.020 noise", "same"),
+        ("", "", ""),
+    ]
+    assert Row(name="truncated", numbers=numbers, better=-1, style=".0%").cells()[1] == ("60%", "+10.0 pp worse", "bad")
+    assert Row(name="entropy", numbers=numbers).cells()[1] == ("0.600", "+0.100", ""), "neither is better"
+
+
+def test_runs_of_different_length_are_compared_at_the_same_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    runs = [make_run(tmp_path / name) for name in ("short", "long")]
+    lines = [{"batch": batch, "version": batch + 1, "reward": batch / 10} for batch in range(9)]
+    for run, count in zip(runs, (4, 9), strict=True):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:count]))
+    comparison = compare_runs([read_run(run) for run in runs])
+    reward = comparison.results["reward"][0]
+    assert (comparison.at, [number and number.value for number in reward.numbers]) == (4, [0.25, 0.25])
+    more = [make_run(tmp_path / f"{'x' * 40}{number}") for number in range(4)]
+    pages.compare([*runs, *more], tmp_path / "comparison.html")
+    printed = capsys.readouterr().out.splitlines()[:-1]
+    assert max(map(len, printed)) <= 100
+    assert sum("short" in line for line in printed) == 2, "six runs are two tables, each beside the first run"
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -288,3 +362,17 @@ def test_a_picture_of_the_same_numbers_is_the_same_file_and_its_text_is_text():
     assert svg.startswith("<svg")
     words = {element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")}
     assert {"$x$", "_hidden $\\frac{1}{0}$", "<b>\u4e2d", "third & last", "batch 1"} <= words
+
+
+def test_a_picture_is_drawn_without_a_word_where_the_home_cannot_be_written(tmp_path: Path):
+    """As in a container with a read-only file system: matplotlib keeps its list of fonts in a temporary directory."""
+    draw = (
+        "from orchestrator.observability.report.drawing import Series, draw_chart, to_svg\n"
+        "print(to_svg(draw_chart('loss', [Series(name='loss', points=[(1, 2), (2, 3)])]))[:4])"
+    )
+    environment = {**os.environ, "HOME": "/proc/none", "TMPDIR": str(tmp_path)}
+    for name in ("MPLCONFIGDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", draw], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("<svg\n", "")
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,8 @@
 """What a response is worth: extraction, own verifiers, and what a user's function may return."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -186,3 +188,11 @@ def test_what_both_sides_name_is_built() -> None:
 def test_a_corrupt_entry_is_an_error(raw: bytes) -> None:
     with pytest.raises(RewardError):
         read_entry(raw)
+
+
+def test_the_child_that_computes_rewards_imports_little() -> None:
+    heavy = {"httpx", "numpy", "redis", "rich", "structlog", "torch", "transformers", "typer"}
+    code = "import sys, workers.scoring.rewards; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "msgspec" in loaded.stdout.split()
+    assert heavy.isdisjoint(loaded.stdout.split())

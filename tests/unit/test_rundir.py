@@ -133,7 +133,21 @@ def test_a_password_goes_to_no_address_that_only_the_run_names(tmp_path: Path, m
 def test_a_file_in_the_way_is_named(tmp_path: Path):
     (tmp_path / "a").write_text("")
     with pytest.raises(RunExistsError, match="is a file"):
-        RunDir(tmp_path / "a").create()
+        RunDir(tmp_path / "a").claim("", resume=False)
+
+
+def test_a_run_that_did_not_begin_leaves_what_was_there_before_it(tmp_path: Path):
+    for name in ("new", "mine"):
+        run = RunDir(tmp_path / name)
+        if name == "mine":
+            run.path.mkdir()
+            (run.path / "notes.txt").write_text("my own")
+        run.claim("", resume=False)
+        run.journal.mkdir()
+        (run.journal / "epoch-1.log").touch()
+        run.discard()
+        run.unlock()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["mine", "mine/notes.txt"]
 
 
 def test_a_name_that_is_taken_is_numbered(tmp_path: Path):

@@ -13,12 +13,15 @@ from orchestrator.errors import DataError
 from orchestrator.observability.samples import (
     GONE_REST_S,
     MAX_RESPONSE_CHARS,
+    MAX_RESPONSE_END,
     MAX_SHOWN,
     REST_S,
     Detokenize,
     RecentSamples,
     best_and_worst,
+    readable_problem,
 )
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker.base import Commit, GroupWrite, RowWrite
 from transport.contracts.messages import Event, GroupScored, RolloutInfo, encode
@@ -33,8 +36,7 @@ from transport.contracts.types import (
     evaluation_id,
     row_id,
 )
-from transport.process.clock import ManualClock
-from transport.rows.columns import BrokerRows, encode_array
+from transport.rows.columns import RowStore, encode_array
 
 HOSTILE = "<script>hacked = 1</script>\x1b[2J"
 
@@ -69,7 +71,8 @@ async def write(broker: MemoryBroker, group: GroupId, responses: Sequence[str]) 
             VersionSpan(start=4, end=9, weights=WeightIdentity(epoch=1, version=7)),
         ),
     )
-    columns = {Column.PROMPT_TEXT: b"say \xff it"}
+    entry = b'{"question": "2 + 2?", "answer": 4, "metadata": {}}'
+    columns = {Column.PROMPT_TEXT: b"say \xff it", Column.TASK_ENTRY: entry}
     await broker.commit(Commit(groups=[GroupWrite(group_id=group, size=len(responses), columns=columns)]))
     rows = [
         RowWrite(
@@ -93,7 +96,7 @@ class Watching:
     def __init__(self, broker: MemoryBroker) -> None:
         self.kept: list[dict[str, Any]] = []
         self._rests: asyncio.Queue[float] = asyncio.Queue()
-        self.recent = RecentSamples(BrokerRows(broker), Tokenizer().load, self.kept.append, self._rests.put)
+        self.recent = RecentSamples(RowStore(broker), Tokenizer().load, self.kept.append, self._rests.put)
 
     async def tell(self, *events: Event) -> float:
         """Let it hear of these at once. Returns how long it rests after what it did then, seconds."""
@@ -115,6 +118,7 @@ async def test_the_best_and_the_worst_of_a_group_are_shown_as_they_are(broker: M
     assert (best["row"], best["reward"], best["response"]) == ("0/0/2", float(len(HOSTILE)), HOSTILE)
     assert (worst["row"], worst["response"]) == ("0/0/1", "short")
     assert best["prompt"] == "say \ufffd it"
+    assert (best["question"], best["expected"]) == ("2 + 2?", "4")
     assert best["versions"] == [6, 7]
     assert best["components"] == {"right": 0.5}
     assert watching.kept == [worst, best]
@@ -123,7 +127,7 @@ async def test_the_best_and_the_worst_of_a_group_are_shown_as_they_are(broker: M
 async def test_the_newest_come_first_and_the_oldest_go(broker: MemoryBroker, watching: Watching):
     for number in range(MAX_SHOWN):
         await watching.tell(await write(broker, GroupId(f"{number}/0"), ["aa", "b"]))
-    shown = watching.recent.newest_first
+    shown = list(watching.recent.newest_first)
     assert len(shown) == MAX_SHOWN
     assert [sample["row"] for sample in shown[:2]] == [f"{MAX_SHOWN - 1}/0/0", f"{MAX_SHOWN - 1}/0/1"]
 
@@ -134,10 +138,18 @@ async def test_of_several_the_newest_group_of_training_is_shown(broker: MemoryBr
     assert [sample["row"] for sample in watching.recent.newest_first] == ["0/1/0", "0/1/1"]
 
 
-async def test_a_long_text_is_cut_and_says_so(broker: MemoryBroker, watching: Watching):
-    await watching.tell(await write(broker, GroupId("0/0"), ["x" * (MAX_RESPONSE_CHARS + 7)]))
+async def test_of_a_long_text_the_middle_is_left_out_and_it_says_so(broker: MemoryBroker, watching: Watching):
+    text = "x" * MAX_RESPONSE_CHARS + "-" * 7 + "y" * MAX_RESPONSE_END
+    await watching.tell(await write(broker, GroupId("0/0"), [text]))
     (sample,) = watching.recent.newest_first
-    assert (len(sample["response"]), sample["response_cut"]) == (MAX_RESPONSE_CHARS, 7)
+    parts = [sample[name] for name in ("response", "response_cut", "response_end")]
+    assert parts == ["x" * MAX_RESPONSE_CHARS, 7, "y" * MAX_RESPONSE_END]
+
+
+@pytest.mark.parametrize("entry", [b"\xff", b"[1]", b"{}", b'{"question": 7, "answer": null}', b"[" * 100_000])
+def test_a_problem_that_nobody_wrote_down_is_empty(entry: bytes):
+    problem = readable_problem({Column.TASK_ENTRY: entry})
+    assert (problem["question"], problem["expected"]) == ("", "")
 
 
 async def test_after_a_group_that_is_gone_the_next_one_is_looked_for_soon(broker: MemoryBroker, watching: Watching):
@@ -153,15 +165,15 @@ async def test_foreign_rows_are_left_out(broker: MemoryBroker, watching: Watchin
     await broker.commit(Commit(groups=[GroupWrite(group_id=GroupId("0/2"), size=1, columns={})]))
     await broker.commit(Commit(rows=[RowWrite(row_id=row_id(GroupId("0/2"), 0), columns=foreign)]))
     await watching.tell(GroupScored(group_id=GroupId("0/2"), rewards=(1.0,), response_tokens=(1,), signal=True))
-    assert (watching.recent.newest_first, watching.kept) == ([], [])
+    assert (list(watching.recent.newest_first), watching.kept) == ([], [])
 
 
 async def test_without_a_tokenizer_nothing_is_shown_and_it_is_asked_for_once(broker: MemoryBroker):
     tokenizer = Tokenizer(missing=True)
-    recent = RecentSamples(BrokerRows(broker), tokenizer.load)
+    recent = RecentSamples(RowStore(broker), tokenizer.load)
     recent.on_events([await write(broker, GroupId("0/0"), ["a"])])
     await recent.watch()
-    assert (recent.newest_first, tokenizer.loads) == ([], 1)
+    assert (list(recent.newest_first), tokenizer.loads) == ([], 1)
 
 
 def test_equal_rewards_give_one_sample():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.generation.embedded.sampling import Draw, sample_tokens, stream_key, uniforms
+from workers.generation.embedded.slots import Draw, sample_tokens, stream_key, uniforms
 
 
 def draw_of(rows, *, temperature=1.0, top_p=1.0, top_k=0, points=None):

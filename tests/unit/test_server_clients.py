@@ -17,7 +17,7 @@ from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import SamplingParams
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
-from workers.generation.server.order import LoadOrder, Outcome, outcome_numbers
+from workers.generation.server.loader import LoadOrder, LoadResult, result_numbers
 from workers.generation.server.sglang import SglangClient
 from workers.generation.server.vllm import LOADER, VllmClient
 
@@ -142,16 +142,16 @@ async def test_of_several_processes_the_one_that_failed_counts(server: FakeServe
     async def rpc(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         asked.append(MessageDecoder(LoadOrder).decode(base64.b64decode(body["args"][0])))
-        outcomes = [Outcome(number=3), Outcome(number=3, error="no such shape", mismatch=True)]
-        return web.json_response({"results": [outcome_numbers(one) for one in outcomes]})
+        outcomes = [LoadResult(number=3), LoadResult(number=3, error="no such shape", mismatch=True)]
+        return web.json_response({"results": [result_numbers(one) for one in outcomes]})
 
     server.answers["/collective_rpc"] = rpc
     outcome = await client.load(LoadOrder(number=3, vocab_size=97), "1.2", 2)
     assert asked == [LoadOrder(number=3, vocab_size=97)]
-    assert outcome == Outcome(number=3, error="no such shape", mismatch=True)
+    assert outcome == LoadResult(number=3, error="no such shape", mismatch=True)
     assert "/update_weight_version" not in server.asked
 
-    server.answers["/collective_rpc"] = says({"results": [outcome_numbers(Outcome(number=4))]})
+    server.answers["/collective_rpc"] = says({"results": [result_numbers(LoadResult(number=4))]})
     assert (await client.load(LoadOrder(number=4, vocab_size=97), "1.2", 1)).number == 4
     assert server.label == "1.2"
 

@@ -13,18 +13,15 @@ import torch
 
 from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
-from transport.tensors.address import parse_address
-from transport.tensors.base import Deadline
+from transport.tensors.base import Deadline, parse_address
 from transport.tensors.shm import ShmReader
 from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
 from workers.generation.server.client import Chunk, ServedSpan
-from workers.generation.server.order import LoadOrder, Outcome, outcome_numbers, read_outcome
-from workers.generation.server.queue import SampleQueue, SentSample
-from workers.generation.server.sender import BadAnswerError, completion, sample_request
-from workers.generation.server.sglang_loader import from_name, to_payload
-from workers.generation.server.weights import hold
-from workers.models.facts import model_facts
+from workers.generation.server.loader import LoadOrder, LoadResult, from_name, read_result, result_numbers, to_payload
+from workers.generation.server.sender import BadAnswerError, SampleQueue, SentSample, completion, sample_request
+from workers.generation.server.upkeep import hold
+from workers.models import model_facts
 from workers.weights.pull import WeightPuller
 
 OLD, NEW = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
@@ -83,7 +80,7 @@ def test_after_new_weights_a_group_computes_its_prompt_again() -> None:
 def test_a_leader_that_never_started_is_replaced() -> None:
     waiting = queue(request("0/0"), request("0/1"))
     first = take(waiting)
-    assert waiting.back(first, lost=True) == 1
+    waiting.back(first)
     assert named(take(waiting)) == ("0/0", 0), "before what came after it"
 
 
@@ -178,8 +175,8 @@ def test_an_order_is_the_name_of_an_empty_tensor() -> None:
 
 
 def test_an_outcome_comes_back_as_numbers() -> None:
-    outcome = Outcome(number=3, error="böse", mismatch=True)
-    assert read_outcome(outcome_numbers(outcome)) == outcome
+    outcome = LoadResult(number=3, error="böse", mismatch=True)
+    assert read_result(result_numbers(outcome)) == outcome
 
 
 def test_held_weights_outlive_what_they_were_made_of() -> None:

@@ -16,9 +16,8 @@ from transformers import AutoConfig, PreTrainedModel
 from tests.fakes.tiny_models import VOCAB, tiny_model
 from transport.contracts.messages import encode
 from transport.contracts.types import WeightIdentity
-from workers.generation.server.order import LoadOrder, Outcome, read_outcome
-from workers.generation.server.sglang_loader import load, outcome_name
-from workers.generation.server.weights import HeldWeights, hold
+from workers.generation.server.loader import RESULT, LoadOrder, LoadResult, load_into_sglang, read_result
+from workers.generation.server.upkeep import HeldWeights, hold
 
 NEW = WeightIdentity(epoch=1, version=2)
 
@@ -50,10 +49,10 @@ def held(policy: PreTrainedModel) -> Iterator[HeldWeights]:
     kept.close()
 
 
-def told(model: ServedModel, order: LoadOrder) -> Outcome:
+def told(model: ServedModel, order: LoadOrder) -> LoadResult:
     """Give the order as SGLang does, and ask how it went as the engine does."""
-    load(model, [(base64.b64encode(encode(order)).decode(), torch.Tensor())])
-    return read_outcome(model.get_weights_by_name(outcome_name(order.number), 1))  # type: ignore[attr-defined]
+    load_into_sglang(model, [(base64.b64encode(encode(order)).decode(), torch.Tensor())])
+    return read_result(model.get_weights_by_name(f"{RESULT}{order.number}", 1))  # type: ignore[attr-defined]
 
 
 def order_of(held: HeldWeights, number: int = 1, **changes: object) -> LoadOrder:
@@ -132,7 +131,7 @@ def test_a_model_that_fails_half_way_says_that_it_is_spoiled(policy: PreTrainedM
 def test_what_is_no_order_of_ours_leaves_no_outcome(policy: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     model = ServedModel(policy.config)
     with caplog.at_level(logging.ERROR):
-        load(model, [("lm_head.weight", torch.ones(1))])
+        load_into_sglang(model, [("lm_head.weight", torch.ones(1))])
     assert "not an order to load weights" in caplog.text
     assert not hasattr(model, "get_weights_by_name")
 

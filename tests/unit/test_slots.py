@@ -6,24 +6,31 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.manual_clock import ManualClock
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
-from transport.process.clock import ManualClock
-from workers.generation.embedded.forward import FusedForward, ModuleForward, can_fuse
-from workers.generation.embedded.kv import FIRST_CAPACITY, KVShape, SlotKV
+from workers.generation.embedded.forward import (
+    FIRST_CAPACITY,
+    FusedForward,
+    KVShape,
+    LoadedModel,
+    ModuleForward,
+    SlotKV,
+    can_fuse,
+)
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import Completion, EngineFailure, GenerationRequest
+from workers.generation.stop_strings import NO_STOPS
 
 V0, V1 = WeightIdentity(epoch=1, version=0), WeightIdentity(epoch=1, version=1)
 
 
-def decoder_of(model, *, slots=4, fused=True, max_context=256):
+def decoder_of(model, *, slots=4, fused=True, max_context=256, stops=NO_STOPS):
     own = copy.deepcopy(model)
     forward = FusedForward(own, max_context=max_context) if fused else ModuleForward(own)
     parameters = dict(own.named_parameters(remove_duplicate=False))
-    return SlotDecoder(
-        forward, parameters, slots=slots, max_context=max_context, vocab_size=VOCAB, weights=V0, clock=ManualClock()
-    )
+    model = LoadedModel(forward=forward, parameters=parameters, max_context=max_context, vocab_size=VOCAB)
+    return SlotDecoder(model, slots=slots, weights=V0, clock=ManualClock(), stops=stops)
 
 
 def prompt_of(length, seed=0):
@@ -109,7 +116,7 @@ def test_a_group_prompt_is_computed_once_even_when_its_samples_enter_one_by_one(
     asked = request(0, samples=range(8), new_tokens=6)
     decoder = decoder_of(model, slots=3)
     results = run_all(decoder, [asked])
-    assert decoder.counters.prefill_tokens == len(asked.prompt_ids)
+    assert decoder.prefill_tokens == len(asked.prompt_ids)
     assert sorted(r.sample for r in results) == list(range(8))
     check_logprobs(model, [asked], results)
 
@@ -187,7 +194,7 @@ def test_a_kept_prompt_is_computed_again_after_the_weights_changed():
     decoder.step()
     decoder.load_weights(V1, dict(new.named_parameters()))
     results = by_sample(run_all(decoder))
-    assert decoder.counters.prefill_tokens == 2 * len(asked.prompt_ids)
+    assert decoder.prefill_tokens == 2 * len(asked.prompt_ids)
     for sample in (2, 3):
         late = results[asked.group_id, sample]
         assert late.spans == (VersionSpan(start=0, end=6, weights=V1),)

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.costs.analytic import decode_cost
-from orchestrator.core.costs.hardware import H800
-from orchestrator.core.costs.llms import QWEN_72B
-from orchestrator.core.dispatch.policies.registry import plan_dispatch
-from orchestrator.core.dispatch.policies.steady import steady_slicing
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem
+from orchestrator.core.dispatch.compute import plan_dispatch
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Plan, Problem
+from orchestrator.core.dispatch.policies.slicing import steady_slicing
+from orchestrator.sim.costs import H800, decode_cost
+from orchestrator.sim.llms import QWEN_72B
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.types import GroupId, WorkerId
 
@@ -39,7 +38,7 @@ def long_tail() -> list[float]:
     return [20_000.0] * 40 + [12_000.0] * 80 + [5_000.0] * 400 + [2_000.0] * 500
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(1, 20_000), min_size=0, max_size=60), st.integers(1, 5), st.integers(0, 3))
 def test_every_group_is_planned_once_in_contiguous_slices(lengths, num_instances, max_staleness):
     plan = steady_slicing(problem(lengths, costs=[COST] * num_instances, max_staleness=max_staleness, sigma=0.3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workers.errors import ModelError
-from workers.models.facts import stop_token_ids
+from workers.models import stop_token_ids
 
 
 def test_generation_config_goes_before_config(tmp_path: Path):

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
+from orchestrator.config.run_directory import journal_of
 from orchestrator.errors import ConfigError
 from orchestrator.journal import Journal, JournalError
-from orchestrator.observability.report import finish
-from orchestrator.observability.report.drawing import to_svg, write_png
-from orchestrator.observability.report.record import read_timeline
-from orchestrator.observability.report.spans import NO_BATCH, SCORING, TRAINER, SpanKind, Timeline, build_timeline
-from orchestrator.observability.report.timeline_drawing import draw_timeline
-from orchestrator.observability.report.trace import trace_events, waits, write_trace
+from orchestrator.observability.report import pages
+from orchestrator.observability.report.drawing import (
+    draw_timeline,
+    section,
+    sections,
+    to_svg,
+    trace_events,
+    waits,
+    write_png,
+    write_trace,
+)
+from orchestrator.observability.report.record import newest_records
+from orchestrator.observability.report.spans import (
+    NO_BATCH,
+    SCORING,
+    TRAINER,
+    Presence,
+    SpanKind,
+    Timeline,
+    Trained,
+    build_timeline,
+)
 from transport.contracts.messages import (
     CheckpointSaved,
     Event,
@@ -59,6 +76,36 @@ def finished(sample: int, engine_s: float, queued_s: float = 0.0) -> RolloutFini
         engine_s=engine_s,
         queued_s=queued_s,
     )
+
+
+def long_run(batches: int) -> Timeline:
+    """Batches of one second each; number 100 takes ten."""
+    at_s = accumulate((10.0 if batch == 100 else 1.0 for batch in range(1, batches + 1)), initial=2.0)
+    ends = [Trained(incarnation=1, batch=batch, at_s=each) for batch, each in enumerate(list(at_s)[1:])]
+    presence = Presence(track=TRAINER, start_s=2.0, end_s=ends[-1].at_s)
+    return Timeline(spans=(), marks=(), presences=[presence], trained=ends, end_s=ends[-1].at_s)
+
+
+def test_a_long_run_is_drawn_in_means_and_some_batches_as_they_were():
+    assert [part.per_column for part in sections(long_run(20))] == [0]
+    timeline = long_run(300)
+    whole, *close = sections(timeline)
+    assert (whole.per_column, len(whole.edges)) == (3, 101)
+    assert [part.name for part in close] == ["batches 1 to 8", "batches 96 to 103", "batches 293 to 300"]
+    assert [part.per_column for part in close] == [0, 0, 0]
+    part = section(timeline, 7, 7)
+    assert (part.edges[0], part.edges[-1]) == (8.0, 9.0), "from the end of the one before to its own"
+    words = {each.text for each in ElementTree.fromstring(to_svg(draw_timeline(timeline, part=whole))).iter()}
+    assert {"batch 20", "300", "all batches: a column is the mean of 3"} <= words
+    with pytest.raises(ConfigError, match="no batch from 301 to 310"):
+        section(timeline, 301, 310)
+
+
+@pytest.mark.parametrize("wrong", ["x", "0", "8-7", "1-2-3"])
+def test_a_range_of_batches_is_one(tmp_path: Path, wrong: str):
+    Journal.open(tmp_path / "journal")
+    with pytest.raises(ConfigError, match="--batches"):
+        pages.timeline(tmp_path, svg=True, png=False, out=None, batches=wrong)
 
 
 def records(*events: tuple[float, Event]) -> list[JournalRecord]:
@@ -197,7 +244,7 @@ def test_a_png_is_drawn(tmp_path: Path):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def journal_of(run_dir: Path) -> Path:
+def written_journal(run_dir: Path) -> Path:
     journal, _ = Journal.open(run_dir / "journal")
     journal.append(RUN)
     journal.close()
@@ -206,30 +253,30 @@ def journal_of(run_dir: Path) -> Path:
 
 
 def test_the_command_writes_what_was_asked_for(tmp_path: Path):
-    journal_of(tmp_path / "run")
-    assert finish.timeline(tmp_path / "run", svg=True, png=False, out=tmp_path / "out") == 0
+    written_journal(tmp_path / "run")
+    assert pages.timeline(tmp_path / "run", svg=True, png=False, out=tmp_path / "out") == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["timeline.svg", "trace.json"]
 
 
 def test_a_torn_journal_is_drawn_as_far_as_it_goes_and_left_as_it_is(tmp_path: Path):
-    segment = journal_of(tmp_path)
+    segment = written_journal(tmp_path)
     torn = segment.read_bytes()[:-3]
     segment.write_bytes(torn)
-    assert read_timeline(tmp_path).end_s == 10.0
+    assert build_timeline(newest_records(journal_of(tmp_path))).end_s == 10.0
     assert segment.read_bytes() == torn
 
 
 def test_damage_in_the_middle_of_history_is_named(tmp_path: Path):
-    segment = journal_of(tmp_path)
+    segment = written_journal(tmp_path)
     segment.write_bytes(segment.read_bytes()[:-3])
     (tmp_path / "journal" / "segment-000000000012.log").write_bytes(b"")
     with pytest.raises(JournalError):
-        read_timeline(tmp_path)
+        build_timeline(newest_records(journal_of(tmp_path)))
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no run"):
-        read_timeline(tmp_path)
+        build_timeline(newest_records(journal_of(tmp_path)))
 
 
 def test_every_event_of_the_trace_names_its_place():

@@ -8,6 +8,7 @@ import structlog
 from orchestrator.core.model.pipeline import Wait
 from orchestrator.errors import RunFailedError, StalledError
 from orchestrator.loop.watchdog import Watchdog
+from tests.fakes.manual_clock import ManualClock
 from transport.contracts.messages import (
     Event,
     GroupScored,
@@ -22,7 +23,6 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import LivenessSettings
 from transport.contracts.types import RowId, WeightIdentity, WorkerId, WorkerKind, group_id
-from transport.process.clock import ManualClock
 
 PROGRESS = RoundDone(round_id="1-0", num_rows=1, num_tokens=1, busy_s=0.1)
 LIMITS = LivenessSettings(warn_s=4.0, stall_s=10.0)

@@ -31,16 +31,30 @@ the broker went away, the outage that the client waits for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol, TypeAlias
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
-from transport.contracts.types import Column, GroupId, RowId, RunName, TaskSpec, WorkerId, row_id
+from transport.contracts.messages import MAX_MESSAGE_BYTES
+from transport.contracts.types import (
+    USER_PREFIX,
+    Column,
+    GroupId,
+    RowId,
+    RunName,
+    TaskSpec,
+    WorkerId,
+    is_user_name,
+    row_id,
+)
+from transport.errors import MessageError
 
-ZERO_ID = "0-0"
-"""Before the first entry of any stream."""
+MAX_DEAD_LETTERS = 10_000  # that are kept; each is a bug or a poisoned input: more would not be read
+ZERO_ID = "0-0"  # before the first entry of any stream
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,34 +75,30 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """One claimed entry of a work queue. deliveries: how often it was handed out, 1 the first time."""
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """One claimed entry of a work queue."""
 
     queue: str
     entry_id: str
     entry: Entry
-    deliveries: int = 1
+    deliveries: int = 1  # how often it was handed out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True, kw_only=True):
     """A role's right to write."""
 
     role: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Append:
+class Append(msgspec.Struct, frozen=True, kw_only=True):
     """An entry for a log (or a queue) that is appended inside a commit."""
 
     stream: str
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWrite:
+class StreamWrite(msgspec.Struct, frozen=True, kw_only=True):
     """Entries for one stream under explicit ids, which ascend. is_queue: it is a work queue."""
 
     stream: str
@@ -96,8 +106,7 @@ class StreamWrite:
     is_queue: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """How a run's only writer of commands notices that the broker lost what it wrote: each step leaves ``now``, and is
     refused when what the broker holds is not ``after``, left by the step before. after: "" where any will do.
 
@@ -121,8 +130,7 @@ class RowWrite:
     on_insert: Sequence[Append] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupWrite:
+class GroupWrite(msgspec.Struct, frozen=True, kw_only=True):
     """What the samples of one group share, written once when it is admitted. size: samples in the group."""
 
     group_id: GroupId
@@ -162,8 +170,7 @@ class Block:
         return (value for row in zip(*self.columns.values(), strict=True) for value in row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """End the lease on one delivery."""
 
     queue: str
@@ -189,17 +196,12 @@ class Commit:
     if_held: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitResult:
-    """inserted: per row of the commit, then per row of its blocks, whether its insert won.  retained_bytes: of the run,
-    afterwards."""
-
-    inserted: tuple[bool, ...]
-    retained_bytes: int
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    inserted: tuple[bool, ...]  # per row of the commit, then per row of its blocks, whether its insert won
+    retained_bytes: int  # of the run, afterwards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
     """A delivered, not yet acknowledged entry of a work queue."""
 
     entry_id: str
@@ -208,26 +210,21 @@ class Pending:
     deliveries: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadLetter:
-    """An entry that was given up, and the reason. The newest 10,000 are kept.
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry that was given up, and the reason. The newest MAX_DEAD_LETTERS are kept."""
 
-    letter_id: among the dead letters, for ``retry_dead`` and ``drop_dead``.  entry_id: in the queue it came from.
-    """
-
-    letter_id: str
-    entry_id: str
+    letter_id: str  # among the dead letters, for ``retry_dead`` and ``drop_dead``
+    entry_id: str  # in the queue it came from
     queue: str
     reason: str
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """Who answers. boot_id changes when the server restarts."""
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who answers."""
 
     version: str
-    boot_id: str
+    boot_id: str  # changes when the server restarts
     address: str
 
 
@@ -251,17 +248,10 @@ class Broker(Protocol):
         """Raise the role's epoch by one (and above ``at_least``) and return it; the former holder is fenced off."""
         ...
 
-    async def next_incarnation(self, name: str) -> int:
-        """1, 2, 3, ... for each process that ever carried ``name`` in this run."""
-        ...
+    async def next_incarnation(self, name: str) -> int: ...  # 1, 2, 3, ... for each process of this name in the run
 
     # -- logs
-    async def append(
-        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        """Append one entry. Returns its id, or None when ``entry_id`` was already there."""
-        ...
-
+    async def append(self, log: str, entry: Entry, *, fence: Fence | None = None) -> str: ...  # the entry's id
     async def append_many(
         self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
     ) -> list[int]:
@@ -275,16 +265,12 @@ class Broker(Protocol):
         """Entries after the cursor, oldest first; [] when none came within ``wait_s`` seconds."""
         ...
 
-    async def tail(self, log: str, *, count: int) -> list[LogEntry]:
-        """The newest ``count`` entries, oldest of them first."""
-        ...
-
+    async def tail(self, log: str, *, count: int) -> list[LogEntry]: ...  # the newest ones, oldest of them first
     async def last_id(self, stream: str) -> str:
         """Id of the last entry ever added (also if it was trimmed), ZERO_ID when there was none."""
         ...
 
     async def length(self, stream: str) -> int: ...
-
     async def trim(self, stream: str, upto: str) -> int:
         """Free entries with id <= ``upto``; in a work queue only what neither waits nor is held. Returns how many."""
         ...
@@ -292,14 +278,8 @@ class Broker(Protocol):
     async def delete_stream(self, stream: str) -> None: ...
 
     # -- work queues
-    async def enqueue(
-        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        """Append to a work queue (and create its consumer group). Same contract as ``append``."""
-        ...
-
+    async def enqueue(self, queue: str, entry: Entry) -> str: ...  # creates its consumer group; the entry's id
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]: ...
-
     async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
         """Continue the lease. Returns the ids that this consumer still holds: work on the others must stop."""
         ...
@@ -322,10 +302,7 @@ class Broker(Protocol):
         ...
 
     async def pending(self, queue: str, *, count: int = 100) -> list[Pending]: ...
-    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]:
-        """The oldest ``count`` dead letters, oldest first."""
-        ...
-
+    async def dead_letters(self, *, count: int = 100) -> list[DeadLetter]: ...  # the oldest ones, oldest first
     async def retry_dead(self, letter_id: str) -> str | None:
         """Put a dead letter back into its queue as a new entry, not delivered yet: one step.
 
@@ -334,9 +311,7 @@ class Broker(Protocol):
         """
         ...
 
-    async def drop_dead(self, letter_id: str) -> bool:
-        """Forget a dead letter. Returns whether it was there."""
-        ...
+    async def drop_dead(self, letter_id: str) -> bool: ...  # forget it; whether it was there
 
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
@@ -352,12 +327,8 @@ class Broker(Protocol):
         """Store one user's task (``x_...``) beside all others, in place of a former one of its name. Idempotent."""
         ...
 
-    async def remove_user_task(self, name: str) -> None:
-        """Forget a user's task and its queue. Nothing happens when there is none."""
-        ...
-
+    async def remove_user_task(self, name: str) -> None: ...  # and its queue; nothing happens when there is none
     async def commit(self, commit: Commit) -> CommitResult: ...
-
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
         """Per row the columns that exist; {} for a row that does not."""
         ...
@@ -365,26 +336,147 @@ class Broker(Protocol):
     async def read_groups(
         self, group_ids: Sequence[GroupId], columns: Sequence[Column]
     ) -> list[dict[Column, bytes]]: ...
-
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         """Free the groups and their rows; later inserts into them are refused. Returns the bytes freed."""
         ...
 
-    async def retained_bytes(self) -> int:
-        """Bytes of all column values of groups and rows."""
-        ...
+    async def retained_bytes(self) -> int: ...  # of all column values of groups and rows
 
     # -- leases of workers, settings
     async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None: ...
-    async def leases(self) -> dict[WorkerId, bytes]:
-        """Status of every worker whose lease is alive."""
-        ...
-
+    async def leases(self) -> dict[WorkerId, bytes]: ...  # status of every worker whose lease is alive
     async def end_lease(self, worker_id: WorkerId) -> None: ...
     async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None: ...
     async def get_meta(self, name: str) -> bytes | None: ...
-    async def streams(self) -> dict[str, int]:
-        """Every stream of the run by short name, with its length."""
-        ...
-
+    async def streams(self) -> dict[str, int]: ...  # length of every stream of the run, by its short name
     async def close(self) -> None: ...
+
+
+def without_password(url: str) -> tuple[str, str]:
+    """The URL as it may stand on a command line, which everybody on the host can read, and the password that it held.
+
+    "" where it held none. The user's name stays. Raises ValueError for what is no URL.
+    """
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    name, _, written = user.partition(":")
+    query = parse_qsl(parts.query)
+    password = dict(query).get("password") or unquote(written)
+    if not password:
+        return url, ""
+    place = f"{name}@{host}" if name else host
+    options = urlencode([(option, value) for option, value in query if option != "password"])
+    # put together by hand: urlunsplit writes unix:/path for unix:///path
+    return f"{parts.scheme}://{place}{parts.path}" + (f"?{options}" if options else ""), password
+
+
+# --- what an entry, a commit and an explicit id must look like: both brokers refuse the same --------------------------
+
+PAYLOAD = "payload"
+_ESCAPED = "backslashreplace"
+
+
+def check_entry(entry: Entry) -> None:
+    """Raises MessageError for an oversized payload, ValueError for a field that shadows it."""
+    if len(entry.payload) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"payload of {len(entry.payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
+            "bulk bytes travel beside the streams"
+        )
+    if PAYLOAD in entry.fields:
+        raise ValueError(f"the field name {PAYLOAD!r} is taken by the binary payload")
+
+
+def check_ids(ids: Iterable[str]) -> None:
+    """Raises ValueError unless explicit ids ascend from above 0-0."""
+    last = (0, 0)
+    for entry_id in ids:
+        current = parse_entry_id(entry_id)
+        if current <= last:
+            raise ValueError(f"entry id {entry_id} is not above {last[0]}-{last[1]}")
+        last = current
+
+
+def check_writes(writes: Iterable[StreamWrite]) -> None:
+    """Checks every entry, and that the ids of each stream ascend."""
+    for write in writes:
+        check_ids(entry_id for entry_id, _ in write.entries)
+        for _, entry in write.entries:
+            check_entry(entry)
+
+
+def check_commit(commit: Commit) -> None:
+    """Raises ValueError for a row without columns or a group without samples; checks every block and entry."""
+    for group in commit.groups:
+        if group.size < 1:
+            raise ValueError(f"group {group.group_id} has size {group.size}")
+    for row in commit.rows:
+        if not row.columns:
+            raise ValueError(f"row {row.row_id} is written without a column")
+    for block in commit.blocks:
+        check_block(block)
+    for append in chain(commit.appends, *(row.on_insert for row in commit.rows)):
+        check_entry(append.entry)
+
+
+def check_block(block: Block) -> None:
+    """Raises ValueError for groups without samples, rows without columns, or columns of another number of values."""
+    num_values = len(block.group_ids) * (1 if block.shared else block.size)
+    lengths = {column: len(values) for column, values in block.columns.items()}
+    if block.size < 1 or not lengths or set(lengths.values()) != {num_values}:
+        raise ValueError(f"a block of {len(block.group_ids)} groups of {block.size} rows has columns of {lengths}")
+
+
+def without_blocks(commit: Commit) -> Commit:
+    """The same step, its blocks written out; their groups then come before all rows, which makes no difference."""
+    groups, rows = [*commit.groups], [*commit.rows]
+    for block in commit.blocks:
+        groups += [GroupWrite(group_id=group_id, size=block.size, columns={}) for group_id in block.group_ids]
+        columns = [[b"".join(value) for value in values] for values in block.of_rows().columns.values()]
+        rows += [
+            RowWrite(row_id=row_id, columns=dict(zip(block.columns, values, strict=True)))
+            for row_id, *values in zip(block.row_ids(), *columns, strict=True)
+        ]
+    return replace(commit, groups=groups, rows=rows, blocks=())
+
+
+def check_tasks(tasks: Sequence[TaskSpec], *, of_user: bool = False) -> None:
+    """Raises ValueError for a task that reads nothing (it would be ready before any row), a name used twice, or a name
+    that is not of its owner: users' tasks begin with ``x_`` and the run's do not."""
+    for task in tasks:
+        if not task.reads:
+            raise ValueError(f"task {task.name} reads no column")
+        check_task_name(task.name, of_user=of_user)
+    if len({task.name for task in tasks}) != len(tasks):
+        raise ValueError("two tasks have one name")
+
+
+def check_task_name(name: str, *, of_user: bool) -> None:
+    """Raises ValueError for a user's task under a name of the run's, or the other way round."""
+    if of_user and not is_user_name(name):
+        raise ValueError(f"task {name!r} is not a user's: its name begins with {USER_PREFIX!r}, then a-z, 0-9 or _")
+    if not of_user and name.startswith(USER_PREFIX):
+        raise ValueError(f"task {name!r} is a user's, and would outlive what declares it")
+
+
+def entry_from_fields(flat: Sequence[bytes]) -> Entry:
+    """Name, value, name, value, ... as a server gives them. Foreign bytes are shown escaped, never refused."""
+    pairs = dict(zip(flat[::2], flat[1::2], strict=True))
+    payload = pairs.pop(PAYLOAD.encode(), b"")
+    fields = {str(name, "utf-8", _ESCAPED): str(value, "utf-8", _ESCAPED) for name, value in pairs.items()}
+    return Entry(fields=fields, payload=payload)
+
+
+def buried(queue: str, entry_id: str, reason: str, entry: Entry) -> Entry:
+    """``entry`` of ``queue`` as it stands among the dead letters; the twin of ``bury`` in prelude.lua."""
+    said = {"dead_queue": queue, "dead_id": entry_id, "dead_reason": reason}
+    return Entry(fields={**entry.fields, **said}, payload=entry.payload)
+
+
+def dead_letter(letter_id: str, buried: Entry) -> DeadLetter:
+    """What was ``buried`` as ``letter_id``, taken apart again."""
+    said = {name: value for name, value in buried.fields.items() if name.startswith("dead_")}
+    fields = {name: value for name, value in buried.fields.items() if name not in said}
+    queue, entry_id, reason = (said.get(f"dead_{name}", "") for name in ("queue", "id", "reason"))
+    entry = Entry(fields=fields, payload=buried.payload)
+    return DeadLetter(letter_id=letter_id, entry_id=entry_id, queue=queue, reason=reason, entry=entry)

@@ -16,8 +16,6 @@ run may be a copy of somebody else's, which its user only inspects.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import secrets
 import shutil
 import signal
@@ -26,10 +24,10 @@ from asyncio.subprocess import Process
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
+from urllib.parse import quote
 
 from transport.broker.redis_link import RedisLink, short_path
-from transport.broker.url import socket_url
 from transport.errors import (
     BrokerRejectedError,
     BrokerUnavailableError,
@@ -39,9 +37,9 @@ from transport.errors import (
     StreamError,
     TransientError,
 )
-from transport.process.files import check_own, private_directory, read_own, replace, writing
+from transport.process.files import LockedError, check_own, locked, private_directory, read_own, replace, writing
+from transport.process.programs import ending_with_this_process
 from transport.process.secret import is_made
-from transport.process.spawn import ending_with_this_process
 
 REMOVED = (
     *("acl", "bgsave", "cluster", "config", "debug", "failover", "fcall", "fcall_ro", "flushall", "flushdb"),
@@ -51,16 +49,10 @@ REMOVED = (
 """Commands that the server is started without: they change the server itself, its files, or where its data go. A run
 needs none of them. An access list would not be enough: while an append-only file is loaded, its commands run
 unchecked, so MODULE LOAD in somebody else's run was code that ran as the user who inspected that run."""
-READY_S = 60.0
-"""Loading 1 GB of append-only file takes some 10 s."""
-STOP_S = 10.0
-LOCK_S = 20.0
 ROOM_BYTES = 64 * 1024
 """A server that fails to start with less free disk than this failed because of it: its log has no room to say so."""
 
 _CONFIGURATION, _PASSWORD, _SOCKET = "broker.conf", "broker.password", "broker.sock"
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-
 AppendFsync = Literal["always", "everysec", "no"]
 
 
@@ -69,10 +61,10 @@ class EmbeddedServer:
 
     def __init__(self, directory: Path, *, appendfsync: AppendFsync = "everysec", binary: Path | None = None) -> None:
         self._directory = directory
-        self._appendfsync: AppendFsync = appendfsync
+        self._appendfsync = appendfsync
         self._binary = binary
         self._process: Process | None = None
-        self._password = ""
+        self.password = ""
 
     @property
     def process(self) -> Process:
@@ -86,34 +78,36 @@ class EmbeddedServer:
         return str(self._directory.resolve() / _SOCKET)
 
     @property
-    def password(self) -> str:
-        return self._password
-
-    @property
     def url(self) -> str:
         """Without the password, so that it may stand on a command line."""
-        return socket_url(Path(self.address))
+        return "unix://" + quote(self.address)
 
-    async def start(self, *, ready_s: float = READY_S) -> str:
+    async def start(self, *, ready_s: float = 60.0) -> str:
         """Start the server on what its directory holds and wait until it has loaded. Returns ``url``.
 
         Raises: RunExistsError when a live server owns the directory; ForeignError when what lies there is not this
                 user's; BrokerRejectedError, with the last lines of its log, when it fails; TransientError when another
                 process ended it; DirectoryError for a full disk; BrokerUnavailableError when it is not ready after
-                ``ready_s``.
+                ``ready_s`` (loading 1 GB of append-only file takes some 10 s).
         """
         with writing(self._directory):
             self._directory.parent.mkdir(parents=True, exist_ok=True)
             private_directory(self._directory)
-            self._check_files()
+            # the server writes into what it finds: a link would lead it elsewhere
+            for directory in (self._directory, self._directory / "aof"):
+                for path in directory.iterdir() if directory.is_dir() else ():
+                    with suppress(FileNotFoundError):  # of a live server's rewrite
+                        check_own(path)
             lock = await self._lock()
         try:
             with writing(self._directory):
-                self._password = self._kept_password()
+                if not (self._directory / _PASSWORD).exists():  # made once, for as long as there is the directory
+                    replace(self._directory / _PASSWORD, secrets.token_urlsafe(24), mode=0o600)
+                self.password = self._read_password()
                 replace(self._directory / _CONFIGURATION, self._configuration(), mode=0o600)
-            self._process = await self._spawn(lock)
+            self._process = await self._spawn(lock.fileno())
         finally:
-            os.close(lock)  # the server holds its own copy, if there is one
+            lock.close()  # the server holds its own copy, if there is one
         try:
             await self._wait_ready(self._process, ready_s)
         except BaseException:
@@ -130,15 +124,11 @@ class EmbeddedServer:
             raise BrokerRejectedError(f"{self._directory} holds no embedded broker: there is no such directory")
         try:
             private_directory(self._directory)
-            self._password = self._read_password()
+            self.password = self._read_password()
         except OSError as error:
             raise BrokerRejectedError(f"{self._directory} holds no embedded broker: {error}") from error
 
-    async def wait(self) -> int:
-        """Wait until the server process ends. Returns its exit status."""
-        return await self.process.wait()
-
-    async def stop(self, *, grace_s: float = STOP_S) -> None:
+    async def stop(self, *, grace_s: float = 10.0) -> None:
         """Let the server write what it holds and end; kill it after ``grace_s``."""
         if self._process is None or self._process.returncode is not None:
             return
@@ -156,24 +146,20 @@ class EmbeddedServer:
                 self._process.kill()
             await self._process.wait()
 
-    async def _lock(self) -> int:
-        """A locked file descriptor, for the server to inherit: the kernel frees the lock when the server ends.
+    async def _lock(self) -> IO[bytes]:
+        """A lock for the server to inherit: the kernel frees it when the server ends.
 
         A lock without a listener is what a killed server's background rewrite leaves for the seconds it still needs.
         """
-        descriptor = os.open(self._directory / "broker.lock", _LOCK_FLAGS, 0o600)
-        deadline_s = asyncio.get_running_loop().time() + LOCK_S
+        deadline_s = asyncio.get_running_loop().time() + 20.0
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                return locked(self._directory / "broker.lock")
+            except LockedError as error:
                 if asyncio.get_running_loop().time() > deadline_s or self._somebody_listens():
-                    os.close(descriptor)
                     raise RunExistsError(
                         f"a live broker owns {self._directory}: its run is still going; stop it, or choose another name"
                     ) from error
-            else:
-                return descriptor
             await asyncio.sleep(0.05)
 
     def _somebody_listens(self) -> bool:
@@ -182,21 +168,6 @@ class EmbeddedServer:
             probe.connect(path)
             return True
         return False
-
-    def _check_files(self) -> None:
-        """The server writes into what it finds: a link would lead it elsewhere. Raises ForeignError."""
-        for directory in (self._directory, self._directory / "aof"):
-            for path in directory.iterdir() if directory.is_dir() else ():
-                with suppress(FileNotFoundError):  # of a live server's rewrite
-                    check_own(path)
-
-    def _kept_password(self) -> str:
-        """Made once, for as long as there is the directory."""
-        try:
-            return self._read_password()
-        except FileNotFoundError:
-            replace(self._directory / _PASSWORD, secrets.token_urlsafe(24), mode=0o600)
-            return self._read_password()
 
     def _read_password(self) -> str:
         """Raises: FileNotFoundError; ForeignError: not of the form that we make, so it may not go into broker.conf."""
@@ -215,7 +186,7 @@ class EmbeddedServer:
             "port 0",
             f"unixsocket {_SOCKET}",
             "unixsocketperm 600",
-            f"requirepass {self._password}",
+            f"requirepass {self.password}",
             "logfile broker.log",
             "daemonize no",
             "appendonly yes",
@@ -243,7 +214,7 @@ class EmbeddedServer:
         )
 
     async def _wait_ready(self, process: Process, ready_s: float) -> None:
-        link = RedisLink(self.url, password=self._password, outage_s=ready_s)
+        link = RedisLink(self.url, password=self.password, outage_s=ready_s)
         ready = asyncio.create_task(link.command("PING"), name="broker ready")
         ended = asyncio.create_task(process.wait(), name="broker ended")
         try:
@@ -252,9 +223,8 @@ class EmbeddedServer:
                 raise self._why_ended(ended.result())
             ready.result()
         except BrokerUnavailableError as error:
-            raise BrokerUnavailableError(
-                self.address, f"not ready after {ready_s:g} s: {self._last_words()}"
-            ) from error
+            reason = f"not ready after {ready_s:g} s: {self._last_words()}"
+            raise BrokerUnavailableError(self.address, reason) from error
         finally:
             for task in (ready, ended):
                 task.cancel()

@@ -4,58 +4,37 @@ from __future__ import annotations
 
 from transport.contracts.types import GroupId, RowId, RunName, WorkerId
 
-EVENTS = "events"
-"""Log: workers -> orchestrator."""
-ROUNDS = "rounds"
-"""Log: orchestrator -> trainer (messages.TrainerCommand)."""
-WEIGHTS = "weights"
-"""Log: trainer -> everyone (messages.WeightManifest)."""
-UPDATES = "updates"
-"""Work queue: orchestrator -> the publisher of a service run (messages.UpdateRequest)."""
-DEAD = "dead"
-"""Dead letters."""
-SETTINGS = "settings"
-"""Meta: the run's settings, MessagePack."""
-MODEL = "model"
-"""Meta: which model all processes of the run must have (model_identity.ModelIdentity, MessagePack)."""
-TRIAL = "trial"
-"""Meta: rows of the data that a reward is tried on before anything is scored (messages.TrialRows, MessagePack)."""
-TRIED = "tried"
-"""Meta: the reward (scoring.reward) that passed its trial on those rows, or scored without one."""
+EVENTS = "events"  # log: workers -> orchestrator
+ROUNDS = "rounds"  # log: orchestrator -> trainer (messages.TrainerCommand)
+WEIGHTS = "weights"  # log: trainer -> everyone (messages.WeightManifest)
+UPDATES = "updates"  # work queue: orchestrator -> the publisher of a service run (messages.UpdateRequest)
+DEAD = "dead"  # dead letters
 
-# What the broker keeps for itself; the Lua scripts get these names from here (lua.py).
-EPOCHS = "epochs"
-"""Hash: role -> fencing epoch."""
-INCARNATIONS = "incarnations"
-"""Hash: name -> number of processes that carried it."""
-RETAINED_BYTES = "retained-bytes"
-"""Counter: bytes of all column values."""
-TASK_SPECS = "task-specs"
-"""Hash: task -> its unit and columns, JSON."""
-MARK = "mark"
-"""What the writer of commands left with its last step (base.Mark)."""
-STREAMS = "streams"
-"""Set: short names of all streams, so that listing them scans nothing."""
-WORKERS = "workers"
-"""Set: workers that ever beat and whose lease has not been seen to end."""
-LEASE_PREFIX = "lease:"
-ROW_PREFIX = "row:"
-GROUP_PREFIX = "group:"
-SHARED_PREFIX = "rows:"
-"""In the hash of a group: a column of all its rows (base.Block.shared)."""
-STATE = "state"
-"""Meta: what the run is doing as a whole; workers leave when it is STATE_FINISHED."""
+# Names of put_meta and get_meta; MessagePack where a type is named.
+SETTINGS = "settings"  # settings.Settings
+MODEL = "model"  # user_files.ModelIdentity: which model all processes of the run must have
+TRIAL = "trial"  # messages.TrialRows: rows of the data that a reward is tried on before anything is scored
+TRIED = "tried"  # the reward (scoring.reward) that passed its trial on those rows, or scored without one
+STATE = "state"  # what the run is doing as a whole; workers leave when it is STATE_FINISHED
 STATE_RUNNING = b"running"
 STATE_FINISHED = b"finished"
-SUPERVISOR = "supervisor"
-"""Meta: pid of the supervisor, written all the time, so that it notices a broker that takes no writes."""
+SUPERVISOR = "supervisor"  # its pid, written all the time, so that it notices a broker that takes no writes
 TAKES_WRITES = "takes-writes"
-"""Meta: written before anything is concluded from missing leases. A full server answers reads and refuses leases, so
-that a worker's silence then says nothing about the worker."""
-SPAWN = "spawn"
-"""Meta: how many more generation workers the run has asked its supervisor for (messages.SpawnWorkers)."""
-STATUS = "status"
-"""Meta: the orchestrator's view, JSON, a few times a second while it lives (with a time to live)."""
+"""Written before anything is concluded from missing leases. A full server answers reads and refuses leases, so that a
+worker's silence then says nothing about the worker."""
+SPAWN = "spawn"  # messages.SpawnWorkers: how many more generation workers the run has asked its supervisor for
+STATUS = "status"  # the orchestrator's view, JSON, a few times a second while it lives (with a time to live)
+
+# What the broker keeps for itself; the Lua scripts get these names from here (redis_link.py).
+EPOCHS = "epochs"  # hash: role -> fencing epoch
+INCARNATIONS = "incarnations"  # hash: name -> number of processes that carried it
+RETAINED_BYTES = "retained-bytes"  # counter: bytes of all column values
+TASK_SPECS = "task-specs"  # hash: task -> its unit and columns, JSON
+MARK = "mark"  # what the writer of commands left with its last step (base.Mark)
+STREAMS = "streams"  # set: short names of all streams, so that listing them scans nothing
+WORKERS = "workers"  # set: workers that ever beat and whose lease has not been seen to end
+LEASE_PREFIX, ROW_PREFIX, GROUP_PREFIX = "lease:", "row:", "group:"
+SHARED_PREFIX = "rows:"  # in the hash of a group: a column of all its rows (base.Block.shared)
 
 
 def plans(worker: WorkerId) -> str:

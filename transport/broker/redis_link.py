@@ -1,6 +1,7 @@
 """Connections to one server: commands in, replies out, every error translated. The only importer of redis-py.
 
-Owns: the connections, retries, and what each of redis-py's errors means to a caller. Never: knows a key.
+Owns: the connections, retries, what each of redis-py's errors means to a caller, and how a script gets the names of
+keys.py and the values of a call.
 Invariant: a connection whose reply was not read to its end is closed, never used again.
 
 redis-py's own retries are off: it sends a command again without knowing whether it ran (measured: an XADD whose reply
@@ -11,36 +12,36 @@ plain overwrites, and scripts that recognise their own request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import ssl
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any, Protocol, TypeAlias, cast
 
+import msgspec
 from redis import exceptions
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from transport.broker.lua import ScriptCall, script
+from transport.broker import keys
+from transport.broker.base import MAX_DEAD_LETTERS
+from transport.contracts.types import USER_PREFIX
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 
 Argument: TypeAlias = bytes | str | int
 Command: TypeAlias = Sequence[Argument]
 Reply: TypeAlias = "bytes | int | list[Reply] | None"
 
-FIRST_PAUSE_S = 0.02
-MAX_PAUSE_S = 1.0
-CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 128
 """A process holds one for every call in progress: 32 session slots, and a few blocking reads. More is a leak."""
+MAX_SOCKET_PATH = 103  # bytes of a socket's path that every system takes (Linux: 107)
 
-MAX_SOCKET_PATH = 103
-"""Bytes of a socket's path that every system takes (Linux: 107)."""
-
-_AUTHENTICATION = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
-_CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _FULL = {
     "OOM": "its memory: raise its maxmemory or lower broker.max_retained_bytes",
     "MISCONF": "it cannot write its files: free some space on its disk",
@@ -58,6 +59,11 @@ _CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
     exceptions.MasterDownError: "MASTERDOWN",
 }
 """Errors whose first word redis-py takes off."""
+
+
+_NO_PASSWORD = exceptions.AuthenticationWrongNumberOfArgsError
+_WRONG_PASSWORD = "invalid username-password pair"
+"""What the server says; redis-py gives it no class of its own while it connects."""
 
 
 class ReplyError(BrokerRejectedError):
@@ -111,7 +117,7 @@ class _SocketConnection(UnixDomainSocketConnection):
             self.path = whole
 
 
-class Connections:
+class _Connections:
     """The connections of one client: one for each call in progress, kept for the next.
 
     Redis-py has a pool too, but it takes locks and keeps statistics at every use, which together with the fetching of
@@ -122,12 +128,12 @@ class Connections:
         self._kind = kind
         self._arguments = arguments
         self._open: set[_Connection] = set()
-        self._idle: list[_Connection] = []
+        self.idle: list[_Connection] = []  # every reply was read
 
     async def take(self) -> _Connection:
-        """One that is idle and sound, else a new one. It is the caller's until it is given back or dropped."""
-        while self._idle:
-            connection = self._idle.pop()
+        """One that is idle and sound, else a new one. It is the caller's until it is put to ``idle`` or dropped."""
+        while self.idle:
+            connection = self.idle.pop()
             if connection.is_connected and not await connection.can_read():
                 return connection
             await self.drop(connection)  # the server closed it
@@ -142,10 +148,6 @@ class Connections:
             raise
         return connection
 
-    def give_back(self, connection: _Connection) -> None:
-        """Every reply was read."""
-        self._idle.append(connection)
-
     async def drop(self, connection: _Connection) -> None:
         """A reply may be left in it, or none will come."""
         self._open.discard(connection)
@@ -153,7 +155,7 @@ class Connections:
 
     async def close(self) -> None:
         """All of them, those in use too."""
-        self._idle.clear()
+        self.idle.clear()
         for connection in list(self._open):
             await self.drop(connection)
 
@@ -170,12 +172,12 @@ class RedisLink:
     ) -> None:
         arguments = _pool_arguments(url, password, tls_ca)
         kind = cast("type[Connection]", arguments.pop("connection_class", Connection))
-        self._connections = Connections(kind, arguments)
+        self._connections = _Connections(kind, arguments)
         self._uses_tls = kind is SSLConnection
         self._outage_s = outage_s
         self._timeout_s = timeout_s
         self.max_block_s = timeout_s / 2
-        self.address = address_of(url)
+        self.address = arguments.get("path") or f"{arguments.get('host', 'localhost')}:{arguments.get('port', 6379)}"
 
     async def command(self, *arguments: Argument) -> Reply:
         """One idempotent command."""
@@ -183,21 +185,21 @@ class RedisLink:
 
     async def script(self, name: str, key: str, prefix: str, number: int, request: ScriptCall) -> Reply:
         """One script of scripts/, loaded when the server does not know it (it forgets them when it restarts)."""
-        found = script(name)
-        arguments: Command = (1, key, prefix, number, *request.arguments())
+        sha, text = _script(name)
+        arguments: Command = (1, key, prefix, number, _encoder.encode(request.body), *request.blobs)
         try:
-            return await self.command("EVALSHA", found.sha, *arguments)
+            return await self.command("EVALSHA", sha, *arguments)
         except ReplyError as error:
             if error.code != "NOSCRIPT":
                 raise
-        return await self.command("EVAL", found.text, *arguments)
+        return await self.command("EVAL", text, *arguments)
 
     async def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         """Idempotent commands in one round trip, sent again until the server answers.
 
         Raises: BrokerUnavailableError after ``outage_s``; BrokerRejectedError at once when waiting will not help.
         """
-        deadline_s, pause_s = 0.0, FIRST_PAUSE_S
+        deadline_s, pause_s = 0.0, 0.02
         now_s = asyncio.get_running_loop().time
         while True:
             try:
@@ -207,7 +209,7 @@ class RedisLink:
                 if now_s() + pause_s > deadline_s:
                     raise
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            pause_s = min(2 * pause_s, 1.0)
 
     async def close(self) -> None:
         await self._connections.close()
@@ -216,14 +218,8 @@ class RedisLink:
         """Send once, read once. Raises BrokerUnavailableError when it may be tried again."""
         try:
             replies = await self._send_and_read(commands)
-        except _AUTHENTICATION as error:
-            raise BrokerRejectedError(
-                f"broker {self.address} refuses the password ({error}): set broker.password, put it into broker.url, "
-                "or set STREAMRL_BROKER_PASSWORD"
-            ) from error
-        except _CONNECTION as error:
-            self._check_tls(error)
-            raise BrokerUnavailableError(self.address, self._reason(error)) from error
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError, _NO_PASSWORD) as error:
+            raise self._connection_error(error) from error
         except exceptions.RedisError as error:  # while connecting: the handshake itself was refused
             raise ReplyError(self.address, str(error)) from error
         for reply in replies:
@@ -236,11 +232,16 @@ class RedisLink:
             connection = await self._connections.take()
             try:
                 await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-                replies = [await _read(connection) for _ in commands]
+                replies: list[Reply | exceptions.ResponseError] = []
+                for _ in commands:
+                    try:
+                        replies.append(await connection.read_response())
+                    except exceptions.ResponseError as error:
+                        replies.append(error)
             except BaseException:
                 await self._connections.drop(connection)
                 raise
-            self._connections.give_back(connection)
+            self._connections.idle.append(connection)
             return replies
 
     def _translate(self, error: exceptions.RedisError) -> BrokerUnavailableError | BrokerRejectedError:
@@ -257,40 +258,31 @@ class RedisLink:
             return BrokerRejectedError(f"broker {self.address} denies its user a command: {message}")
         return ReplyError(self.address, message)
 
-    def _reason(self, error: Exception) -> str:
-        if not isinstance(error, (TimeoutError, exceptions.TimeoutError)):
-            return str(error)
-        # A server without TLS waits for the end of what it takes for a command.
-        return "no answer in time" + (" (if it does not speak TLS, use redis://)" if self._uses_tls else "")
-
-    def _check_tls(self, error: BaseException) -> None:
-        """Raise BrokerRejectedError when the connection failed because the two sides do not agree on TLS."""
+    def _connection_error(self, error: Exception) -> BrokerUnavailableError | BrokerRejectedError:
+        """Rejected when the two sides do not agree on the password, or on TLS."""
         cause: BaseException | None = error
         while cause is not None:
+            if isinstance(cause, (exceptions.AuthenticationError, _NO_PASSWORD)) or _WRONG_PASSWORD in str(cause):
+                return BrokerRejectedError(
+                    f"broker {self.address} refuses the password ({cause}): set broker.password, put it into "
+                    "broker.url, or set STREAMRL_BROKER_PASSWORD"
+                )
             if isinstance(cause, ssl.SSLCertVerificationError):
-                raise BrokerRejectedError(
+                return BrokerRejectedError(
                     f"broker {self.address} has a certificate that is not trusted ({cause.verify_message}): "
                     "set broker.tls_ca to the CA file that signed it, and use the host name it was made for"
-                ) from error
+                )
             if isinstance(cause, ssl.SSLError):
-                raise BrokerRejectedError(
+                return BrokerRejectedError(
                     f"broker {self.address} does not speak TLS as asked ({cause.reason}): "
                     "use redis:// for a server without TLS"
-                ) from error
+                )
             cause = cause.__cause__ or cause.__context__
-
-
-async def _read(connection: _Connection) -> Reply | exceptions.ResponseError:
-    try:
-        return await connection.read_response()
-    except exceptions.ResponseError as error:
-        return error
-
-
-def address_of(url: str) -> str:
-    """Host and port (or the socket's path), never the password."""
-    parsed = cast("dict[str, Any]", parse_url(url))
-    return parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+        reason = str(error)
+        if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
+            # a server without TLS waits for the end of what it takes for a command
+            reason = "no answer in time" + (" (if it does not speak TLS, use redis://)" if self._uses_tls else "")
+        return BrokerUnavailableError(self.address, reason)
 
 
 def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
@@ -302,17 +294,25 @@ def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
     try:
         arguments = cast("dict[str, Any]", parse_url(url))
     except ValueError as error:
-        raise BrokerRejectedError(f"broker.url is not a redis://, rediss:// or unix:// URL: {error}") from error
+        raise BrokerRejectedError(
+            f"broker.url is not a redis://, rediss:// or unix:// URL, like redis://host:port: {error}"
+        ) from error
     if password:
         arguments.setdefault("password", password)
     if arguments.get("connection_class") is SSLConnection and tls_ca:
+        try:
+            ssl.create_default_context(cafile=tls_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise BrokerRejectedError(
+                f"broker.tls_ca (--tls-ca) {tls_ca} is no file of CA certificates: {error.strerror or error}"
+            ) from error
         arguments["ssl_ca_certs"] = tls_ca
     arguments.update(
         protocol=2,
         decode_responses=False,
         retry=Retry(NoBackoff(), 0),
         socket_timeout=None,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_connect_timeout=5.0,
         health_check_interval=0,
         driver_info=None,
     )
@@ -322,3 +322,49 @@ def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
     else:
         arguments["socket_keepalive"] = True
     return arguments
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+_KEY_NAMES: dict[str, str | int] = {
+    "epochs": keys.EPOCHS,
+    "incarnations": keys.INCARNATIONS,
+    "retained_bytes": keys.RETAINED_BYTES,
+    "task_specs": keys.TASK_SPECS,
+    "mark": keys.MARK,
+    "streams": keys.STREAMS,
+    "workers": keys.WORKERS,
+    "dead": keys.DEAD,
+    "tasks": keys.tasks(""),
+    "lease": keys.LEASE_PREFIX,
+    "row": keys.ROW_PREFIX,
+    "group": keys.GROUP_PREFIX,
+    "shared": keys.SHARED_PREFIX,
+    "user": USER_PREFIX,
+    "max_dead": MAX_DEAD_LETTERS,
+}
+
+_encoder = msgspec.json.Encoder()
+
+
+@cache
+def _script(name: str) -> tuple[str, str]:
+    """What EVALSHA calls ``scripts/<name>.lua``, and its text behind the key names and the prelude."""
+    folder = files("transport.broker.scripts")
+    names = ", ".join(f"{name} = {value!r}" for name, value in _KEY_NAMES.items())
+    parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name)]
+    text = "\n".join([f"local KEY = {{ {names} }}", *parts])
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), text
+
+
+@dataclass(slots=True)
+class ScriptCall:
+    """What a script gets: readable JSON, and binary values beside it that the JSON names by their place in ARGV."""
+
+    body: dict[str, object] = field(default_factory=dict[str, object])
+    blobs: list[bytes] = field(default_factory=list[bytes])
+
+    def blob(self, value: bytes) -> int:
+        """Add a binary value. Returns what stands for it in a list of the body (see ``resolve`` in prelude.lua)."""
+        self.blobs.append(value)
+        return len(self.blobs) + 3

@@ -7,7 +7,10 @@ Invariant: whatever is sent through the link may be sent twice: it reads, overwr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from math import ceil
 from typing import TypeVar, cast
 
@@ -15,6 +18,7 @@ import msgspec
 
 from transport.broker import keys
 from transport.broker.base import (
+    PAYLOAD,
     Append,
     Block,
     Commit,
@@ -29,59 +33,71 @@ from transport.broker.base import (
     RowWrite,
     ServerInfo,
     StreamWrite,
-    parse_entry_id,
-)
-from transport.broker.entries import (
-    PAYLOAD,
     check_commit,
     check_entry,
-    check_ids,
     check_task_name,
     check_tasks,
     check_writes,
     dead_letter,
     entry_from_fields,
+    parse_entry_id,
     without_blocks,
 )
-from transport.broker.lua import ScriptCall, Session
-from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError
+from transport.broker.redis_link import Command, RedisLink, Reply, ReplyError, ScriptCall
+from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import USER_PREFIX, Column, GroupId, RowId, RunName, TaskSpec, WorkerId, parse_row_id
-from transport.errors import FencedError, TailLostError
+from transport.errors import BrokerRejectedError, FencedError, TailLostError
 
-BULKY_BYTES = 1024
-"""Where the values of a row have more on average, each is sent on its own."""
+BULKY_BYTES = 1024  # where the values of a row have more on average, each is sent on its own
+NUM_SLOTS = 32  # writes of one process that may be under way at once; each slot costs the server one small key
 _GROUP = "workers"  # the consumer group, as in prelude.lua
 _NO_GROUP = ("NOGROUP", "UNBLOCKED")
 """The queue is not there (any more): it was never written to, or was deleted while a claim waited on it."""
 
-ROWS_PER_ROUND_TRIP = 256
-"""HMGETs in one pipeline: enough to hide the round trip, few enough to bound what the server buffers."""
-ROWS_FOR_SCRIPT = 16
-"""From so many rows on, a script reads them in one command, as long as they are small."""
-ROWS_PER_SCRIPT = 1024
-"""Some 3 ms in which others wait."""
+ROWS_PER_ROUND_TRIP = 256  # HMGETs in one pipeline: they hide the round trip, and bound what the server buffers
+ROWS_FOR_SCRIPT = 16  # from so many on, a script reads them in one command, as long as they are small
+ROWS_PER_SCRIPT = 1024  # some 3 ms in which others wait
 MAX_SMALL_BYTES = 1024 * 1024
 
 _lengths_decoder = msgspec.msgpack.Decoder(list[int])
 _T = TypeVar("_T")
 _Name = TypeVar("_Name", bound=str)
-
 _Fields = list[bytes]
 
 
+class _Session:
+    """A client's numbered slots, which make its writes safe to send again (see ``once`` in scripts/prelude.lua).
+
+    One call at a time is in a slot, and its numbers ascend. ``client`` is unique to this object, so that a restarted
+    process starts a new session.
+    """
+
+    def __init__(self) -> None:
+        self.client = uuid.uuid4().hex[:12]
+        self._numbers = [0] * NUM_SLOTS
+        self._free = [*reversed(range(NUM_SLOTS))]
+        self._available = asyncio.Semaphore(NUM_SLOTS)
+
+    @asynccontextmanager
+    async def next_call(self) -> AsyncGenerator[tuple[int, int]]:
+        """A slot, which is taken until the block ends, and a number that was never used in it."""
+        async with self._available:
+            slot = self._free.pop()
+            self._numbers[slot] += 1
+            try:
+                yield slot, self._numbers[slot]
+            finally:
+                self._free.append(slot)
+
+
 class RedisBroker:
-    """One run on one server. See base.py for the contract; ``connect.connect`` makes one that was checked."""
+    """One run on one server. See base.py for the contract; ``connect`` makes one that was checked."""
 
     def __init__(self, link: RedisLink, run: RunName) -> None:
+        self.run = run
         self._link = link
-        self._run = run
         self._prefix = keys.full(run, "")
-        self._session = Session()
-        self._rows = _RowReader(link, run)
-
-    @property
-    def run(self) -> RunName:
-        return self._run
+        self._session = _Session()
 
     async def close(self) -> None:
         await self._link.close()
@@ -94,10 +110,10 @@ class RedisBroker:
         """Run a script whose effect happens once, however often the link has to send it."""
         if fence is not None:
             request.body["fence"] = [fence.role, fence.epoch]
-        async with self._session.next_call() as slot:
-            key = keys.session(self._run, self._session.client, slot.index)
+        async with self._session.next_call() as (slot, number):
+            key = keys.session(self.run, self._session.client, slot)
             try:
-                return await self._link.script(script, key, self._prefix, slot.number, request)
+                return await self._link.script(script, key, self._prefix, number, request)
             except ReplyError as error:
                 if fence is not None and error.code == "FENCED":
                     raise FencedError(fence.role, fence.epoch, int(error.message.split()[-1])) from None
@@ -105,11 +121,11 @@ class RedisBroker:
                     raise TailLostError(f"broker {self._link.address}: {error.message}") from None
                 raise
 
-    async def _again(self, script: str, body: dict[str, object]) -> Reply:
+    async def _again(self, script: str, **body: object) -> Reply:
         """Run a script that may run any number of times."""
         return await self._link.script(script, self._prefix, self._prefix, 0, ScriptCall(body))
 
-    async def _blocking(self, command: Callable[[Command], Command], wait_s: float, queue: str = "") -> list[LogEntry]:
+    async def _blocking(self, read: Command, streams: Command, wait_s: float, queue: str = "") -> list[LogEntry]:
         """Repeat a blocking read until it gives something or ``wait_s`` is over, in pieces shorter than a time-out.
 
         queue: opened when it is not there, also when it went away in between.
@@ -118,12 +134,13 @@ class RedisBroker:
         deadline_s = now_s() + wait_s
         while True:
             block_ms = ceil(1000 * min(deadline_s - now_s(), self._link.max_block_s))  # BLOCK 0 would never end
+            block = ("BLOCK", block_ms) if block_ms > 0 else ()
             try:
-                reply = await self._link.command(*command(("BLOCK", block_ms) if block_ms > 0 else ()))
+                reply = await self._link.command(*read, *block, "STREAMS", *streams)
             except ReplyError as error:
                 if not queue or error.code not in _NO_GROUP:
                     raise
-                await self._again("open_queue", {"queue": queue})
+                await self._again("open_queue", queue=queue)
                 continue
             if reply:
                 return _log_entries(cast("list[tuple[bytes, list[tuple[bytes, _Fields]]]]", reply)[0][1])
@@ -150,50 +167,38 @@ class RedisBroker:
         return cast("int", await self._once("next_incarnation", ScriptCall({"name": name})))
 
     # -- logs
-    async def append(
-        self, log: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        return await self._append(log, entry, entry_id, fence, queue=False)
-
-    async def _append(
-        self, stream: str, entry: Entry, entry_id: str | None, fence: Fence | None, *, queue: bool
-    ) -> str | None:
-        check_ids([entry_id] if entry_id else [])
-        request = ScriptCall()
-        request.body["streams"] = [[stream, int(queue), [[entry_id or "*", _fields(request, entry)]]]]
-        ((added,),) = cast("list[list[bytes]]", await self._once("append", request, fence))
-        return added.decode() or None
+    async def append(self, log: str, entry: Entry, *, fence: Fence | None = None) -> str:
+        ((added,),) = await self._append([StreamWrite(stream=log, entries=[("*", entry)])], fence)
+        return added.decode()
 
     async def append_many(
         self, writes: Sequence[StreamWrite], *, fence: Fence | None = None, mark: Mark | None = None
     ) -> list[int]:
         check_writes(writes)
+        return [sum(added != b"" for added in of_stream) for of_stream in await self._append(writes, fence, mark)]
+
+    async def _append(
+        self, writes: Sequence[StreamWrite], fence: Fence | None = None, mark: Mark | None = None
+    ) -> list[list[bytes]]:
+        """Per write the ids of its entries, empty for those that were there."""
         request = ScriptCall()
         if mark is not None:
             request.body["mark"] = [mark.after, mark.now]
         request.body["streams"] = [
-            [
-                write.stream,
-                int(write.is_queue),
-                [[entry_id, _fields(request, entry)] for entry_id, entry in write.entries],
-            ]
+            [write.stream, int(write.is_queue), [[id_, _fields(request, entry)] for id_, entry in write.entries]]
             for write in writes
         ]
-        reply = cast("list[list[bytes]]", await self._once("append", request, fence))
-        return [sum(added != b"" for added in of_stream) for of_stream in reply]
+        return cast("list[list[bytes]]", await self._once("append", request, fence))
 
     async def read(self, log: str, after: str, *, count: int, wait_s: float = 0.0) -> list[LogEntry]:
-        def command(block: Command) -> Command:
-            return ("XREAD", "COUNT", count, *block, "STREAMS", self._key(log), after)
-
-        return await self._blocking(command, wait_s)
+        return await self._blocking(("XREAD", "COUNT", count), (self._key(log), after), wait_s)
 
     async def tail(self, log: str, *, count: int) -> list[LogEntry]:
         reply = await self._link.command("XREVRANGE", self._key(log), "+", "-", "COUNT", count)
         return _log_entries(cast("list[tuple[bytes, _Fields]]", reply))[::-1]
 
     async def last_id(self, stream: str) -> str:
-        return cast("bytes", await self._again("last_id", {"stream": stream})).decode()
+        return cast("bytes", await self._again("last_id", stream=stream)).decode()
 
     async def length(self, stream: str) -> int:
         return cast("int", await self._link.command("XLEN", self._key(stream)))
@@ -206,22 +211,18 @@ class RedisBroker:
         await self._link.pipeline([("DEL", self._key(stream)), ("SREM", self._key(keys.STREAMS), stream)])
 
     # -- work queues
-    async def enqueue(
-        self, queue: str, entry: Entry, *, entry_id: str | None = None, fence: Fence | None = None
-    ) -> str | None:
-        return await self._append(queue, entry, entry_id, fence, queue=True)
+    async def enqueue(self, queue: str, entry: Entry) -> str:
+        ((added,),) = await self._append([StreamWrite(stream=queue, entries=[("*", entry)], is_queue=True)])
+        return added.decode()
 
     async def claim(self, queue: str, consumer: str, *, count: int, wait_s: float = 0.0) -> list[Delivery]:
-        def command(block: Command) -> Command:
-            group = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
-            return (*group, *block, "STREAMS", self._key(queue), ">")
-
-        entries = await self._blocking(command, wait_s, queue)
+        command = ("XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count)
+        entries = await self._blocking(command, (self._key(queue), ">"), wait_s, queue)
         return [Delivery(queue=queue, entry_id=entry.entry_id, entry=entry.entry) for entry in entries]
 
     async def renew(self, queue: str, consumer: str, entry_ids: Sequence[str]) -> list[str]:
-        body: dict[str, object] = {"queue": queue, "consumer": consumer, "ids": list(entry_ids)}
-        return [entry_id.decode() for entry_id in cast("list[bytes]", await self._again("renew", body))]
+        held = await self._again("renew", queue=queue, consumer=consumer, ids=list(entry_ids))
+        return [entry_id.decode() for entry_id in cast("list[bytes]", held)]
 
     async def reclaim(
         self, queue: str, consumer: str, *, idle_s: float, max_deliveries: int, count: int
@@ -269,11 +270,11 @@ class RedisBroker:
     # -- the atomic step, rows
     async def declare_tasks(self, tasks: Sequence[TaskSpec]) -> None:
         check_tasks(tasks)
-        await self._again("declare_tasks", {"replace": 1, "tasks": _specs(tasks)})
+        await self._again("declare_tasks", replace=1, tasks=_specs(tasks))
 
     async def add_user_task(self, task: TaskSpec) -> None:
         check_tasks([task], of_user=True)
-        await self._again("declare_tasks", {"replace": 0, "tasks": _specs([task])})
+        await self._again("declare_tasks", replace=0, tasks=_specs([task]))
 
     async def remove_user_task(self, name: str) -> None:
         check_task_name(name, of_user=True)
@@ -286,7 +287,7 @@ class RedisBroker:
             commit = without_blocks(commit)
         request = ScriptCall()
         request.body["groups"] = [
-            [keys.group(self._run, group.group_id), group.size, _columns(request, group.columns)]
+            [keys.group(self.run, group.group_id), group.size, _columns(request, group.columns)]
             for group in commit.groups
         ]
         request.body["rows"] = [self._row(request, row) for row in commit.rows]
@@ -299,20 +300,68 @@ class RedisBroker:
 
     def _row(self, request: ScriptCall, row: RowWrite) -> list[object]:
         group_id, sample = parse_row_id(row.row_id)
-        row_key, group_key = keys.row(self._run, row.row_id), keys.group(self._run, group_id)
+        row_key, group_key = keys.row(self.run, row.row_id), keys.group(self.run, group_id)
         columns, on_insert = _columns(request, row.columns), _appends(request, row.on_insert)
         return [row_key, group_key, row.row_id, group_id, sample, columns, on_insert]
 
+    # whatever these send may be sent any number of times
     async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        return await self._rows.read_rows(row_ids, columns)
+        """In one command where they are small, else in few round trips."""
+        for row_id in row_ids:
+            parse_row_id(row_id)
+        found = await self._read_small(row_ids, columns) if columns and len(row_ids) >= ROWS_FOR_SCRIPT else []
+        rest = row_ids[len(found) :]
+        rows = await self._read_hashes([keys.row(self.run, row_id) for row_id in rest], columns)
+        await self._add_shared(rest, columns, rows)
+        return found + rows
+
+    async def _read_small(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
+        """The first of these rows, all of them when they are small (locators of storage units are)."""
+        found: list[dict[Column, bytes]] = []
+        for part in _parts(row_ids, ROWS_PER_SCRIPT):
+            reply = await self._again("read_rows", rows=part, columns=list(columns), max_bytes=MAX_SMALL_BYTES)
+            number, lengths, values = cast("tuple[int, bytes, bytes]", reply)
+            found += _cut_rows(columns, _lengths_decoder.decode(lengths), values)
+            if number < len(part):
+                break
+        return found
+
+    async def _add_shared(
+        self, row_ids: Sequence[RowId], columns: Sequence[Column], rows: Sequence[dict[Column, bytes]]
+    ) -> None:
+        """Fill in what rows have together with all of their group, as far as a group has them."""
+        fields = {f"{keys.SHARED_PREFIX}{column}": column for column in columns if column.startswith(USER_PREFIX)}
+        lacking = [
+            (row, *parse_row_id(row_id))
+            for row_id, row in zip(row_ids, rows, strict=True)
+            if any(column not in row for column in fields.values())
+        ]
+        group_ids = list(dict.fromkeys(group_id for _, group_id, _ in lacking))
+        hashes = [keys.group(self.run, group_id) for group_id in group_ids]
+        of_group = dict(zip(group_ids, await self._read_hashes(hashes, ["size", *fields]), strict=True))
+        for row, group_id, sample in lacking:
+            found = of_group[group_id]
+            if sample < int(found.get("size", 0)):
+                for name, column in fields.items():
+                    if name in found:
+                        row.setdefault(column, found[name])
 
     async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        return await self._rows.read_groups(group_ids, columns)
+        return await self._read_hashes([keys.group(self.run, group_id) for group_id in group_ids], columns)
+
+    async def _read_hashes(self, hashes: Sequence[str], names: Sequence[_Name]) -> list[dict[_Name, bytes]]:
+        if not names:
+            return [{} for _ in hashes]
+        found: list[dict[_Name, bytes]] = []
+        for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
+            replies = await self._link.pipeline([("HMGET", key, *names) for key in part])
+            for reply in cast("list[list[bytes | None]]", replies):
+                pairs = zip(names, reply, strict=True)
+                found.append({name: value for name, value in pairs if value is not None})
+        return found
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
-        groups = [
-            [keys.group(self._run, group_id), keys.row(self._run, RowId(f"{group_id}/"))] for group_id in group_ids
-        ]
+        groups = [[keys.group(self.run, group_id), keys.row(self.run, RowId(f"{group_id}/"))] for group_id in group_ids]
         return cast("int", await self._once("drop_groups", ScriptCall({"groups": groups})))
 
     async def retained_bytes(self) -> int:
@@ -320,26 +369,26 @@ class RedisBroker:
 
     # -- leases of workers, settings
     async def beat(self, worker_id: WorkerId, status: bytes, *, ttl_s: float) -> None:
-        lease: Command = ("SET", keys.lease(self._run, worker_id), status, "PX", ceil(1000 * ttl_s))
+        lease: Command = ("SET", keys.lease(self.run, worker_id), status, "PX", ceil(1000 * ttl_s))
         await self._link.pipeline([lease, ("SADD", self._key(keys.WORKERS), worker_id)])
 
     async def leases(self) -> dict[WorkerId, bytes]:
-        flat = cast("list[bytes]", await self._again("leases", {}))
+        flat = cast("list[bytes]", await self._again("leases"))
         return {WorkerId(name.decode()): status for name, status in zip(flat[::2], flat[1::2], strict=True)}
 
     async def end_lease(self, worker_id: WorkerId) -> None:
-        lease: Command = ("DEL", keys.lease(self._run, worker_id))
+        lease: Command = ("DEL", keys.lease(self.run, worker_id))
         await self._link.pipeline([lease, ("SREM", self._key(keys.WORKERS), worker_id)])
 
     async def put_meta(self, name: str, value: bytes, *, ttl_s: float | None = None) -> None:
         ends: Command = () if ttl_s is None else ("PX", ceil(1000 * ttl_s))
-        await self._link.command("SET", keys.meta(self._run, name), value, *ends)
+        await self._link.command("SET", keys.meta(self.run, name), value, *ends)
 
     async def get_meta(self, name: str) -> bytes | None:
-        return cast("bytes | None", await self._link.command("GET", keys.meta(self._run, name)))
+        return cast("bytes | None", await self._link.command("GET", keys.meta(self.run, name)))
 
     async def streams(self) -> dict[str, int]:
-        flat = await self._again("streams", {})
+        flat = await self._again("streams")
         names, lengths = cast("list[bytes]", flat)[::2], cast("list[int]", flat)[1::2]
         return dict(sorted((name.decode(), length) for name, length in zip(names, lengths, strict=True)))
 
@@ -393,73 +442,6 @@ def _log_entries(raw: Iterable[tuple[bytes, _Fields]]) -> list[LogEntry]:
     return [LogEntry(entry_id=raw_id.decode(), entry=entry_from_fields(flat)) for raw_id, flat in raw]
 
 
-class _RowReader:
-    """Reads rows and groups: in one command where they are small, else in few round trips.
-
-    Its methods are those of Broker (base.py). Whatever it sends may be sent any number of times.
-    """
-
-    def __init__(self, link: RedisLink, run: RunName) -> None:
-        self._link = link
-        self._run = run
-        self._prefix = keys.full(run, "")
-
-    async def read_rows(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        for row_id in row_ids:
-            parse_row_id(row_id)
-        found = await self._read_small(row_ids, columns) if columns and len(row_ids) >= ROWS_FOR_SCRIPT else []
-        rest = row_ids[len(found) :]
-        rows = await self._read_hashes([keys.row(self._run, row_id) for row_id in rest], columns)
-        await self._add_shared(rest, columns, rows)
-        return found + rows
-
-    async def _add_shared(
-        self, row_ids: Sequence[RowId], columns: Sequence[Column], rows: Sequence[dict[Column, bytes]]
-    ) -> None:
-        """Fill in what rows have together with all of their group, as far as a group has them."""
-        fields = {f"{keys.SHARED_PREFIX}{column}": column for column in columns if column.startswith(USER_PREFIX)}
-        lacking = [
-            (row, *parse_row_id(row_id))
-            for row_id, row in zip(row_ids, rows, strict=True)
-            if any(column not in row for column in fields.values())
-        ]
-        group_ids = list(dict.fromkeys(group_id for _, group_id, _ in lacking))
-        hashes = [keys.group(self._run, group_id) for group_id in group_ids]
-        of_group = dict(zip(group_ids, await self._read_hashes(hashes, ["size", *fields]), strict=True))
-        for row, group_id, sample in lacking:
-            found = of_group[group_id]
-            if sample < int(found.get("size", 0)):
-                for name, column in fields.items():
-                    if name in found:
-                        row.setdefault(column, found[name])
-
-    async def _read_small(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        """The first of these rows, all of them when they are small (locators of storage units are)."""
-        found: list[dict[Column, bytes]] = []
-        for part in _parts(row_ids, ROWS_PER_SCRIPT):
-            body: dict[str, object] = {"rows": part, "columns": list(columns), "max_bytes": MAX_SMALL_BYTES}
-            reply = await self._link.script("read_rows", self._prefix, self._prefix, 0, ScriptCall(body))
-            number, lengths, values = cast("tuple[int, bytes, bytes]", reply)
-            found += _cut_rows(columns, _lengths_decoder.decode(lengths), values)
-            if number < len(part):
-                break
-        return found
-
-    async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        return await self._read_hashes([keys.group(self._run, group_id) for group_id in group_ids], columns)
-
-    async def _read_hashes(self, hashes: Sequence[str], names: Sequence[_Name]) -> list[dict[_Name, bytes]]:
-        if not names:
-            return [{} for _ in hashes]
-        found: list[dict[_Name, bytes]] = []
-        for part in _parts(hashes, ROWS_PER_ROUND_TRIP):
-            replies = await self._link.pipeline([("HMGET", key, *names) for key in part])
-            for reply in cast("list[list[bytes | None]]", replies):
-                pairs = zip(names, reply, strict=True)
-                found.append({name: value for name, value in pairs if value is not None})
-        return found
-
-
 def _cut_rows(columns: Sequence[Column], lengths: Sequence[int], values: bytes) -> list[dict[Column, bytes]]:
     """Rows from their values joined. lengths: per row and column, -1 for none."""
     found: list[dict[Column, bytes]] = []
@@ -476,3 +458,57 @@ def _cut_rows(columns: Sequence[Column], lengths: Sequence[int], values: bytes) 
 
 def _parts(items: Sequence[_T], size: int) -> Iterable[Sequence[_T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+# --- a server that may be used ----------------------------------------------------------------------------------------
+
+MIN_REDIS = (7, 0)
+MIN_VALKEY = (7, 2)  # the first Valkey; it continues Redis 7.2
+
+
+async def connect(
+    settings: BrokerSettings,
+    run: RunName,
+    *,
+    url: str | None = None,
+    password: str | None = None,
+    outage_s: float | None = None,
+) -> RedisBroker:
+    """A broker whose server answered and was checked.
+
+    url, password: instead of those in ``settings`` (an embedded server's, or STREAMRL_BROKER_PASSWORD, which only a
+    process's ``__main__`` reads); a password inside the URL wins.  outage_s: instead of ``settings.outage_s``.
+    Raises: BrokerUnavailableError when nothing answered for ``outage_s``; BrokerRejectedError, at once, for a password
+            that is refused, TLS that does not fit, a server that is too old or may evict keys.
+    """
+    link = RedisLink(
+        url or settings.url,
+        password=settings.password if password is None else password,
+        tls_ca=settings.tls_ca,
+        outage_s=settings.outage_s if outage_s is None else outage_s,
+    )
+    broker = RedisBroker(link, run)
+    try:
+        check_server(await broker.server_facts(), link.address)
+    except BaseException:
+        await broker.close()
+        raise
+    return broker
+
+
+def check_server(facts: Mapping[str, str], address: str) -> None:
+    """Raises BrokerRejectedError that says what to change. facts: INFO server and memory."""
+    is_valkey = "valkey_version" in facts
+    name, minimum = ("Valkey", MIN_VALKEY) if is_valkey else ("Redis", MIN_REDIS)
+    version = facts.get("valkey_version" if is_valkey else "redis_version", "")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < minimum:
+        raise BrokerRejectedError(
+            f"broker {address} is {name} {version or 'of unknown version'}: use Redis >= 7.0 or Valkey >= 7.2"
+        )
+    policy = facts.get("maxmemory_policy", "")
+    if policy != "noeviction":  # also without a limit: one set later would evict queues silently
+        raise BrokerRejectedError(
+            f"broker {address} may evict keys (maxmemory-policy is {policy or 'unknown'}): "
+            "run `redis-cli config set maxmemory-policy noeviction`, and put it into the server's configuration"
+        )

@@ -18,39 +18,32 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from transport.contracts.types import GroupId, WeightIdentity
+from transport.contracts.types import GroupId, Struct, WeightIdentity
 
 HEADROOM_TOKENS = 256
 """Free KV tokens that admission leaves for each running sample, so that few of them are retracted soon.
 Source: SGLang's estimate of new tokens, in its simplest form."""
-STEP_ROUNDING = 1e-6
-"""Decode steps; a boundary that is this near is now."""
+STEP_ROUNDING = 1e-6  # decode steps; a boundary that is this near is now
 
 
 class DecodeCost(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one generation instance, seconds.
 
-    fixed_s: of every step (scheduling, launches, latency of collectives).  weights_s: reading the weights once.
-    gemm_sample_s: arithmetic of one sample's token; hidden behind the weights until it outgrows them.
-    sample_s: what a sample adds in any case (bytes of collectives, sampling).
-    kv_token_s: reading the keys and values of one token of context.  prefill_token_s: arithmetic of a prompt token.
-    kv_capacity_tokens: tokens of context that fit, all samples together; infinite where memory is no limit.
-    padded: the context that is read is that of so many samples as long as the longest.
     Source: StreamRL sec. 5.1 and fig. 6 (flat, then linear in the batch). Ours: the context, which it leaves out.
     """
 
-    fixed_s: float
-    weights_s: float = 0.0
-    gemm_sample_s: float = 0.0
-    sample_s: float = 0.0
-    kv_token_s: float = 0.0
-    prefill_token_s: float = 0.0
-    kv_capacity_tokens: float = math.inf
-    padded: bool = False
+    fixed_s: float  # of every step (scheduling, launches, latency of collectives)
+    weights_s: float = 0.0  # reading the weights once
+    gemm_sample_s: float = 0.0  # arithmetic of one sample's token; hidden behind the weights until it outgrows them
+    sample_s: float = 0.0  # what a sample adds in any case (bytes of collectives, sampling)
+    kv_token_s: float = 0.0  # reading the keys and values of one token of context
+    prefill_token_s: float = 0.0  # arithmetic of a prompt token
+    kv_capacity_tokens: float = math.inf  # tokens of context that fit, all samples together
+    padded: bool = False  # the context that is read is that of so many samples as long as the longest
 
     def scaled(self, factor: float) -> DecodeCost:
         """Every second of it ``factor`` times as long."""
@@ -100,19 +93,16 @@ R = TypeVar("R", bound=Request)
 
 @dataclass(slots=True)
 class Sample(Generic[R]):
-    """One sample on an instance. length: of its response, tokens.  spans: (weights, tokens) of what was generated.
-
-    start_step: of the instance, at its last admission.  generated: tokens it had then.  admitted_s: at its first one.
-    """
+    """One sample on an instance. spans: (weights, tokens) of what was generated."""
 
     request: R
     sample: int
     prompt_tokens: float
-    length: int
+    length: int  # of its response, tokens
     submitted_s: float = 0.0
-    generated: int = 0
-    start_step: int = 0
-    admitted_s: float | None = None
+    generated: int = 0  # tokens it had at its last admission
+    start_step: int = 0  # of the instance, then
+    admitted_s: float | None = None  # at its first admission
     spans: list[tuple[WeightIdentity, int]] = field(default_factory=list[tuple[WeightIdentity, int]])
 
     @property
@@ -123,20 +113,18 @@ class Sample(Generic[R]):
 
 @dataclass(slots=True)
 class ContinuousBatching(Generic[R]):
-    """One instance of ``slots`` slots. steps: decode steps done at ``at_s``, a boundary, which lies ahead during a
-    prefill or a pause.
+    """One instance.
 
-    prompts_cached: no prompt is prefilled; a forecast of decoding alone.  context: tokens in the KV cache.
-    weights: (first step, weights) of each version served.  prefilled: running samples of each group; they share one
-    prefill of their prompt.
+    running: (end step, order, sample).  waiting: (-priority, order, sample).  weights: (first step, weights) of each
+    version served.  prefilled: running samples of each group; they share one prefill of their prompt.
     """
 
     cost: DecodeCost
     slots: int
-    at_s: float = 0.0
-    prompts_cached: bool = False
-    steps: int = 0
-    context: float = 0
+    at_s: float = 0.0  # a boundary, which lies ahead during a prefill or a pause
+    prompts_cached: bool = False  # no prompt is prefilled; a forecast of decoding alone
+    steps: int = 0  # decode steps done at ``at_s``
+    context: float = 0  # tokens in the KV cache
     running: list[tuple[int, int, Sample[R]]] = field(default_factory=list[tuple[int, int, Sample[R]]])
     waiting: list[tuple[float, int, Sample[R]]] = field(default_factory=list[tuple[float, int, Sample[R]]])
     weights: list[tuple[int, WeightIdentity]] = field(default_factory=list[tuple[int, WeightIdentity]])
@@ -213,13 +201,14 @@ class ContinuousBatching(Generic[R]):
     def admit(self) -> None:
         """Retract what the cache cannot hold for one more step, then fill free slots; prefill what was admitted."""
         while len(self.running) > 1 and self.context + len(self.running) > self.cost.kv_capacity_tokens:
-            self._retract(min(self.running, key=_tokens_to_lose))
+            self._retract()
         prefill = 0.0
         while self.waiting and len(self.running) < self.slots:
-            sample = self.waiting[0][2]
-            if self.running and not self._fits(sample):
+            headroom = HEADROOM_TOKENS * (len(self.running) + 1)
+            needed = self.context + self.waiting[0][2].context + headroom
+            if self.running and needed > self.cost.kv_capacity_tokens:
                 break
-            _, order, _ = heapq.heappop(self.waiting)
+            _, order, sample = heapq.heappop(self.waiting)
             prefill += self._start(sample, order)
         self.at_s += self.cost.prefill_s(prefill)
 
@@ -239,10 +228,6 @@ class ContinuousBatching(Generic[R]):
         """Whether a sample of the group waits or runs."""
         return any(entry[2].request.group_id == group_id for entry in (*self.waiting, *self.running))
 
-    def _fits(self, sample: Sample[R]) -> bool:
-        headroom = HEADROOM_TOKENS * (len(self.running) + 1)
-        return self.context + sample.context + headroom <= self.cost.kv_capacity_tokens
-
     def _start(self, sample: Sample[R], order: int) -> float:
         """Give it a slot. Returns the tokens to prefill."""
         group_id = sample.request.group_id
@@ -257,13 +242,6 @@ class ContinuousBatching(Generic[R]):
 
     def _leave(self, sample: Sample[R]) -> None:
         """It holds no slot from now on: note what it generated, and under which weights."""
-        self._note_spans(sample)
-        self.context -= sample.context
-        sharing = self.prefilled.pop(sample.request.group_id) - 1
-        if sharing:
-            self.prefilled[sample.request.group_id] = sharing
-
-    def _note_spans(self, sample: Sample[R]) -> None:
         until = self.steps
         since_load: list[tuple[WeightIdentity, int]] = []
         for first_step, weights in reversed(self.weights):
@@ -275,25 +253,27 @@ class ContinuousBatching(Generic[R]):
                 break
         sample.spans.extend(reversed(since_load))
         sample.generated += self.steps - sample.start_step
+        self.context -= sample.context
+        sharing = self.prefilled.pop(sample.request.group_id) - 1
+        if sharing:
+            self.prefilled[sample.request.group_id] = sharing
 
-    def _retract(self, entry: tuple[int, int, Sample[R]]) -> None:
-        """It gives up its cache and waits again; its tokens stay. Source: SGLang's retraction."""
+    def _retract(self) -> None:
+        """One sample gives up its cache and waits again; its tokens stay. Source: SGLang's retraction.
+
+        The one of which least would be prefilled again, but for the steps done so far, which all share; of equal ones
+        the later.
+        """
+        entry = min(self.running, key=lambda entry: (entry[2].context - entry[2].start_step, -entry[1]))
         self.running.remove(entry)
         heapq.heapify(self.running)
-        self._leave(entry[2])
-        heapq.heappush(self.waiting, (-entry[2].request.priority, entry[1], entry[2]))
+        _, order, sample = entry
+        self._leave(sample)
+        heapq.heappush(self.waiting, (-sample.request.priority, order, sample))
         self.num_retracted += 1
 
 
-def _tokens_to_lose(entry: tuple[int, int, Sample[R]]) -> tuple[float, int]:
-    """What would be prefilled again, but for the steps done so far, which all share; of equal ones the later."""
-    sample = entry[2]
-    return sample.prompt_tokens + sample.generated - sample.start_step, -entry[1]
-
-
 class _Forecast(NamedTuple):
-    """A request of a forecast: its samples start in the order given."""
-
     group_id: GroupId = GroupId("")
     priority: float = 0.0
 
@@ -324,3 +304,52 @@ def finish_times(
         for ended in batching.advance(steps, batching.boundary_s(steps)):
             ends[ended.sample] = batching.at_s
     return ends
+
+
+# --- what `streamrl-worker profile` measures and the orchestrator fits: seconds of known work -------------------------
+
+
+class DecodeRun(Struct, frozen=True, kw_only=True):
+    """``steps`` decode steps of a constant batch."""
+
+    batch: int
+    context_tokens: float  # of all its samples together, at the first step
+    padded_tokens: float  # if all were as long as the longest of them
+    steps: int
+    seconds: float
+
+
+class PrefillRun(Struct, frozen=True, kw_only=True):
+    """One prompt computed, nothing else running."""
+
+    tokens: int
+    seconds: float
+
+
+class TrainRun(Struct, frozen=True, kw_only=True):
+    """One micro-batch, forward and backward."""
+
+    tokens: int  # prompts once, and responses
+    squared_tokens: float  # sum over samples of the square of prompt and response together
+    padded_tokens: float  # if all were as long as the longest of their group
+    seconds: float
+
+
+class Measurements(Struct, frozen=True, kw_only=True):
+    """One machine, one model. Lists are empty where there was nothing to measure."""
+
+    model: str
+    engine: str
+    host: str
+    config: dict[str, Any]  # the model's Hugging Face configuration
+    context_tokens: int  # of the longest sample that was decoded
+    decode: list[DecodeRun]
+    prefill: list[PrefillRun]
+    train: list[TrainRun] = msgspec.field(default_factory=list[TrainRun])
+    optimizer_s: list[float] = msgspec.field(default_factory=list[float])  # end of a mini-batch
+    publish_s: list[float] = msgspec.field(default_factory=list[float])  # a version, from the trainer to shared memory
+    load_s: list[float] = msgspec.field(default_factory=list[float])  # that version into an engine, checked
+    # seconds of decode runs while the trainer computed in a process of its own, over seconds without it
+    beside_training: list[float] = msgspec.field(default_factory=list[float])
+    # of micro-batches while an engine decoded, over seconds without it
+    beside_decoding: list[float] = msgspec.field(default_factory=list[float])

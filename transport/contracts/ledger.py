@@ -15,15 +15,13 @@ from pathlib import Path
 import msgspec
 
 from transport.contracts.messages import MessageDecoder, encode
-from transport.contracts.types import GroupId, RowId, Struct, WeightIdentity, group_id, parse_row_id, row_id
+from transport.contracts.types import RowId, Struct, WeightIdentity, group_id, parse_row_id, row_id
 from transport.errors import MessageError
 
-FILE_NAME = "ledger.msgpack"
-"""Inside a checkpoint's directory."""
+FILE_NAME = "ledger.msgpack"  # inside a checkpoint's directory
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 
-_Passes = dict[int, dict[int, dict[int, int]]]
-"""batch -> pass -> slot -> bit set of samples."""
+_Passes = dict[int, dict[int, dict[int, int]]]  # batch -> pass -> slot -> bit set of samples
 
 
 class Seal(Struct, frozen=True, kw_only=True):
@@ -33,28 +31,13 @@ class Seal(Struct, frozen=True, kw_only=True):
     files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
-class _LedgerFile(Struct, frozen=True, kw_only=True):
-    version: int
-    cursor: str
+class Ledger(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What was trained; its content is that of its file."""
+
+    version: int  # batches in the lineage of these weights
+    cursor: str  # last entry of the rounds log that they contain
     passes: _Passes = msgspec.field(default_factory=dict[int, dict[int, dict[int, int]]])
-    seal: Seal | None = None
-
-
-_decoder = MessageDecoder(_LedgerFile)
-
-
-class Ledger:
-    """What was trained.
-
-    version: batches in the lineage of these weights.  cursor: last entry of the rounds log that they contain.
-    seal: of the checkpoint that it was read from; None for one that is in no checkpoint.
-    """
-
-    def __init__(self, version: int = 0, cursor: str = "0-0") -> None:
-        self.version = version
-        self.cursor = cursor
-        self.seal: Seal | None = None
-        self._passes: _Passes = {}
+    seal: Seal | None = None  # of the checkpoint that it was read from, if any
 
     def add(self, pass_index: int, rows: Iterable[RowId]) -> tuple[RowId, ...]:
         """Enter rows that are about to be trained in a pass over their batch.
@@ -63,8 +46,9 @@ class Ledger:
         """
         refused: list[RowId] = []
         for row in rows:
-            batch, slot, sample = _parts(row)
-            samples = self._passes.setdefault(batch, {}).setdefault(pass_index, {})
+            group, sample = parse_row_id(row)
+            batch, slot = map(int, group.split("/"))
+            samples = self.passes.setdefault(batch, {}).setdefault(pass_index, {})
             if samples.get(slot, 0) >> sample & 1:
                 refused.append(row)
             samples[slot] = samples.get(slot, 0) | 1 << sample
@@ -79,21 +63,21 @@ class Ledger:
                 for sample in range(samples.bit_length())
                 if samples >> sample & 1
             ]
-            for batch, passes in self._passes.items()
+            for batch, passes in self.passes.items()
             for pass_index, slots in passes.items()
         }
 
     def to_bytes(self, seal: Seal | None = None) -> bytes:
         """The content of its file, beside the weights of ``seal``."""
-        return encode(_LedgerFile(version=self.version, cursor=self.cursor, passes=self._passes, seal=seal))
+        return encode(msgspec.structs.replace(self, seal=seal))
 
     @staticmethod
     def from_bytes(raw: bytes) -> Ledger:
         """Raises MessageError for anything that ``to_bytes`` did not write."""
-        file = _decoder.decode(raw)
-        ledger = Ledger(file.version, file.cursor)
-        ledger._passes, ledger.seal = file.passes, file.seal
-        return ledger
+        return _decoder.decode(raw)
+
+
+_decoder = MessageDecoder(Ledger)
 
 
 def checkpoint_name(version: int, number: int = 0) -> str:
@@ -126,10 +110,3 @@ def newest_checkpoint(checkpoints: Path) -> tuple[Path, Ledger] | None:
         except (OSError, MessageError):
             continue  # a damaged checkpoint: the trainer falls back to the one before it, and says so
     return None
-
-
-def _parts(row: RowId) -> tuple[int, int, int]:
-    """(batch, slot, sample) of a row id."""
-    group, sample = parse_row_id(row)
-    batch, slot = GroupId(group).split("/")
-    return int(batch), int(slot), sample

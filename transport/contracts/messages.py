@@ -41,60 +41,47 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
-    """A worker's lease appeared. Emitted by membership. capacity: samples it can run at once (generate), else 0."""
+    """A worker's lease appeared. Emitted by membership."""
 
     worker_id: WorkerId
     kind: WorkerKind
-    capacity: int = 0
+    capacity: int = 0  # generate: samples it can run at once
     weights: WeightIdentity | None = None
 
 
 class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
-    """What a generation worker holds, sent in order with its other events, so that what was lost can be found out.
-
-    held: groups it has claimed and not finished.  plans_cursor: id of the last plan entry it claimed, "0-0" if none.
-    capacity: samples that fit there now, where that changes; 0: as it joined with.
-    """
+    """What a generation worker holds, sent in order with its other events, so that what was lost can be found out."""
 
     worker_id: WireWorkerId
-    held: tuple[WireGroupId, ...] = ()
-    plans_cursor: EntryId = "0-0"
+    held: tuple[WireGroupId, ...] = ()  # groups it has claimed and not finished
+    plans_cursor: EntryId = "0-0"  # the last plan entry it claimed
     weights: WeightIdentity | None = None
-    capacity: Count = 0
+    capacity: Count = 0  # samples that fit there now, where that changes; 0: as it joined with
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True, tag=True):
-    """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership.
-
-    left: it was asked to go, so nothing that it held can be why.
-    """
+    """A worker is gone: its process ended, its lease ran out, or it drained. Emitted by membership."""
 
     worker_id: WireWorkerId
     reason: str
-    left: bool = False
+    left: bool = False  # it was asked to go, so nothing that it held can be why
 
 
 class PromptRef(Struct, frozen=True, kw_only=True):
-    """A prompt as the core sees it: never its text. predicted_tokens: expected response length, tokens.
-
-    predicted_sigma: standard deviation of a response's log length around it; 0 where it is not known.
-    """
+    """A prompt as the core sees it: never its text."""
 
     prompt_id: PromptId
     prompt_tokens: int
-    predicted_tokens: float
-    predicted_sigma: float = 0.0
+    predicted_tokens: float  # expected response length
+    predicted_sigma: float = 0.0  # standard deviation of a response's log length around it; 0: not known
 
 
 class PromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
-    """Prompts read from the source, in order. exhausted: the source has no more after these.
-
-    source_positions: [len(prompts)] opaque state of the source after each prompt, kept with the batch that uses it.
-    """
+    """Prompts read from the source, in order."""
 
     prompts: tuple[PromptRef, ...]
-    source_positions: tuple[str, ...]
-    exhausted: bool = False
+    source_positions: tuple[str, ...]  # [len(prompts)] opaque state of the source after each, kept with its batch
+    exhausted: bool = False  # the source has no more after these
 
 
 class HeldOutPromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
@@ -111,51 +98,40 @@ class PlanShare(Struct, frozen=True, kw_only=True):
 
 
 class PlanComputed(Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a ComputePlan. policy: what made the plan, where several were tried.
-
-    end_s: when all of the batch is generated (or trained), as forecast at that moment; 0 without a forecast.
-    compute_s: seconds that planning took.
-    """
+    """The answer to a ComputePlan."""
 
     plan_id: str
     batch: int
     shares: tuple[PlanShare, ...]
-    policy: str = ""
-    end_s: float = 0.0
-    compute_s: float = 0.0
+    policy: str = ""  # that made the plan, where several were tried
+    end_s: float = 0.0  # when all of the batch is generated (or trained), as forecast then; 0 without a forecast
+    compute_s: float = 0.0  # that planning took
 
 
 class RolloutInfo(Struct, frozen=True, kw_only=True):
-    """How one sample came to be; stored in its row.
-
-    spans: which weights sampled which response tokens, in order, covering [0, response_tokens).
-    engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
-    """
+    """How one sample came to be; stored in its row."""
 
     worker_id: WorkerId
     finish_reason: FinishReason
     prompt_tokens: int
     response_tokens: int
-    spans: tuple[VersionSpan, ...]
+    spans: tuple[VersionSpan, ...]  # in order, covering [0, response_tokens)
     attempt: int = 0
-    queued_s: float = 0.0
-    engine_s: float = 0.0
+    queued_s: float = 0.0  # from claim to admission into a slot
+    engine_s: float = 0.0  # from there to the end
 
 
 class RolloutFinished(Struct, frozen=True, kw_only=True, tag=True):
-    """A row was inserted (only its first valid insert is reported). oldest: weights of its oldest span.
-
-    engine_s: seconds from admission into a slot to the end.  queued_s: seconds from claim to admission.
-    """
+    """A row was inserted (only its first valid insert is reported)."""
 
     row_id: WireRowId
     worker_id: WireWorkerId
     response_tokens: Count
     finish_reason: FinishReason
-    oldest: WeightIdentity
+    oldest: WeightIdentity  # of its spans
     newest: WeightIdentity
     num_bytes: Count = 0
-    queued_s: Seconds = 0.0
+    queued_s: Seconds = 0.0  # as in RolloutInfo
     engine_s: Seconds = 0.0
 
 
@@ -170,16 +146,13 @@ class RolloutFailed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GroupScored(Struct, frozen=True, kw_only=True, tag=True):
-    """A whole group has its rewards and advantages.
-
-    signal: rewards differ, so the group carries a gradient.  components: mean of each named reward component.
-    """
+    """A whole group has its rewards and advantages."""
 
     group_id: WireGroupId
     rewards: tuple[Finite, ...]
     response_tokens: tuple[Count, ...]
-    signal: bool
-    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    signal: bool  # rewards differ, so the group carries a gradient
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # mean of each named one of a reward
 
 
 class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -190,54 +163,44 @@ class ScoringFailed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RoundDone(Struct, frozen=True, kw_only=True, tag=True):
-    """The trainer has accumulated one round. busy_s: seconds of compute in it. refused: rows its ledger knew.
-
-    stepped_s: seconds of optimizer steps between the round before and this one (several mini-batches).
-    """
+    """The trainer has accumulated one round."""
 
     round_id: str
     num_rows: Count
     num_tokens: Count
-    busy_s: Seconds
-    refused: tuple[WireRowId, ...] = ()
-    stepped_s: Seconds = 0.0
+    busy_s: Seconds  # of compute in it
+    refused: tuple[WireRowId, ...] = ()  # rows that its ledger knew
+    stepped_s: Seconds = 0.0  # of optimizer steps between the round before and this one (several mini-batches)
 
 
 class StepDone(Struct, frozen=True, kw_only=True, tag=True):
-    """A batch was trained and ``weights`` are published. metrics: loss, grad_norm, lr, ... (floats by name).
-
-    stepped_s: seconds of the optimizer step after its last round.
-    """
+    """A batch was trained and ``weights`` are published."""
 
     batch: Index
     weights: WeightIdentity
     num_rows: Count
     num_tokens: Count
-    metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    stepped_s: Seconds = 0.0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # loss, grad_norm, lr, ...
+    stepped_s: Seconds = 0.0  # of the optimizer step after its last round
 
 
 class CheckpointSaved(Struct, frozen=True, kw_only=True, tag=True):
-    """A checkpoint is durable. cursor: last entry of the rounds log that it contains. seconds: writing it took."""
+    """A checkpoint is durable."""
 
     weights: WeightIdentity
-    cursor: EntryId
+    cursor: EntryId  # last entry of the rounds log that it contains
     path: str
-    seconds: Seconds = 0.0
+    seconds: Seconds = 0.0  # that writing it took
 
 
 class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer holds ``weights`` (published) and reads the rounds log from ``cursor`` on.
-
-    ``weights.version`` batches are in its lineage. dp_size: ranks that each want a part of every round.
-    damaged: newer checkpoints that it could not use, and what is wrong with each, for people.
-    """
+    """A trainer holds ``weights`` (published; ``weights.version`` batches are in its lineage)."""
 
     worker_id: WireWorkerId
     weights: WeightIdentity
-    cursor: EntryId = "0-0"
-    dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
-    damaged: tuple[str, ...] = ()
+    cursor: EntryId = "0-0"  # it reads the rounds log from here on
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1  # ranks that each want a part of every round
+    damaged: tuple[str, ...] = ()  # newer checkpoints that it could not use, and what is wrong with each, for people
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):
@@ -263,15 +226,12 @@ class WeightsFailed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PromptsSubmitted(Struct, frozen=True, kw_only=True, tag=True):
-    """A service run is asked for samples. request: its number, from 1, one higher than any before.
+    """A service run is asked for samples: one group of ``group_size`` for each prompt."""
 
-    prompts: one group of ``group_size`` samples each.  sampling: how, where it is not as the run's settings say.
-    """
-
-    request: int
+    request: int  # its number, from 1, one higher than any before
     prompts: tuple[PromptRef, ...]
     group_size: int
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None = None  # where it is not as the run's settings say
 
 
 class SamplesTaken(Struct, frozen=True, kw_only=True, tag=True):
@@ -289,12 +249,10 @@ class RequestCancelled(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WeightsPublished(Struct, frozen=True, kw_only=True, tag=True):
-    """A service run has newer weights; their manifest is on the weights log. update: the request for them, ""
-    unknown.
-    """
+    """A service run has newer weights; their manifest is on the weights log."""
 
     weights: WeightIdentity
-    update: str = ""
+    update: str = ""  # the request for them, "" unknown
 
 
 class UpdateFailed(Struct, frozen=True, kw_only=True, tag=True):
@@ -336,26 +294,18 @@ class SettingChanged(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RankerJudged(Struct, frozen=True, kw_only=True, tag=True):
-    """How right the predictions of response lengths were before the lengths were known. See ranker/quality.py.
+    """How right the predictions of response lengths were before the lengths were known. See ranker/quality.py."""
 
-    trusted: dispatch may rely on their order; otherwise it dispatches evenly.  measured: that rests on enough groups of
-    the run.
-    num_groups: judged since the ranker was started.
-    recall_20, _10, _5: of the longest so many percent, how many are among the predicted longest.
-    drift: how far log lengths have moved since the run began, e.g. 0.69 = doubled.
-    known_prompts: with lengths of their own.  refits: models trained during the run.
-    """
-
-    trusted: bool
-    num_groups: int = 0
-    recall_20: float = 0.0
+    trusted: bool  # dispatch may rely on their order; otherwise it dispatches evenly
+    num_groups: int = 0  # judged since the ranker was started
+    recall_20: float = 0.0  # of the longest 20 percent, how many are among the predicted longest
     recall_10: float = 0.0
     recall_5: float = 0.0
     kendall_tau: float = 0.0
-    drift: float = 0.0
-    known_prompts: int = 0
-    refits: int = 0
-    measured: bool = False
+    drift: float = 0.0  # how far log lengths have moved since the run began, e.g. 0.69 = doubled
+    known_prompts: int = 0  # with lengths of their own
+    refits: int = 0  # models trained during the run
+    measured: bool = False  # ``trusted`` rests on enough groups of the run
 
 
 class WorkerStarted(Struct, frozen=True, kw_only=True, tag=True):
@@ -373,74 +323,40 @@ class Tick(Struct, frozen=True, kw_only=True, tag=True):
     """Time passed. Deadlines are looked at here and nowhere else."""
 
 
-ReportedEvent: TypeAlias = (
-    WorkerReported
-    | WorkerLost
-    | RolloutFinished
-    | RolloutFailed
-    | GroupScored
-    | ScoringFailed
-    | RoundDone
-    | StepDone
-    | CheckpointSaved
-    | TrainerReady
-    | RowsMissing
-    | WeightsLoaded
-    | WeightsFailed
-    | WeightsPublished
-    | UpdateFailed
-    | StopRequested
-    | PauseRequested
-    | ResumeRequested
-    | CheckpointRequested
-    | SettingChanged
-    | WorkerStarted
-    | RunResumed
-)
-"""The events log: what other processes report. An event that decodes is one that the core can apply, whatever it
-says.
-"""
+_OfGeneration: TypeAlias = WorkerReported | RolloutFinished | RolloutFailed | WeightsLoaded | WeightsFailed
+_OfScoring: TypeAlias = GroupScored | ScoringFailed
+_OfTrainer: TypeAlias = RoundDone | StepDone | CheckpointSaved | TrainerReady | RowsMissing
+_OfPublisher: TypeAlias = WeightsPublished | UpdateFailed
+_OfProcesses: TypeAlias = WorkerLost | WorkerStarted | RunResumed
+_OfUsers: TypeAlias = StopRequested | PauseRequested | ResumeRequested | CheckpointRequested | SettingChanged
+_OfService: TypeAlias = PromptsSubmitted | SamplesTaken | RequestCancelled
+_OfPrompts: TypeAlias = PromptsArrived | HeldOutPromptsArrived
+_OfOrchestrator: TypeAlias = WorkerJoined | PlanComputed | BrokerUsage | RankerJudged | Tick
 
-Event: TypeAlias = (
-    ReportedEvent
-    | WorkerJoined
-    | PromptsArrived
-    | PlanComputed
-    | HeldOutPromptsArrived
-    | PromptsSubmitted
-    | SamplesTaken
-    | RequestCancelled
-    | BrokerUsage
-    | RankerJudged
-    | Tick
-)
+ReportedEvent: TypeAlias = _OfGeneration | _OfScoring | _OfTrainer | _OfPublisher | _OfProcesses | _OfUsers
+"""The events log: what other processes report. An event that decodes is one that the core can apply, whatever it says.
+"""
+Event: TypeAlias = ReportedEvent | _OfService | _OfPrompts | _OfOrchestrator
 """Those, and what the orchestrator itself reports: no other process can."""
 
 
 # --- commands: what the core decided ----------------------------------------------------------------------------------
 
-
-EVALUATION = -1
-"""In place of a batch: the group belongs to an evaluation."""
+EVALUATION = -1  # in place of a batch: the group belongs to an evaluation
 
 
 class GroupPlan(Struct, frozen=True, kw_only=True):
-    """One prompt group for one worker.
-
-    batch: EVALUATION for an answer to a held-out problem.
-    samples: sample indices to generate (the others already exist).  priority: higher first; the predicted length, so
-    that the longest starts first.  sampling: how, where a request asked for something else than the run's settings.
-    """
+    """One prompt group for one worker."""
 
     group_id: WireGroupId
-    batch: int
+    batch: int  # EVALUATION for an answer to a held-out problem
     prompt_id: PromptId
-    samples: tuple[Index, ...]
+    samples: tuple[Index, ...]  # to generate (the others already exist)
     group_size: int
     predicted_tokens: float
-    priority: float
+    priority: float  # higher first; the predicted length, so that the longest starts first
     attempt: int = 0
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None = None  # where a request asked for something else than the run's settings
 
 
 class DispatchGroups(Struct, frozen=True, kw_only=True, tag=True):
@@ -498,17 +414,15 @@ class GroupRows(Struct, frozen=True, kw_only=True):
 class TrainRound(Struct, frozen=True, kw_only=True, tag=True):
     """One micro-batch for every rank.
 
-    ranks: [dp_size] groups of each rank; an empty one is a zero-weight pad.
     kind: "train" accumulates gradients; "logprobs" records old-policy logprobs before the first step of the batch.
-    pass_index: 0 .. epochs-1 (which pass over the batch).  mini_batch: 0 .. mini_batches-1.
     """
 
     round_id: str
     batch: int
-    ranks: tuple[tuple[GroupRows, ...], ...]
+    ranks: tuple[tuple[GroupRows, ...], ...]  # [dp_size] groups of each rank; an empty one is a zero-weight pad
     kind: Literal["train", "logprobs"] = "train"
-    pass_index: int = 0
-    mini_batch: int = 0
+    pass_index: int = 0  # 0 .. epochs-1: which pass over the batch
+    mini_batch: int = 0  # 0 .. mini_batches-1
 
 
 class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
@@ -516,11 +430,6 @@ class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
 
     num_rows, num_tokens: response rows and loss tokens of the mini-batch over all ranks (the normalisers); both 0 when
     nothing was left of it, and then there is no step.
-    finishes_batch: this was the last mini-batch of the last pass: publish version ``batch + 1``.
-    source_position: prompt-source state after the last prompt of the batch, for the checkpoint.
-    checkpoint: save one after this batch.
-    num_moved: groups that gave their place to one that was ready (rolling membership), response tokens gained so in
-    moved_tokens: below 0 where the batch is shorter than it was admitted.
     """
 
     batch: int
@@ -528,12 +437,13 @@ class CloseMiniBatch(Struct, frozen=True, kw_only=True, tag=True):
     num_tokens: int
     pass_index: int = 0
     mini_batch: int = 0
-    finishes_batch: bool = True
-    source_position: str = ""
-    checkpoint: bool = False
+    finishes_batch: bool = True  # this was the last mini-batch of the last pass: publish version ``batch + 1``
+    source_position: str = ""  # of the prompt source after the last prompt of the batch, for the checkpoint
+    checkpoint: bool = False  # save one after this batch
     short_by: int = 0
-    num_moved: int = 0
-    moved_tokens: int = 0
+    num_moved: int = 0  # groups that gave their place to one that was ready (rolling membership)
+    moved_tokens: int = 0  # response tokens gained so; below 0 where the batch is shorter than it was admitted
+    num_batches: int = 0  # that the learning-rate schedule ends with; 0: the rate is constant
 
 
 class FinishTraining(Struct, frozen=True, kw_only=True, tag=True):
@@ -572,17 +482,14 @@ class PlannedGroup(Struct, frozen=True, kw_only=True):
 
 
 class PlannedWorker(Struct, frozen=True, kw_only=True):
-    """One generation worker that a plan may use. slowdown: its seconds a token, relative to the others.
-
-    in_hand: samples it still has to generate.  in_hand_tokens: expected of all of them.  in_hand_longest: of one.
-    """
+    """One generation worker that a plan may use."""
 
     worker_id: WorkerId
     capacity: int
-    slowdown: float = 1.0
-    in_hand: int = 0
-    in_hand_tokens: float = 0.0
-    in_hand_longest: float = 0.0
+    slowdown: float = 1.0  # its seconds a token, relative to the others
+    in_hand: int = 0  # samples it still has to generate
+    in_hand_tokens: float = 0.0  # expected of all of them
+    in_hand_longest: float = 0.0  # expected of one
 
 
 class ComputePlan(Struct, frozen=True, kw_only=True, tag=True):
@@ -617,25 +524,19 @@ class SlotOutcome(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EvaluationOutcome(Struct, frozen=True, kw_only=True, tag=True):
-    """How an evaluation ended, for the metrics: means over the problems whose answer was scored.
-
-    weights: every token of every answer was sampled under these.  problems, answered: asked, and answered and scored.
-    components: mean of each named reward component.  tokens: generated for it, also those of answers not counted.
-    seconds: from the first answer that was asked for to the end.  engine_s: seconds of engine slots, like tokens.
-    reason: why it ended short of all problems, "" when it did not.
-    """
+    """How an evaluation ended, for the metrics: means over the problems whose answer was scored."""
 
     number: int
-    weights: WeightIdentity
-    problems: int
-    answered: int
+    weights: WeightIdentity  # every token of every answer was sampled under these
+    problems: int  # asked
+    answered: int  # and scored
     reward: float = 0.0
-    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # mean of each named one of a reward
     response_tokens: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-    engine_s: float = 0.0
-    reason: str = ""
+    tokens: int = 0  # generated for it, also those of answers not counted
+    seconds: float = 0.0  # from the first answer that was asked for to the end
+    engine_s: float = 0.0  # of engine slots, like tokens
+    reason: str = ""  # why it ended short of all problems, "" when it did not
 
 
 class DropRows(Struct, frozen=True, kw_only=True, tag=True):
@@ -657,44 +558,22 @@ class FinishRun(Struct, frozen=True, kw_only=True, tag=True):
     failed: bool = False
 
 
-Command: TypeAlias = (
-    DispatchGroups
-    | AbortRollouts
-    | LoadWeights
-    | DrainWorker
-    | SpawnWorkers
-    | TrainRound
-    | CloseMiniBatch
-    | FinishTraining
-    | RequestPrompts
-    | RequestHeldOutPrompts
-    | ComputePlan
-    | AdmitGroups
-    | SlotOutcome
-    | EvaluationOutcome
-    | DropRows
-    | TrimRounds
-    | FinishRun
-)
-
-TrainerCommand: TypeAlias = TrainRound | CloseMiniBatch | FinishTraining
-"""The rounds log."""
-WorkerCommand: TypeAlias = LoadWeights | AbortRollouts | DrainWorker
-"""The control log of one generation worker."""
+TrainerCommand: TypeAlias = TrainRound | CloseMiniBatch | FinishTraining  # the rounds log
+WorkerCommand: TypeAlias = LoadWeights | AbortRollouts | DrainWorker  # the control log of one generation worker
+_ForSource: TypeAlias = RequestPrompts | RequestHeldOutPrompts | AdmitGroups | SlotOutcome
+_ForRun: TypeAlias = DispatchGroups | SpawnWorkers | ComputePlan | EvaluationOutcome | DropRows | TrimRounds | FinishRun
+Command: TypeAlias = TrainerCommand | WorkerCommand | _ForSource | _ForRun
 
 
 # --- what else is on streams and in keys ------------------------------------------------------------------------------
 
 
 class UpdateRequest(Struct, frozen=True, kw_only=True):
-    """Weights that a service run shall serve. update: names it in the answer.
+    """Weights that a service run shall serve."""
 
-    path: a checkpoint on the publisher's host, or ``manifest``: of weights that are served already.
-    """
-
-    update: str
-    path: str = ""
-    manifest: WeightManifest | None = None
+    update: str  # names it in the answer
+    path: str = ""  # a checkpoint on the publisher's host
+    manifest: WeightManifest | None = None  # or: of weights that are served already
 
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -725,34 +604,27 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     host: Name
 
 
-STARTING = "starting"
-"""What a worker does before it can take work, and before it counts as a worker."""
+STARTING = "starting"  # what a worker does before it can take work, and before it counts as a worker
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """A worker's lease, renewed every heartbeat; readable by anyone who asks what it is doing.
-
-    doing: one word of its state ("decoding", "waiting", "loading", "training", ...).  since_s: seconds in that state.
-    capacity: samples it can run at once (generate).  running, waiting: samples.
-    busy_s, elapsed_s: cumulative.  counters: cumulative numbers by name (tokens, samples, ...).
-    kv_use: part of its KV memory in use, 0 to 1, where its engine says so (generate).
-    """
+    """A worker's lease, renewed every heartbeat; readable by anyone who asks what it is doing."""
 
     worker_id: WireWorkerId
     kind: WorkerKind
     host: str
     pid: int
     protocol: int
-    doing: str = STARTING
-    since_s: float = 0.0
-    capacity: Count = 0
-    running: int = 0
-    waiting: int = 0
+    doing: str = STARTING  # one word of its state: "decoding", "waiting", "loading", "training", ...
+    since_s: float = 0.0  # in that state
+    capacity: Count = 0  # samples it can run at once (generate)
+    running: int = 0  # samples
+    waiting: int = 0  # samples
     weights: WeightIdentity | None = None
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # cumulative, as what follows
     elapsed_s: float = 0.0
-    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    kv_use: float = 0.0
+    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # by name: tokens, samples, ...
+    kv_use: float = 0.0  # part of its KV memory in use, 0 to 1, where its engine says so (generate)
 
 
 class JournalRecord(Struct, frozen=True, kw_only=True):
@@ -762,9 +634,6 @@ class JournalRecord(Struct, frozen=True, kw_only=True):
     now_s: float
     event: Event
     cursor: str = "0-0"
-
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class TrialRow(Struct, frozen=True, kw_only=True):
@@ -781,10 +650,9 @@ class TrialRows(Struct, frozen=True, kw_only=True):
     rows: list[TrialRow]
 
 
-def encode(message: object) -> bytes:
-    """Encode any message to MessagePack."""
-    return _encoder.encode(message)
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
+encode = msgspec.msgpack.Encoder().encode  # any message as MessagePack
 
 T = TypeVar("T")
 
@@ -796,7 +664,7 @@ class MessageDecoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     def decode(self, raw: bytes | memoryview) -> T:
-        """Decode ``raw``. Raises MessageError when it is oversized, corrupt or of another type."""
+        """Raises MessageError when it is oversized, corrupt or of another type."""
         if len(raw) > MAX_MESSAGE_BYTES:
             raise MessageError(f"message of {len(raw)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
         try:

@@ -16,12 +16,17 @@ from transport.contracts.types import UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
 LoggerName = Literal["tensorboard", "wandb", "mlflow"]
+Dispatch = Literal["auto", "least_loaded", "even", "random", "two_class_max", "slicing", "paced", "scored"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
+AtLeast1MB = Annotated[int, Meta(ge=1_000_000)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+ShareOrNone = Annotated[float, Meta(ge=0, le=1)]
+StopString = Annotated[str, Meta(min_length=1, description="a string that is not empty")]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 Name = Annotated[
     str,
@@ -54,7 +59,7 @@ class RunSettings(Section, frozen=True, kw_only=True):
 
     name: Name = "run"  # names the directory and the keys
     dir: Directory = "runs"  # the run's files go to <dir>/<name>
-    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # of prompts, sampling and trainer; numpy and torch both take it
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # seed of prompts, sampling and trainer
     batches: AtLeast1 = 40  # batches to train; each makes one version of the weights
     loggers: list[LoggerName] = msgspec.field(default_factory=list[LoggerName])  # who gets the metrics, beside the file
 
@@ -69,12 +74,14 @@ class ModelSettings(Section, frozen=True, kw_only=True):
 class DataSettings(Section, frozen=True, kw_only=True):
     """Where prompts come from."""
 
-    source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"
+    source: Literal["reasoning_gym", "jsonl", "hf"] = "reasoning_gym"  # made, a file, a Hugging Face data set
     task: str = "chain_sum"  # reasoning_gym: name of the task
     params: dict[str, ParamValue] = msgspec.field(default_factory=dict[str, ParamValue])  # reasoning_gym: of the task
     size: AtLeast0 = 0  # prompts in one pass over the data; 0: reasoning_gym makes 4096, files give what they hold
-    path: str = ""  # jsonl: file (.gz is read too); hf: data set name or directory
-    split: str = "train"  # hf: split
+    path: str = ""  # jsonl: file (.gz is read too), or preset:sums.jsonl; hf: data set name or directory
+    config: str = ""  # hf: configuration by name, as "main" of openai/gsm8k; empty: the only one
+    split: str = "train"  # hf: split, also a part or a sum: "train[:1000]", "train+validation"
+    revision: str = ""  # hf: branch, tag or commit of the data set on the hub; empty: its newest
     prompt_column: str = "prompt"  # jsonl, hf: column of the question
     answer_column: str = "answer"  # jsonl, hf: column handed to the reward
     suffix: str = ""  # appended to every question
@@ -88,10 +95,10 @@ class DataSettings(Section, frozen=True, kw_only=True):
 class SamplingSettings(Section, frozen=True, kw_only=True):
     """How completions are sampled."""
 
-    max_new_tokens: AtLeast1 = 32
-    temperature: Positive = 1.0  # at 0 all samples of a group would be equal, and equal rewards carry no gradient
-    top_p: Share = 1.0
-    top_k: AtLeast0 = 0  # 0: off
+    max_new_tokens: AtLeast1 = 32  # of a response; a longer one is cut, and says so by its finish reason
+    temperature: Positive = 1.0  # of the softmax; at 0 all samples of a group are equal and carry no gradient
+    top_p: Share = 1.0  # share of probability of the likeliest tokens that are sampled from; 1: off
+    top_k: AtLeast0 = 0  # likeliest tokens that are sampled from; 0: off
 
 
 SERVER_ENGINES = ("sglang", "vllm")
@@ -99,91 +106,97 @@ SERVER_ENGINES = ("sglang", "vllm")
 
 
 class GenerationSettings(Section, frozen=True, kw_only=True):
-    """Generation workers."""
+    """Generation workers.
+
+    A response ends with the token that completes a text of stop. That token is part of it and is trained; none after it
+    is. Forced lengths are not cut. Evaluations obey it, too.
+    """
 
     engine: Literal["embedded", "sglang", "vllm", "emulated"] = "embedded"  # emulated: see that section
     engine_url: ServerUrl = ""  # sglang, vllm: a server that runs elsewhere; empty: every worker starts one of its own
     server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
     server_args: list[str] = msgspec.field(default_factory=list[str])  # of that server, e.g. ["--tp-size", "2"]
     server_silence_s: Annotated[float, Meta(ge=2)] = 30.0  # a server silent for so long hangs: it is started again
-    workers: AtLeast1 = 1  # at the start
-    min_workers: AtLeast0 = 0  # fewer are never left when lengths shrink; 0: as many as workers
-    max_workers: AtLeast0 = 0  # more are never started when lengths grow; 0: as many as workers
+    workers: AtLeast1 = 1  # generation workers at the start
+    min_workers: AtLeast0 = 0  # fewer workers are never left when lengths shrink; 0: as many as workers
+    max_workers: AtLeast0 = 0  # more workers are never started when lengths grow; 0: as many as workers
     min_gain: Annotated[float, Meta(gt=0.01, le=1)] = (
         0.05  # share of an iteration that one worker more must save; docs/elastic.md
     )
     slots: AtLeast1 = 64  # samples decoded together; each holds KV for prompt + max_new_tokens
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the weights that generate, and are published
     threads: AtLeast1 = 1  # CPU threads of each worker
     device: Device = "auto"  # auto: cuda when there is one, else cpu
     lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
+    stop: list[StopString] = msgspec.field(default_factory=list[StopString])  # texts that end a response and stay in it
     max_context: AtLeast0 = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
 
 
 class ScoringSettings(Section, frozen=True, kw_only=True):
     """Scoring workers."""
 
-    workers: AtLeast1 = 1
+    workers: AtLeast1 = 1  # scoring workers; each has one process that runs the reward
     timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
     lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
-    reward: FunctionName = (
-        ""  # "module:function"; empty: the data source's own verifier. Must also be named on the worker
-    )
+    reward: FunctionName = ""  # "module:function", also named on the worker; empty: the data source's own verifier
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
-    max_failed_share: Share = 0.5  # of the last 32 groups: once rewards fail for so many, the run ends; 1: never
+    max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
     environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
-    well_formed_reward: Annotated[float, Meta(ge=0, le=1)] = 0.1  # for an answer in the asked form that is wrong
+    well_formed_reward: ShareOrNone = 0.1  # reward of a wrong answer in the asked form
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
 class AlgorithmSettings(Section, frozen=True, kw_only=True):
     """The policy-gradient objective."""
 
-    name: Literal["grpo"] = "grpo"
-    advantage: Literal["group_std", "mean_only"] = "group_std"
-    clip_low: Share = 0.2
-    clip_high: Positive = 0.2  # DAPO: 0.28
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    kl_coef: NotNegative = 0.0  # KL to the reference model in the loss; 0: no reference model is loaded
-    importance_cap: NotNegative = 2.0  # truncated importance weight of trainer against rollout logprobs; 0: off
-    mismatch_limit: NotNegative = (
-        0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: never
-    )
-    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+    name: Literal["grpo"] = "grpo"  # policy gradient with a clipped ratio; advantages within the group, no critic
+    advantage: Literal["group_std", "mean_only"] = "group_std"  # reward - mean of its group; divided by its deviation
+    clip_low: Share = 0.2  # the ratio new / old probability counts down to 1 - clip_low
+    clip_high: Positive = 0.2  # the ratio counts up to 1 + clip_high; DAPO: 0.28
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # all tokens weigh alike, or all samples do
+    kl_coef: NotNegative = 0.0  # factor of the KL to the reference model in the loss; 0: none is loaded
+    importance_cap: NotNegative = 2.0  # cap of the importance ratio of trainer to rollout probability; 0: off
+    mismatch_limit: NotNegative = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: off
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
 
 
 class TrainerSettings(Section, frozen=True, kw_only=True):
-    """The trainer."""
+    """The trainer.
+
+    The rate of a batch depends on its number and on run.batches alone, so a resumed run goes on with it exactly. Where
+    `set` changes run.batches, the rate moves at the next batch to where a schedule of that length is.
+    """
 
     engine: Literal["torch", "emulated", "none"] = "torch"  # emulated: see that section; none: see docs/service.md
-    lr: Positive = 1e-5
-    warmup_batches: AtLeast0 = 0
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: NotNegative = 0.0
-    grad_clip: NotNegative = 1.0  # global norm; 0: off
+    lr: Share = 1e-5  # the highest learning rate of AdamW, which moves a weight by about so much a step
+    lr_schedule: LrSchedule = "constant"  # after the warm-up; linear, cosine: falls until the last of run.batches
+    lr_min_share: ShareOrNone = 0.0  # linear, cosine: share of lr that is left at the end
+    warmup_batches: AtLeast0 = 0  # first batches, in which the rate rises to lr in equal steps
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW: factors by which its moments decay, a step
+    weight_decay: NotNegative = 0.0  # of AdamW, times lr: factor by which matrices shrink, a step; vectors do not
+    grad_clip: NotNegative = 1.0  # largest global norm of a gradient; 0: off
     mini_batches: AtLeast1 = 1  # optimizer steps a pass
     epochs: AtLeast1 = 1  # passes over a batch
     micro_batch_tokens: AtLeast1 = 4096  # packed tokens a rank takes at once
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass; weights and sums stay float32
-    threads: AtLeast1 = 1
-    device: Device = "auto"
-    ranks: AtLeast1 = 1  # data-parallel trainer processes
-    checkpoint_every: AtLeast1 = 10  # batches; the last one is always saved
-    keep_checkpoints: AtLeast1 = 2
+    threads: AtLeast1 = 1  # CPU threads of each rank
+    device: Device = "auto"  # auto: cuda when there is one, else cpu
+    ranks: AtLeast1 = 1  # data-parallel trainer processes, each with the whole model
+    checkpoint_every: AtLeast1 = 10  # batches between two checkpoints; the last one is always saved
+    keep_checkpoints: AtLeast1 = 2  # newest checkpoints that are kept; older ones are deleted
+    save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of model/; auto: the base model's own
 
 
 class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
-    groups_per_batch: AtLeast1 = 8
-    group_size: Annotated[int, Meta(ge=2)] = 8  # an advantage is relative to the other samples of the group
-    max_staleness: Annotated[int, Meta(ge=0, le=16)] = (
-        1  # versions a sample may be behind: 0 synchronous, 1 asynchronous
-    )
-    update: UpdateMode = UpdateMode.IN_FLIGHT
+    groups_per_batch: AtLeast1 = 8  # prompt groups of a batch; a batch trained is one version of the weights
+    group_size: Annotated[int, Meta(ge=2)] = 8  # samples of a prompt; advantages are relative to them
+    max_staleness: Annotated[int, Meta(ge=0, le=16)] = 1  # versions a sample may lag: 0 synchronous, 1 asynchronous
+    update: UpdateMode = UpdateMode.IN_FLIGHT  # workers take weights when all, or each, are idle, or between two steps
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
     mini_batch_groups: AtLeast1 = 4  # release = "mini_batch": scored groups that are handed over together
     rollout_batches: AtLeast1 = 1  # batches generated with one version of the weights before the next is waited for
@@ -193,9 +206,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     max_refills: AtLeast0 = 8  # replacements a batch may ask for before it closes short
     max_attempts: AtLeast1 = 4  # failed dispatches of one group before its slot is dead; a worker's death is none
     rollout_timeout_s: Positive = 300.0  # a dispatched group that has not finished by then is taken back
-    dispatch: Literal["auto", "least_loaded", "even", "random", "two_class_max", "slicing", "paced", "scored"] = (
-        "auto"  # who gets which groups: one after another, or planned for a batch, see docs/dispatch.md
-    )
+    dispatch: Dispatch = "auto"  # who gets which groups: one by one, or planned for a batch, see docs/dispatch.md
     plan_wait_s: NotNegative = 1.0  # a batch waits so long for its plan, then its groups go one after another
     migrate_running: bool = False  # a group starts over on an idle worker where that ends it much sooner
 
@@ -220,7 +231,7 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     fixed_s: Positive = 0.02  # in the relation to sample_s of [emulated]: 40 samples take twice as long as 1
     weights_s: NotNegative = 0.0  # reading the weights
     gemm_sample_s: NotNegative = 0.0  # arithmetic of a sample, hidden behind the weights until it outgrows them
-    sample_s: NotNegative = 0.0005
+    sample_s: NotNegative = 0.0005  # what each sample adds
     kv_token_s: NotNegative = 0.0  # reading one token of context
     prefill_token_s: NotNegative = 0.0  # arithmetic of one token of a prompt
     kv_capacity_tokens: NotNegative = 0.0  # tokens of context that fit into memory; 0: no limit
@@ -232,9 +243,7 @@ class TensorSettings(Section, frozen=True, kw_only=True):
     """Where generation workers of other hosts pull weights from the trainer; on its own host they map them."""
 
     host: HostName = "127.0.0.1"  # the trainer listens here; off loopback both ends need STREAMRL_SECRET
-    advertise: OwnHostName = (
-        ""  # what others call the trainer's host; empty: host, or its host name when host is 0.0.0.0 or ::
-    )
+    advertise: OwnHostName = ""  # what others call the trainer's host; empty: host, its name if host is 0.0.0.0 or ::
     ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
 
 
@@ -256,43 +265,39 @@ class BrokerSettings(Section, frozen=True, kw_only=True):
     """The broker."""
 
     url: BrokerUrl = ""  # redis:// or rediss://; empty: an embedded server in the run's directory
-    password: str = ""  # or in the url, or in STREAMRL_BROKER_PASSWORD
+    password: str = ""  # of the broker; the url may hold it, too
     tls_ca: str = ""  # CA file for rediss://
     appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
-    max_retained_bytes: Annotated[int, Meta(ge=1_000_000)] = (
-        2_000_000_000  # rows kept in the broker; at the limit a checkpoint is forced, then intake stops
-    )
+    max_retained_bytes: AtLeast1MB = 2_000_000_000  # rows in the broker; at the limit a checkpoint, then intake stops
     outage_s: Positive = 60.0  # how long a process waits for a broker that went away
 
 
 class LivenessSettings(Section, frozen=True, kw_only=True):
     """Deadlines."""
 
-    heartbeat_s: Positive = 1.0
+    heartbeat_s: Positive = 1.0  # between two reports of a worker
     lease_s: Positive = 10.0  # a worker silent for so long (while the broker was reachable) is lost
     startup_s: Positive = 300.0  # a local process that has not joined by then is ended and started again
     warn_s: Positive = 60.0  # no progress for so long is said in log, status and terminal: which stage, who should act
     stall_s: Positive = 600.0  # no progress for so long ends the run with its own exit code, kept for --resume
-    max_restarts: AtLeast0 = 5  # of one local process in a row; one that lived for 60 s starts counting anew
+    max_restarts: AtLeast0 = 5  # restarts of one local process in a row; one that lived for 60 s starts counting anew
 
 
 class ApiSettings(Section, frozen=True, kw_only=True):
     """The orchestrator's HTTP service: health, status, metrics, the live page, control."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: no page, no /status, no /metrics, no control over HTTP
     host: HostName = "127.0.0.1"  # off loopback STREAMRL_SECRET has to be set
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # 0: a free one; <run-dir>/api.address says which
-    secret: str = ""  # or in STREAMRL_SECRET; clients send a key that is made of it, see <run-dir>/api.secret
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # port; 0: a free one; <run-dir>/api.address says which
+    secret: str = ""  # 16 characters or more; clients send a key that is made of it, see <run-dir>/api.secret
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):
     """A run without a trainer (trainer.engine = "none"): what its readers may hold up."""
 
-    window: AtLeast1 = (
-        1024  # samples of one request that are generated ahead of its reader: a slow one waits for itself
-    )
-    max_requests: Annotated[int, Meta(ge=1, le=128)] = 64  # open, each with at most one reader; more get a 429
-    max_prompts: AtLeast1 = 100_000  # of all open requests together: some 500 bytes each in the orchestrator's memory
+    window: AtLeast1 = 1024  # samples of one request generated ahead of its reader: a slow one waits for itself
+    max_requests: Annotated[int, Meta(ge=1, le=128)] = 64  # open requests, each with at most one reader; more get a 429
+    max_prompts: AtLeast1 = 100_000  # prompts of all open requests: some 500 bytes each in the orchestrator's memory
     keep_s: Positive = 3600.0  # a finished request that is not read for so long is forgotten
     weights_dir: str = ""  # what `run` gives its publisher as --weights-dir: where POST /update may take weights from
 
@@ -301,15 +306,16 @@ class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems, and the evaluation lane that asks them while the run trains (docs/evaluation.md)."""
 
     every: AtLeast0 = 0  # batches between two evaluations, the first of the untrained model; 0: none in the run
-    temperature: NotNegative = 0.0  # of the answers; 0: greedy, so that two evaluations differ by their weights alone
-    budget: Share = 0.5  # of each generation worker's slots, while training has work for them
+    temperature: NotNegative = 0.0  # of the softmax; 0: greedy, so that two evaluations differ by their weights alone
+    budget: Share = 0.5  # share of each generation worker's slots, while training has work for them
     hold_s: NotNegative = 60.0  # how long an evaluation may keep workers from newer weights; then it ends short
     timeout_s: Positive = 300.0  # for one evaluation, from its first answer on; then it ends short
 
-    problems: AtLeast0 = 128
-    seed: AtLeast0 = 1_000_003  # of the held-out problems; never the training seed
+    problems: AtLeast0 = 128  # held-out problems of one evaluation; they are never trained on
+    seed: AtLeast0 = 1_000_003  # seed of the held-out problems; never the training seed
     path: str = ""  # jsonl, hf: file or data set of held-out problems; empty: at most a tenth of data.path is held out
-    split: str = "test"  # hf: split of eval.path
+    config: str = ""  # hf: configuration of eval.path; empty: data.config, where the path is data.path
+    split: str = "test"  # hf: split of eval.path, which may be data.path
 
 
 class Settings(Section, frozen=True, kw_only=True):

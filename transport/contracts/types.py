@@ -12,20 +12,17 @@ from typing import Annotated, Literal, NewType, TypeAlias
 import msgspec
 
 RunName = NewType("RunName", str)
-WorkerId = NewType("WorkerId", str)
-"""``<kind>-<index>.<incarnation>``, e.g. ``generate-0.2``: a replaced process is a new worker."""
+WorkerId = NewType("WorkerId", str)  # <kind>-<index>.<incarnation>, e.g. generate-0.2: a replaced process is a new one
 PromptId = NewType("PromptId", str)
 GroupId = NewType("GroupId", str)
 """``<batch>/<slot>``, e.g. ``12/3``; a refill takes the next unused slot number, so no id is ever used twice."""
-RowId = NewType("RowId", str)
-"""``<batch>/<slot>/<sample>`` without the attempt, so that the first valid insert wins."""
+RowId = NewType("RowId", str)  # <batch>/<slot>/<sample> without the attempt, so that the first valid insert wins
 
 USER_PREFIX = "x_"
 """How names of columns and tasks begin that a user declared: nothing of a run ever reads, replaces or removes them."""
 _USER_NAME = re.compile(rf"{USER_PREFIX}[a-z0-9_]{{1,60}}")
 
-_EVALUATION = "eval"
-"""How groups of an evaluation begin; those of batches begin with a digit."""
+_EVALUATION = "eval"  # how groups of an evaluation begin; those of batches begin with a digit
 
 # What a field of a message must hold to be decoded at all, so that readers of a message need not check it again.
 # Numbers end where sums of many of them would leave 64 bits, beyond which no state can be written down.
@@ -35,26 +32,18 @@ _GROUP = rf"(?:{_EVALUATION})?{_NUMBER}/{_NUMBER}"
 WireGroupId: TypeAlias = Annotated[GroupId, msgspec.Meta(pattern=rf"^{_GROUP}\Z")]
 WireRowId: TypeAlias = Annotated[RowId, msgspec.Meta(pattern=rf"^{_GROUP}/{_NUMBER}\Z")]
 WireWorkerId: TypeAlias = Annotated[WorkerId, msgspec.Meta(pattern=r"^[^\x00-\x20\x7f]{1,200}\Z")]
-EntryId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}-[0-9]{1,18}\Z")]
-"""Of an entry of a stream: ``12-3``."""
+EntryId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}-[0-9]{1,18}\Z")]  # of an entry of a stream
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
-"""Of a batch or a sample: what fits an id."""
-MAX_NUMBER = 1e15
-"""Of a reward and of every other number that is reported: beyond it float32 advantages lose all meaning."""
-Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-"""No NaN and no infinity, which no comparison holds for."""
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-"""Differences of clocks: below 0 at most by what they err."""
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]  # of a batch or a sample: what fits an id
+MAX_NUMBER = 1e15  # of every number that is reported: beyond it float32 advantages lose all meaning
+Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]  # for NaN no comparison holds
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]  # of clocks: below 0 at most by what they err
 
-MAX_DIMENSIONS = 8
-"""Of an array in a user's column, or in a version of the weights."""
-PROTOCOL_VERSION = 1
-"""Raised when a message changes its meaning; readers accept this version and the one before."""
+MAX_DIMENSIONS = 8  # of an array in a user's column, or in a version of the weights
+PROTOCOL_VERSION = 1  # raised when a message changes its meaning; readers accept this version and the one before
 
 
 def group_id(batch: int, slot: int) -> GroupId:
-    """Name the prompt group in ``slot`` of ``batch``."""
     return GroupId(f"{batch}/{slot}")
 
 
@@ -74,7 +63,6 @@ def batch_of(group_or_row: str) -> int:
 
 
 def row_id(group: GroupId, sample: int) -> RowId:
-    """Name sample ``sample`` of ``group``."""
     return RowId(f"{group}/{sample}")
 
 
@@ -102,8 +90,6 @@ class WorkerKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -122,16 +108,11 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WeightIdentity(Struct, frozen=True, kw_only=True, order=True):
-    """What a set of weights is.
+    """What a set of weights is."""
 
-    epoch: the trainer's fencing token; it rises at every restart of the trainer.
-    version: number of batches trained since the base model, >= 0.
-    digest: hex digest over all tensors; empty only where the bytes were never read.
-    """
-
-    epoch: Count
-    version: Count
-    digest: str = ""
+    epoch: Count  # the trainer's fencing token; it rises at every restart of the trainer
+    version: Count  # number of batches trained since the base model
+    digest: str = ""  # hex, over all tensors; empty only where the bytes were never read
 
     def __str__(self) -> str:
         return f"e{self.epoch}v{self.version}" + (f":{self.digest[:8]}" if self.digest else "")
@@ -146,20 +127,15 @@ class VersionSpan(Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How to sample one completion.
+    """How to sample one completion."""
 
-    max_new_tokens: limit, tokens, >= 1.  temperature: 0 is greedy.  top_p in (0, 1].  top_k: 0 is off.
-    stop_token_ids: any of them ends the completion and is its last token.  ignore_eos: generate to the limit.
-    seed: seeds this group's samples; sample i of a group uses its own stream derived from (seed, i).
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int = 0
+    max_new_tokens: int  # limit, >= 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 is off
+    stop_token_ids: tuple[int, ...] = ()  # any of them ends the completion and is its last token
+    ignore_eos: bool = False  # generate to the limit
+    seed: int = 0  # of this group's samples; sample i uses its own stream derived from (seed, i)
 
 
 def is_user_name(name: str) -> bool:
@@ -171,7 +147,7 @@ class Column(StrEnum):
     """The columns of a row (one sample) and of its group (what its samples share).
 
     ``Column("x_anything")`` is a user's column: it behaves like a member and is equal to every other of its name, but
-    is not listed. See user_columns.py for what it holds.
+    is not listed. See transport/rows/columns.py for what it holds.
     """
 
     @classmethod

@@ -7,11 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that never run backwards."""
-
-    def now_s(self) -> float:
-        """Seconds since an arbitrary origin."""
-        ...
+    def now_s(self) -> float: ...  # seconds since an arbitrary origin, which never run backwards
 
 
 class MonotonicClock:
@@ -22,18 +18,3 @@ class MonotonicClock:
 
     def now_s(self) -> float:
         return time.monotonic() + self._offset_s
-
-
-class ManualClock:
-    """A clock that moves only by ``advance``: for tests and the simulator."""
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self._now_s = now_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back by {-seconds} s")
-        self._now_s += seconds

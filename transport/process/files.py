@@ -1,29 +1,32 @@
 """Files of ours: replaced whole or not at all, read where they are this user's own, one error for each trouble.
 
-Every place in this repository where a file takes the place of another comes here.
+Every place in this repository where a file takes the place of another comes here. JSON from outside is read here too:
+rows as a stream that is never held together, with bounds on a line and on what a small file may unpack to; a reader
+returns a value or raises InputFileError with file and line.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import os
 import pwd
 import secrets
 import stat
 import time
-from collections.abc import Callable, Generator
+import zlib
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
-from transport.errors import DirectoryError, ForeignError
+import msgspec
 
-REMAINS = ".tmp"
-"""How the name of a file ends that is not in place yet."""
-REMAINS_S = 3600.0
-"""No file takes so long to write: one that is older was left by a process that was killed."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from transport.errors import DirectoryError, ForeignError, InputFileError
+
+REMAINS = ".tmp"  # how the name of a file ends that is not in place yet
+REMAINS_S = 3600.0  # no file takes so long to write: one that is older was left by a process that was killed
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def writing(directory: Path) -> Generator[None]:
     except OSError as error:
         advice = (
             "free some space there, or enlarge the volume"
-            if error.errno in _FULL
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
             else f"let user {os.getuid()} write there (a volume: chown -R {os.getuid()}), or choose another directory"
         )
         raise DirectoryError(f"cannot write {error.filename or directory}: {error.strerror}; {advice}") from error
@@ -81,8 +84,6 @@ def sync_directory(directory: Path) -> None:
 
 
 class LockedError(Exception):
-    """Somebody else holds a lock. holder: the process that does, as it says."""
-
     def __init__(self, holder: str) -> None:
         super().__init__(f"process {holder} holds it")
         self.holder = holder
@@ -134,11 +135,8 @@ def remove_remains(directory: Path) -> None:
 
 # --- our own ----------------------------------------------------------------------------------------------------------
 
-MAX_OWN_BYTES = 4 * 1024 * 1024
-"""Of a file that is read whole: settings, a password."""
 
-
-def read_own(path: Path, *, max_bytes: int = MAX_OWN_BYTES, secret: bool = False) -> bytes:
+def read_own(path: Path, *, max_bytes: int = 4 * 1024 * 1024, secret: bool = False) -> bytes:
     """The content of a plain file of this user's.
 
     Raises: OSError: it is not there, or cannot be read.  ForeignError: it is a link, a pipe or a device (which would
@@ -238,3 +236,94 @@ def _user(number: int) -> str:
     with suppress(KeyError):
         return f"user {pwd.getpwuid(number).pw_name} ({number})"
     return f"user {number}"
+
+
+# --- JSON from outside: one document, or rows of one object a line ----------------------------------------------------
+
+
+MAX_DOCUMENT_BYTES = 256 * 1024 * 1024  # the largest tokenizers have 30 MB
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_UNPACKED_RATIO = 100
+"""gzip packs text to a tenth or a thirtieth, and nothing but repetition to a thousandth: 3 MB held 3 GiB."""
+FREE_UNPACKED_BYTES = 256 * 1024 * 1024
+"""A file may unpack to this much whatever its ratio: so much repetition takes time to read, and no more."""
+
+T = TypeVar("T")
+_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The one document in ``path``. Raises InputFileError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_DOCUMENT_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise InputFileError(f"cannot be read: {reason}", where=str(path)) from error
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise InputFileError(f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB", where=str(path))
+    return _decoded(msgspec.json.Decoder(kind), content, str(path))
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line from 1, row); blank lines are skipped. Raises InputFileError."""
+    for number, line in read_lines(path):
+        yield number, decode_row(line, f"{path}:{number}")
+
+
+def decode_row(line: bytes, where: str) -> dict[str, Any]:
+    """Raises InputFileError for a line that is no JSON object."""
+    return _decoded(_decoder, line, where)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
+    try:
+        return decoder.decode(content)
+    except UnicodeDecodeError as error:
+        raise InputFileError("it is not UTF-8 text: save it as UTF-8", where=where) from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        hint = " (JSON has no NaN)" if b"NaN" in content else ""
+        raise InputFileError(f"not the JSON that belongs here: {error}{hint}", where=where) from error
+
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FOREIGN = {
+    b"PAR1": "it is a Parquet file, not lines of JSON",
+    b"\x1f\x8b": "it is packed with gzip: give it a name that ends in .gz",
+    b"\xff\xfe": "it is UTF-16 text: save it as UTF-8",
+    b"\xfe\xff": "it is UTF-16 text: save it as UTF-8",
+    b"PK\x03\x04": "it is a zip archive: unpack it",
+}
+"""How files begin that are given as lines of JSON by mistake."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes), without a byte order mark; blank lines are skipped. Raises InputFileError."""
+    number = unpacked = 0
+    try:
+        is_packed = path.suffix == ".gz"
+        allowed = max(FREE_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                unpacked += len(line)
+                where = f"{path}:{number}"
+                if number == 1:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                    for magic, problem in FOREIGN.items():
+                        if line.startswith(magic):
+                            raise InputFileError(problem, where=where)
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputFileError(f"longer than {MAX_LINE_BYTES >> 20} MiB", where=where)
+                if is_packed and unpacked > allowed:
+                    raise InputFileError(
+                        f"it unpacks to more than {MAX_UNPACKED_RATIO} times its size, which no text does; if it is "
+                        "yours, unpack it and name the file without .gz",
+                        where=where,
+                    )
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: a path with a NUL in it
+        reason = getattr(error, "strerror", None) or f"it is damaged: {error}"
+        after = f" after line {number}" if number else ""
+        raise InputFileError(f"cannot be read{after}: {reason}", where=str(path)) from error

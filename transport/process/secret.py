@@ -24,23 +24,17 @@ from transport.errors import ForeignError, SecretError
 from transport.process.files import private_directory, read_own
 
 BROKER_PASSWORD = "STREAMRL_BROKER_PASSWORD"
-SHARED_SECRET = "STREAMRL_SECRET"
-"""Opens the HTTP service, and proves to each other the two ends of a tensor connection."""
-ENGINE_KEY = "STREAMRL_ENGINE_KEY"
-"""What an inference server that runs elsewhere asks for."""
+SHARED_SECRET = "STREAMRL_SECRET"  # opens the HTTP service, and proves the ends of a tensor connection to each other
+ENGINE_KEY = "STREAMRL_ENGINE_KEY"  # what an inference server that runs elsewhere asks for
 MIN_CHARACTERS = 16
 """Of a shared secret. One recorded handshake is enough to try secrets offline, some 10^10 a second: all of 16 random
 hexadecimal digits take 60 years, all of 8 letters 20 seconds."""
-HOW_TO_MAKE = 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
+HOW_TO_MAKE = 'python3 -c "import secrets; print(secrets.token_urlsafe(32))"'
 
 
 class Purpose(StrEnum):
-    """What a key is for."""
-
-    TENSORS = "tensors"
-    """Proof between the two ends of a connection for weights or columns (tensors/wire.py)."""
-    HTTP = "http"
-    """Bearer token and password of the HTTP service."""
+    TENSORS = "tensors"  # proof between the two ends of a connection for weights or columns (tensors/wire.py)
+    HTTP = "http"  # bearer token and password of the HTTP service
 
 
 def is_made(key: str) -> bool:
@@ -72,27 +66,21 @@ def read_secret(environ: Mapping[str, str], variable: str) -> str:
 
     Raises SecretError: the file cannot be read, or is empty, or the two differ, or a shared secret is too short.
     """
-    value = _value_of(environ, variable)
+    value = environ.get(variable, "").strip()
+    if name := environ.get(f"{variable}_FILE", ""):
+        try:
+            content = Path(name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise SecretError(f"{variable}_FILE names {name}, which cannot be read: {reason}") from error
+        if not content:
+            raise SecretError(f"{variable}_FILE names {name}, which is empty: put the secret into it")
+        if value not in ("", content):
+            raise SecretError(f"{variable} and the file of {variable}_FILE differ: set one of them")
+        value = content
     if value and variable == SHARED_SECRET:  # a broker's password is whatever the broker's owner chose
         check_strength(value, variable)
     return value
-
-
-def _value_of(environ: Mapping[str, str], variable: str) -> str:
-    value = environ.get(variable, "").strip()
-    name = environ.get(f"{variable}_FILE", "")
-    if not name:
-        return value
-    try:
-        content = Path(name).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SecretError(f"{variable}_FILE names {name}, which cannot be read: {reason}") from error
-    if not content:
-        raise SecretError(f"{variable}_FILE names {name}, which is empty: put the secret into it")
-    if value not in ("", content):
-        raise SecretError(f"{variable} and the file of {variable}_FILE differ: set one of them")
-    return content
 
 
 # --- the user's own ---------------------------------------------------------------------------------------------------

@@ -39,20 +39,15 @@ from transport.tensors.shm import SHARED_MEMORY, choose_directory, create_locked
 
 _PREFIX = "streamrl-rows@"
 _NAME = re.compile(r"[0-9]+@[0-9a-f]{12}")
-_BUFFERS_AT_ONCE = 1024
-"""IOV_MAX of Linux: buffers in one pwritev."""
-_MAX_SPARE_BYTES = 256 * 1024 * 1024
-"""Files kept for the next writers, by one unit."""
-_MERGED_GAP_BYTES = 64
-"""Ranges that are no further apart are read in one call: between two values is nothing but padding."""
+_BUFFERS_AT_ONCE = 1024  # IOV_MAX of Linux: buffers in one pwritev
+_MAX_SPARE_BYTES = 256 * 1024 * 1024  # files kept for the next writers, by one unit
+_MERGED_GAP_BYTES = 64  # ranges no further apart are read in one call: between two values is nothing but padding
 
 Buffer: TypeAlias = bytes | memoryview
 ValueBytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COLUMN_BYTES)]
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """A value in a segment."""
-
     segment: str
     offset: Count
     nbytes: ValueBytes
@@ -144,30 +139,41 @@ def read_segments(ranges: Sequence[Range], into: Sequence[memoryview], directory
 
 
 class Segments:
-    """The segments of one unit. Used by one thread at a time. directory: of every process that shall find them."""
+    """The segments of one unit. Used by one thread at a time."""
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
-        self.directory = directory
+        self.directory = directory  # of every process that shall find them
         self._sent: dict[str, memoryview] = {}
         self._held: dict[str, int] = {}
         self._spare: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # bytes of each
         self._swept = False
 
     def take(self, nbytes: int, at_most: int) -> str:
         """Name of a segment of ``nbytes`` to ``at_most`` bytes. Raises SegmentSpaceError: shared memory has no room."""
         largest = min(2 * nbytes, at_most)
-        fitting = [name for name in self._spare if nbytes <= self._sizes[name] <= largest]
+        fitting = [name for name in self._spare if nbytes <= self.sizes[name] <= largest]
         if fitting:
-            name = min(fitting, key=self._sizes.__getitem__)
+            name = min(fitting, key=self.sizes.__getitem__)
             self._held[name] = self._spare.pop(name)
-        else:
-            name = self._create(nbytes)
+            return name
+        if not self._swept:
+            sweep_stale(self.directory)
+            self._swept = True
+        try:
+            choose_directory([self.directory], nbytes)
+        except SegmentSpaceError:
+            self.trim(0)
+            choose_directory([self.directory], nbytes)
+        path, fd = create_locked((path_of(_new_name(), self.directory) for _ in itertools.count()), fcntl.LOCK_SH)
+        name = path.name.removeprefix(_PREFIX)
+        os.ftruncate(fd, nbytes)
+        self._held[name], self.sizes[name] = fd, nbytes
         return name
 
     def keep_sent(self, name: str, value: memoryview) -> None:
         """A segment that came over the socket."""
-        self._sent[name], self._sizes[name] = value, value.nbytes
+        self._sent[name], self.sizes[name] = value, value.nbytes
 
     def sent(self, part: Range) -> memoryview | None:
         """A range of such a segment, None where there is none. Raises ChecksumError for one that is not in it."""
@@ -178,30 +184,10 @@ class Segments:
             raise ChecksumError(f"a segment of {value.nbytes} bytes has no {part.nbytes} bytes at {part.offset}")
         return value[part.offset : part.offset + part.nbytes]
 
-    def size(self, name: str) -> int:
-        """What a segment takes, bytes."""
-        return self._sizes[name]
-
-    def _create(self, nbytes: int) -> str:
-        if not self._swept:
-            sweep_stale(self.directory)
-            self._swept = True
-        try:
-            choose_directory([self.directory], nbytes)
-        except SegmentSpaceError:
-            self.trim(0)
-            choose_directory([self.directory], nbytes)
-        paths = (path_of(_new_name(), self.directory) for _ in itertools.count())
-        path, fd = create_locked(paths, fcntl.LOCK_SH)
-        name = path.name.removeprefix(_PREFIX)
-        os.ftruncate(fd, nbytes)
-        self._held[name], self._sizes[name] = fd, nbytes
-        return name
-
     def free(self, name: str) -> None:
         """End a segment: its file serves the next writer, or is gone once its last reader has left it."""
         if self._sent.pop(name, None) is not None:
-            del self._sizes[name]
+            del self.sizes[name]
             return
         fd = self._held.pop(name)
         try:
@@ -212,24 +198,23 @@ class Segments:
         except OSError:  # it is being read or written, or was removed by hand
             self._remove(name, fd)
             return
-        self._sizes[spare] = self._sizes.pop(name)
+        self.sizes[spare] = self.sizes.pop(name)
         self._spare[spare] = fd
         self.trim(_MAX_SPARE_BYTES)
 
     def trim(self, keep_bytes: int) -> None:
         """Remove the oldest files that wait for a next writer until they have no more than so many bytes."""
-        while sum(self._sizes[name] for name in self._spare) > keep_bytes:
+        while sum(self.sizes[name] for name in self._spare) > keep_bytes:
             name = next(iter(self._spare))
             self._remove(name, self._spare.pop(name))
 
     def _remove(self, name: str, fd: int) -> None:
-        del self._sizes[name]
+        del self.sizes[name]
         with contextlib.suppress(FileNotFoundError):
             path_of(name, self.directory).unlink()
         os.close(fd)
 
     def close(self) -> None:
-        """Remove every file."""
         self._sent.clear()
         for files in (self._held, self._spare):
             while files:

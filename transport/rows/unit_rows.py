@@ -31,24 +31,16 @@ from transport.broker.base import Block, Broker, Commit, CommitResult, Pieces, R
 from transport.contracts.messages import MessageDecoder, encode
 from transport.contracts.types import USER_PREFIX, Column, Count, GroupId, RowId, Struct, parse_row_id
 from transport.errors import ChecksumError, FencedError, PeerUnavailableError
-from transport.rows.columns import MAX_COLUMN_BYTES, check_commit
+from transport.rows.columns import MAX_COLUMN_BYTES, ColumnBytes, RowStore, check_commit, sizes_of
 from transport.rows.segments import Buffer, Range, ValueBytes, open_segment, read_segments, write_buffers
 from transport.rows.units import Full, UnitClient
-from transport.rows.user_columns import ColumnBytes, sizes_of
 from transport.tensors.shm import SHARED_MEMORY
 
-ALIGNMENT = 8
-"""Of every value in a segment, so that arrays are read in place."""
-
+ALIGNMENT = 8  # of every value in a segment, so that arrays are read in place
 UNIT_COLUMNS = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.LOSS_MASK, Column.REFERENCE_LOGPROBS})
 """Columns that grow with the response. The run's others are a few bytes and stay in the broker."""
-RANGES_PER_REQUEST = 1024
-"""The header of a request names every range: some 60 bytes each, of the 1 MiB that a header may have."""
-SHARED_BYTES = 64 * 1024
-"""For less, a file costs more than sending it."""
-COMMIT_BYTES = 18 * 1024 * 1024
-"""Of values that one commit carries. They do not pass through the broker, but make one segment a unit: some ms of
-copying, in which the broker inserts what was copied before."""
+RANGES_PER_REQUEST = 1024  # its header names every one: some 60 bytes each, of the 1 MiB that a header may have
+SHARED_BYTES = 64 * 1024  # for less, a file costs more than sending it
 
 
 def aligned(nbytes: int) -> int:
@@ -119,19 +111,21 @@ class _Parcel:
         return sizes
 
 
-class UnitRows:
+class UnitRows(RowStore):
     """A RowStore over a broker and storage units, used from one event loop.
 
     units: addresses that new rows may go to; rows are read from whichever unit has them.
     directory: where this host's segments are.
+    commit_bytes: values do not pass through the broker, but make one segment a unit: some ms of copying, in which the
+    broker inserts what was copied before.
     """
 
-    commit_bytes = COMMIT_BYTES
+    commit_bytes = 18 * 1024 * 1024
 
     def __init__(
         self, broker: Broker, units: Sequence[str], *, secret: bytes = b"", directory: Path = SHARED_MEMORY
     ) -> None:
-        self._broker = broker
+        super().__init__(broker)
         self._secret = secret
         self._directory = directory
         self._units = list(dict.fromkeys(units))
@@ -140,29 +134,25 @@ class UnitRows:
 
     def ranked_units(self, group_id: GroupId) -> list[str]:
         """The units in the order in which they are tried for a group (rendezvous hashing: a change moves the least)."""
-
-        def weight(address: str) -> bytes:
-            return hashlib.blake2b(f"{group_id} {address}".encode(), digest_size=8).digest()
-
-        return sorted(self._units, key=weight)
+        ranked_by = (f"{group_id} {address}".encode() for address in self._units)
+        digests = [hashlib.blake2b(text, digest_size=8).digest() for text in ranked_by]
+        return [address for _, address in sorted(zip(digests, self._units, strict=True))]
 
     async def commit(self, commit: Commit) -> CommitResult:
         check_commit(commit)
-        of_rows = [_parcels_of_row(row) for row in commit.rows]
-        of_blocks = [_parcels_of_block(block.of_rows()) for block in commit.blocks]
+        of_rows, of_blocks = _parcels(commit)
         parcels = list(chain(*of_rows, *of_blocks))
         try:
             await self._place(parcels)
-            rows = [_located_row(row, parcels) for row, parcels in zip(commit.rows, of_rows, strict=True)]
-            blocks = [_located_block(block, parcels) for block, parcels in zip(commit.blocks, of_blocks, strict=True)]
-            result = await self._broker.commit(replace(commit, rows=rows, blocks=blocks))
+            result = await self._broker.commit(_located(commit, of_rows, of_blocks))
         except (PeerUnavailableError, FencedError):  # nothing was inserted; after another error, it may have been
             await self._take_back([parcels], [False])
             raise
         if not all(result.inserted):
             located = list(of_rows)
             for block, parcels in zip(commit.blocks, of_blocks, strict=True):
-                of_groups = _pieces(parcels, len(block.columns))
+                num_columns = len(block.columns)
+                of_groups = [parcels[at : at + num_columns] for at in range(0, len(parcels), num_columns)]
                 located += [of_group for of_group in of_groups for _ in range(block.size)]
             await self._take_back(located, result.inserted)
         return result
@@ -249,34 +239,24 @@ class UnitRows:
         return [{column: bytes(value) for column, value in row.items()} for row in rows]
 
     async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
-        """As ``read_rows``, without the copy that makes ``bytes`` of each value.
-
-        They lie in one buffer, column by column, each value aligned.
-        """
+        """As ``read_rows``, without a copy: values lie in one buffer, column by column, each aligned."""
         rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
-        held = list(_by_unit(row_ids, rows, columns).items())
-        read = (asyncio.to_thread(self._get, unit, places) for unit, places in held)
-        for (_, places), found in zip(held, await asyncio.gather(*read), strict=True):
-            for place, is_there in zip(places, found, strict=True):
-                if is_there:
-                    place.row[place.column] = place.buffer.toreadonly()
-                else:
-                    del place.row[place.column]
+        by_unit = _by_unit(row_ids, rows, columns)
+        lost = await asyncio.gather(*(asyncio.to_thread(self._get, unit, held) for unit, held in by_unit.items()))
+        for place in chain(*by_unit.values()):
+            place.row[place.column] = place.buffer.toreadonly()
+        for place in chain(*lost):
+            del place.row[place.column]
         return rows
 
-    def _get(self, unit: str, places: Sequence[_Place]) -> list[bool]:
-        """Fill the buffers of one unit's values, through shared memory where that can be. Returns which were there."""
+    def _get(self, unit: str, places: Sequence[_Place]) -> list[_Place]:
+        """Fill the buffers of one unit's values, through shared memory where possible. Returns those that are lost."""
         found = read_segments([place.at for place in places], [place.buffer for place in places], self._directory)
-        missing = [number for number, is_there in enumerate(found) if not is_there]
-        for numbers in _requests(missing, places):
-            some = [places[number] for number in numbers]
-            answer = self._client(unit).read([place.at for place in some], [place.buffer for place in some])
-            for number, is_there in zip(numbers, answer, strict=True):
-                found[number] = is_there
-        return found
-
-    async def read_groups(self, group_ids: Sequence[GroupId], columns: Sequence[Column]) -> list[dict[Column, bytes]]:
-        return await self._broker.read_groups(group_ids, columns)
+        lost: list[_Place] = []
+        for some in _requests([place for place, is_there in zip(places, found, strict=True) if not is_there]):
+            found = self._client(unit).read([place.at for place in some], [place.buffer for place in some])
+            lost += [place for place, is_there in zip(some, found, strict=True) if not is_there]
+        return lost
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         """As RowStore. A unit that does not answer gets these groups with the next drop."""
@@ -299,35 +279,42 @@ class UnitRows:
             client.close()
 
 
-def _parcels_of_row(row: RowWrite) -> list[_Parcel]:
-    """What of one row goes into a unit."""
-    group_id, _ = parse_row_id(row.row_id)
-    bulky = [raw for column, raw in row.columns.items() if in_unit(column)]
-    return [_Parcel(group_id, [(raw,)], of_group=False) for raw in bulky]
-
-
-def _located_row(row: RowWrite, parcels: Sequence[_Parcel]) -> RowWrite:
-    """The row as it goes into the broker."""
-    bulky = (column for column in row.columns if in_unit(column))
-    located = (encode(parcel.at) for parcel in parcels)
-    return replace(row, columns={**row.columns, **dict(zip(bulky, located, strict=True))})
-
-
-def _parcels_of_block(block: Block) -> list[_Parcel]:
-    """A block's values, group by group; all of its columns go into units, because all are users'."""
-    return [
-        _Parcel(group_id, values[start : start + block.size], of_group=True)
-        for group_id, start in zip(block.group_ids, count(step=block.size), strict=False)
-        for values in block.columns.values()
+def _parcels(commit: Commit) -> tuple[list[list[_Parcel]], list[list[_Parcel]]]:
+    """What goes into units: of each row, and of each block, all of whose columns do, because all are users'."""
+    of_rows = [
+        [
+            _Parcel(group_id, [(raw,)], of_group=False)
+            for group_id, _ in (parse_row_id(row.row_id),)
+            for column, raw in row.columns.items()
+            if in_unit(column)
+        ]
+        for row in commit.rows
     ]
+    of_blocks = [
+        [
+            _Parcel(group_id, values[start : start + block.size], of_group=True)
+            for group_id, start in zip(block.group_ids, count(step=block.size), strict=False)
+            for values in block.columns.values()
+        ]
+        for block in map(Block.of_rows, commit.blocks)
+    ]
+    return of_rows, of_blocks
 
 
-def _located_block(block: Block, parcels: Sequence[_Parcel]) -> Block:
-    """The block as it goes into the broker: one locator for a column of a group."""
-    located: list[Pieces] = [(encode(parcel.at),) for parcel in parcels]
-    num_columns = len(block.columns)
-    columns = {column: located[n::num_columns] for n, column in enumerate(block.columns)}
-    return replace(block, columns=columns, shared=True)
+def _located(commit: Commit, of_rows: Sequence[list[_Parcel]], of_blocks: Sequence[list[_Parcel]]) -> Commit:
+    """The commit as it goes into the broker: one locator for a value of a row, or for a column of a group."""
+    rows: list[RowWrite] = []
+    for row, parcels in zip(commit.rows, of_rows, strict=True):
+        bulky = (column for column in row.columns if in_unit(column))
+        located = zip(bulky, [encode(parcel.at) for parcel in parcels], strict=True)
+        rows.append(replace(row, columns={**row.columns, **dict(located)}))
+    blocks: list[Block] = []
+    for block, parcels in zip(commit.blocks, of_blocks, strict=True):
+        locators: list[Pieces] = [(encode(parcel.at),) for parcel in parcels]
+        num_columns = len(block.columns)
+        columns = {column: locators[n::num_columns] for n, column in enumerate(block.columns)}
+        blocks.append(replace(block, columns=columns, shared=True))
+    return replace(commit, rows=rows, blocks=blocks)
 
 
 def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
@@ -342,21 +329,15 @@ def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
     return some
 
 
-def _pieces(parcels: Sequence[_Parcel], size: int) -> Iterator[Sequence[_Parcel]]:
-    return (parcels[start : start + size] for start in range(0, len(parcels), size))
-
-
-def _requests(numbers: Sequence[int], places: Sequence[_Place]) -> Iterator[list[int]]:
-    """Numbers of places, in requests of bounded number and size."""
-    some: list[int] = []
+def _requests(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    some: list[_Place] = []
     total = 0
-    for number in numbers:
-        nbytes = places[number].at.nbytes
-        if some and (len(some) == RANGES_PER_REQUEST or total + nbytes > MAX_COLUMN_BYTES):
+    for place in places:
+        if some and (len(some) == RANGES_PER_REQUEST or total + place.at.nbytes > MAX_COLUMN_BYTES):
             yield some
             some, total = [], 0
-        some.append(number)
-        total += nbytes
+        some.append(place)
+        total += place.at.nbytes
     if some:
         yield some
 

@@ -31,30 +31,24 @@ from transport.contracts.types import Count, GroupId, Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.rows.columns import MAX_COLUMN_BYTES
 from transport.rows.segments import Buffer, Range, Segments, name_of_sent, read_segments
-from transport.tensors.address import Endpoint, host_id, parse_address
-from transport.tensors.base import Deadline
-from transport.tensors.manifest import Crc, checksum
-from transport.tensors.server import ChannelServer
+from transport.tensors.base import Deadline, Endpoint, host_id, parse_address
+from transport.tensors.manifest import checksum, checksum_of
 from transport.tensors.shm import SHARED_MEMORY
-from transport.tensors.wire import Channel, Refused, connect
+from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
-REQUEST_S = 60.0
-"""Limit of one request, both sides."""
+REQUEST_S = 60.0  # limit of one request, both sides
 
 T = TypeVar("T")
 GroupIds: TypeAlias = Annotated[tuple[GroupId, ...], msgspec.Meta(min_length=1)]
 
 
 class Put(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep the bytes that follow the header as a segment for values of these groups, or none of them.
+    """Keep the bytes that follow the header as a segment for values of these groups, or none of them."""
 
-    segment: its name, from ``name_of_sent``.  checksum: as in a TensorSpec.
-    """
-
-    segment: Annotated[str, msgspec.Meta(pattern=r"^0@[0-9a-f]{12}\Z")]
+    segment: Annotated[str, msgspec.Meta(pattern=r"^0@[0-9a-f]{12}\Z")]  # its name, from ``name_of_sent``
     group_ids: GroupIds
     nbytes: Count
-    checksum: str
+    checksum: str  # as in a TensorSpec
 
 
 class Allocate(Struct, frozen=True, kw_only=True, tag=True):
@@ -72,8 +66,6 @@ class Keep(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Get(Struct, frozen=True, kw_only=True, tag=True):
-    """Send what there is of these ranges."""
-
     ranges: tuple[Range, ...]
 
 
@@ -121,10 +113,7 @@ _values_decoder: MessageDecoder[Values | Refused] = MessageDecoder(cast("type[Va
 
 
 class StorageUnit:
-    """One unit, serving while it is started.
-
-    max_bytes: what would pass it is refused.  endpoint: loopback.  directory: where its segments are.
-    """
+    """One unit, serving while it is started. What would pass ``max_bytes`` is refused."""
 
     def __init__(self, *, max_bytes: int, endpoint: Endpoint | None = None, directory: Path = SHARED_MEMORY) -> None:
         self._max_bytes = max_bytes
@@ -135,7 +124,7 @@ class StorageUnit:
         self._segment_groups: dict[str, set[GroupId]] = {}
         self._group_segments: dict[GroupId, set[str]] = {}
         self._unwritten: dict[Channel, set[str]] = {}
-        self._retained_bytes = self._announced_bytes = 0
+        self.retained_bytes = self._announced_bytes = 0
 
     def start(self) -> str:
         """Listen. Returns the unit's address."""
@@ -145,10 +134,6 @@ class StorageUnit:
         self._server.close()
         with self._lock:
             self._segments.close()
-
-    @property
-    def retained_bytes(self) -> int:
-        return self._retained_bytes
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(_request_decoder)
@@ -167,28 +152,29 @@ class StorageUnit:
 
     @property
     def _free_bytes(self) -> int:
-        return self._max_bytes - self._retained_bytes - self._announced_bytes
+        return self._max_bytes - self.retained_bytes - self._announced_bytes
 
     def _full(self) -> Full:
-        return Full(retained_bytes=self._retained_bytes, free_bytes=self._free_bytes)
+        return Full(retained_bytes=self.retained_bytes, free_bytes=self._free_bytes)
 
     def _allocate(self, channel: Channel, request: Allocate) -> Allocated | Full:
+        elsewhere = Allocated(segment="", host=host_id())
         if request.host != host_id():
-            return Allocated(segment="", host=host_id())
+            return elsewhere
         with self._lock:
             if request.nbytes > self._free_bytes:
                 return self._full()
             try:
                 segment = self._segments.take(request.nbytes, self._free_bytes)
             except SegmentSpaceError:
-                return Allocated(segment="", host=host_id())
+                return elsewhere
             self._hold(segment, request.group_ids)
             self._unwritten.setdefault(channel, set()).add(segment)
         return Allocated(segment=segment, host=host_id())
 
     def _hold(self, segment: str, group_ids: Iterable[GroupId]) -> None:
         """Count a segment that was made, for these groups."""
-        self._retained_bytes += self._segments.size(segment)
+        self.retained_bytes += self._segments.sizes[segment]
         self._segments.trim(max(0, self._free_bytes))
         self._segment_groups[segment] = set(group_ids)
         for group_id in group_ids:
@@ -200,12 +186,13 @@ class StorageUnit:
             if request.segment not in unwritten:
                 return Refused(reason=f"segment {request.segment!r} was freed, or never asked for on this connection")
             unwritten.discard(request.segment)
-            return Done(nbytes=self._segments.size(request.segment), retained_bytes=self._retained_bytes)
+            return Done(nbytes=self._segments.sizes[request.segment], retained_bytes=self.retained_bytes)
 
     def _forget(self, channel: Channel) -> None:
         """Free what a connection that ended had asked for and not written."""
         with self._lock:
-            self._retained_bytes -= self._free(self._unwritten.pop(channel, set()))
+            for segment in self._unwritten.pop(channel, set()):
+                self._free(segment)
 
     def _put(self, channel: Channel, request: Put) -> None:
         nbytes = request.nbytes
@@ -226,26 +213,22 @@ class StorageUnit:
             raise
         with self._lock:
             self._announced_bytes -= nbytes
-            self._retained_bytes -= self._free([request.segment])
+            self._free(request.segment)
             self._segments.keep_sent(request.segment, value)
             self._hold(request.segment, request.group_ids)
-        channel.send(Done(nbytes=nbytes, retained_bytes=self._retained_bytes))
+        channel.send(Done(nbytes=nbytes, retained_bytes=self.retained_bytes))
 
     def _get(self, channel: Channel, request: Get) -> None:
-        """Raises ChecksumError for a range that is not in its segment.
-
-        The unit reads files as every other reader does: what it sends is not being reused.
-        """
+        """Raises ChecksumError for a range that is not in its segment."""
         if sum(part.nbytes for part in request.ranges) > MAX_COLUMN_BYTES:
             raise MessageError(f"ranges of more than {MAX_COLUMN_BYTES} bytes are asked for at once")
         with self._lock:
             values = [self._segments.sent(part) for part in request.ranges]
-        in_files = [place for place, value in enumerate(values) if value is None]
-        buffers = [memoryview(bytearray(request.ranges[place].nbytes)) for place in in_files]
-        wanted = [request.ranges[place] for place in in_files]
-        for place, buffer, is_there in zip(
-            in_files, buffers, read_segments(wanted, buffers, self._segments.directory), strict=True
-        ):
+        in_files = {place: part for place, part in enumerate(request.ranges) if values[place] is None}
+        # As every other reader does: what is sent is not being reused.
+        buffers = [memoryview(bytearray(part.nbytes)) for part in in_files.values()]
+        found = read_segments([*in_files.values()], buffers, self._segments.directory)
+        for place, buffer, is_there in zip(in_files, buffers, found, strict=True):
             values[place] = buffer if is_there else None
         checksums = tuple("" if value is None else checksum(value) for value in values)
         answer = Values(found=tuple(value is not None for value in values), checksums=checksums)
@@ -253,30 +236,26 @@ class StorageUnit:
 
     def _drop(self, request: Drop) -> Done:
         with self._lock:
-            freed = self._free(request.segments)
+            freed = sum(map(self._free, request.segments))
             for group_id in request.group_ids:
-                freed += sum(self._leave(segment, {group_id}) for segment in [*self._group_segments.get(group_id, ())])
-            self._retained_bytes -= freed
-        return Done(nbytes=freed, retained_bytes=self._retained_bytes)
+                for segment in self._group_segments.pop(group_id, ()):
+                    self._segment_groups[segment].discard(group_id)
+                    if not self._segment_groups[segment]:
+                        freed += self._free(segment)
+            return Done(nbytes=freed, retained_bytes=self.retained_bytes)
 
-    def _free(self, segments: Iterable[str]) -> int:
-        """Free whole segments. Returns their bytes."""
-        known = (segment for segment in segments if segment in self._segment_groups)
-        return sum(self._leave(segment, set(self._segment_groups[segment])) for segment in known)
-
-    def _leave(self, segment: str, group_ids: set[GroupId]) -> int:
-        """Take groups out of a segment. Returns the bytes that were freed with the last of them."""
-        for group_id in group_ids:
-            self._segment_groups[segment].discard(group_id)
+    def _free(self, segment: str) -> int:
+        """Free a whole segment. Returns its bytes, 0 where it is not there any more."""
+        if segment not in self._segment_groups:
+            return 0
+        for group_id in self._segment_groups.pop(segment):
             self._group_segments[group_id].discard(segment)
             if not self._group_segments[group_id]:
                 del self._group_segments[group_id]
-        if self._segment_groups[segment]:
-            return 0
-        del self._segment_groups[segment]
         for unwritten in self._unwritten.values():
             unwritten.discard(segment)
-        nbytes = self._segments.size(segment)
+        nbytes = self._segments.sizes[segment]
+        self.retained_bytes -= nbytes
         self._segments.free(segment)
         return nbytes
 
@@ -289,14 +268,11 @@ def _receive(channel: Channel, into: memoryview, announced: str) -> None:
 
 
 class UnitClient:
-    """Talks to one unit over one connection, opened when needed. Blocking; one caller at a time, others wait.
-
-    shares_memory: whether it is worth asking for a segment; false once the unit was seen to be elsewhere.
-    """
+    """Talks to one unit over one connection, opened when needed. Blocking; one caller at a time, others wait."""
 
     def __init__(self, address: str, *, secret: bytes = b"", timeout_s: float = REQUEST_S) -> None:
         self.address = address
-        self.shares_memory = True
+        self.shares_memory = True  # worth asking for a segment: until the unit is seen to be elsewhere
         self._parsed = parse_address(address)
         self._secret = secret
         self._timeout_s = timeout_s
@@ -306,41 +282,26 @@ class UnitClient:
     def put(self, group_ids: Sequence[GroupId], buffers: Sequence[Buffer]) -> str | Full:
         """Send values of these groups. Returns the name of their segment; or how much the unit has room for, if not for
         all of them: then it keeps none."""
-        segment, crc = name_of_sent(), Crc()
-        for buffer in buffers:
-            crc.update(buffer)
-        nbytes = sum(map(len, buffers))
-        header = Put(segment=segment, group_ids=tuple(group_ids), nbytes=nbytes, checksum=crc.text())
-
-        def request(channel: Channel) -> str | Full:
-            channel.send(header, buffers)
-            answer = channel.receive(_put_decoder)
-            return answer if isinstance(answer, Full) else segment
-
-        return self._ask(request)
+        nbytes, segment = sum(map(len, buffers)), name_of_sent()
+        header = Put(segment=segment, group_ids=tuple(group_ids), nbytes=nbytes, checksum=checksum_of(buffers))
+        answer = self._call(lambda channel: channel.ask(header, _put_decoder, buffers))
+        return answer if isinstance(answer, Full) else segment
 
     def allocate(self, group_ids: Sequence[GroupId], nbytes: int) -> str | Full:
         """Name of a segment for values of these groups, to be written and kept; "" when they must be put instead: the
         unit is on another host, or its shared memory is full. Or how much the unit has room for, if not for that."""
-
-        def request(channel: Channel) -> str | Full:
-            channel.send(Allocate(host=host_id(), group_ids=tuple(group_ids), nbytes=nbytes))
-            answer = channel.receive(_allocated_decoder)
-            if isinstance(answer, Full):
-                return answer
-            self.shares_memory = answer.host == host_id()
-            return answer.segment
-
-        return self._ask(request) if self.shares_memory else ""
+        if not self.shares_memory:
+            return ""
+        header = Allocate(host=host_id(), group_ids=tuple(group_ids), nbytes=nbytes)
+        answer = self._call(lambda channel: channel.ask(header, _allocated_decoder))
+        if isinstance(answer, Full):
+            return answer
+        self.shares_memory = answer.host == host_id()
+        return answer.segment
 
     def keep(self, segment: str) -> bool:
         """Say that an allocated segment is written. Returns False where it was freed meanwhile."""
-
-        def request(channel: Channel) -> bool:
-            channel.send(Keep(segment=segment))
-            return isinstance(channel.receive(_done_decoder), Done)
-
-        return self._ask(request)
+        return isinstance(self._call(lambda channel: channel.ask(Keep(segment=segment), _done_decoder)), Done)
 
     def read(self, ranges: Sequence[Range], into: Sequence[memoryview]) -> list[bool]:
         """Receive each range into its buffer. Returns for each whether its segment is there.
@@ -349,8 +310,7 @@ class UnitClient:
         """
 
         def request(channel: Channel) -> list[bool]:
-            channel.send(Get(ranges=tuple(ranges)))
-            answer = self._accepted(channel.receive(_values_decoder))
+            answer = self._accepted(channel.ask(Get(ranges=tuple(ranges)), _values_decoder))
             if not len(ranges) == len(answer.found) == len(answer.checksums):
                 raise ChecksumError(f"{self.address} answers {len(ranges)} ranges with {len(answer.found)}")
             for is_there, buffer, text in zip(answer.found, into, answer.checksums, strict=True):
@@ -358,23 +318,19 @@ class UnitClient:
                     _receive(channel, buffer, text)
             return list(answer.found)
 
-        return self._ask(request)
+        return self._call(request)
 
     def drop(self, *, group_ids: Sequence[GroupId] = (), segments: Sequence[str] = ()) -> int:
         """Free groups and segments. Returns the bytes freed."""
-
-        def request(channel: Channel) -> int:
-            channel.send(Drop(group_ids=tuple(group_ids), segments=tuple(segments)))
-            return self._accepted(channel.receive(_done_decoder)).nbytes
-
-        return self._ask(request)
+        header = Drop(group_ids=tuple(group_ids), segments=tuple(segments))
+        return self._accepted(self._call(lambda channel: channel.ask(header, _done_decoder))).nbytes
 
     def _accepted(self, answer: T | Refused) -> T:
         if isinstance(answer, Refused):
             raise PeerUnavailableError(self.address, answer.reason)
         return answer
 
-    def _ask(self, request: Callable[[Channel], T]) -> T:
+    def _call(self, request: Callable[[Channel], T]) -> T:
         """One request. A connection kept from before may have been closed since: then once more on a new one."""
         with self._lock:
             kept = self._channel is not None

@@ -1,7 +1,10 @@
-"""What a tensor backend is: somewhere to write a segment once, and somewhere to read it from.
+"""What a tensor backend is: somewhere to write a segment once, and somewhere to read it from, by its address.
 
 A **segment** is one immutable range of bytes with a name, e.g. one version of the weights. Its owner creates it, writes
 it, seals it and later drops it; readers open it by an address. A reader that holds a dropped segment keeps its bytes.
+
+    shm://<host id>/<absolute path>     a file that readers on that host map
+    tcp://<host>:<port>/<segment>       a server that sends it
 
 One contract (``tests/contract/test_tensors.py``) over shared memory and TCP:
 
@@ -16,10 +19,136 @@ What the bytes mean is the manifest's business (``manifest.py``).
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import ipaddress
+import re
+import socket
 import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
-from transport.tensors.address import Address
+from transport.errors import MessageError, SecretError
+from transport.process.secret import check_strength
+
+MAX_CHARACTERS = 8192  # of an address: a path has 4,096
+SCHEMES = ("shm", "tcp")  # the cheapest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """place: host id or host name.  port: tcp only, else 0.  path: without the leading slash."""
+
+    scheme: str
+    place: str
+    path: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        place = f"[{self.place}]" if ":" in self.place else self.place  # IPv6
+        return f"{self.scheme}://{place}{f':{self.port}' if self.port else ''}/{self.path}"
+
+
+def parse_address(text: str) -> Address:
+    """Read an address. Raises MessageError that names the valid schemes, or what is wrong with it."""
+    if len(text) > MAX_CHARACTERS or not text.isprintable():  # a NUL would raise where the path or host is used
+        raise MessageError(f"{text[:80]!r} is not an address")
+    try:
+        parts = urlsplit(text)
+        port = parts.port or 0
+    except ValueError as error:
+        raise MessageError(f"{text!r} is not an address: {error}") from error
+    if parts.scheme not in SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise MessageError(f"{text!r} has no known scheme; valid are {schemes}")
+    path = parts.path.removeprefix("/")
+    if not parts.hostname or not path or (parts.scheme == "tcp") != bool(port):
+        raise MessageError(f"{text!r} is not a complete {parts.scheme}:// address")
+    return Address(scheme=parts.scheme, place=parts.hostname, port=port, path=path)
+
+
+@functools.cache
+def host_id() -> str:
+    """Names this host: 16 hex digits of its boot id and host name (containers share the former, not the latter)."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux: the network card's number has to do
+        boot_id = str(uuid.getnode())
+    return hashlib.blake2b(f"{boot_id} {socket.gethostname()}".encode(), digest_size=8).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine's own loopback, whichever machine asks."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a server of bytes listens, and how others reach it: behind several network cards, or in a container.
+
+    Raises SecretError: ``host`` is reached from other machines and there is no secret, or it is too short.
+    """
+
+    host: str = "127.0.0.1"  # what to listen on
+    advertise: str = ""  # how others call this host; "" is ``host``, or the machine's name for every interface
+    ports: Sequence[int] = (0,)  # tried in this order, 0 is any free one
+    secret: bytes = b""  # shared with the clients; where none is set, on loopback, this user's (process/secret.py)
+
+    def __post_init__(self) -> None:
+        if self.secret:
+            check_strength(self.secret, "the shared secret")
+        elif not is_loopback(self.host):
+            raise SecretError(
+                f"listening on {self.host or 'every interface'} needs a shared secret: set STREAMRL_SECRET, the same "
+                "on every machine, or listen on 127.0.0.1"
+            )
+
+    def address(self, port: int, path: str) -> str:
+        """The tcp:// address of ``path`` on a server that listens on ``port``."""
+        name = self.advertise or (socket.gethostname() if self.host in ("", "0.0.0.0", "::") else self.host)
+        return str(Address(scheme="tcp", place=name, port=port, path=path))
+
+
+def parse_ports(text: str) -> Sequence[int]:
+    """``"7400"``, ``"7400-7409"``, or "" for any free one. Raises ValueError for anything else."""
+    if not text:
+        return (0,)
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError(f"{text!r} is no port and no range of ports like 7400-7409")
+    return range(first, last + 1)
+
+
+def choose_sources(sources: Sequence[str], publisher_host: str) -> list[Address]:
+    """The sources that can be read from here, cheapest first. publisher_host: its host id.
+
+    What is no address is left out, and a scheme that this version does not know (a newer publisher may offer it),
+    unless nothing else is there: then MessageError says what is wrong with the first.
+    """
+    addresses: list[Address] = []
+    problems: list[MessageError] = []
+    for source in sources:
+        try:
+            addresses.append(parse_address(source))
+        except MessageError as error:
+            problems.append(error)
+    if problems and not addresses:
+        raise problems[0]
+    on_this_host = publisher_host == host_id()
+    usable = [
+        address
+        for address in addresses
+        if address.place == host_id() or (address.scheme == "tcp" and (on_this_host or not is_loopback(address.place)))
+    ]
+    return sorted(usable, key=lambda address: SCHEMES.index(address.scheme))
 
 
 class Deadline:
@@ -30,7 +159,6 @@ class Deadline:
         self.seconds = seconds
 
     def remaining_s(self) -> float:
-        """Seconds left, >= 0."""
         return max(0.0, self._end_s - time.monotonic())
 
 
@@ -50,34 +178,4 @@ class SegmentReader(Protocol):
 
     def open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
         """Get the segment at ``address``, which must have ``nbytes`` bytes."""
-        ...
-
-
-class SegmentWriter(Protocol):
-    """One segment that is being written by its owner."""
-
-    def write(self, offset: int, data: memoryview) -> None: ...
-
-    def seal(self) -> tuple[str, ...]:
-        """Make it readable. Returns its addresses, best first."""
-        ...
-
-    def abort(self) -> None:
-        """Forget it, written or not."""
-        ...
-
-
-class SegmentStore(Protocol):
-    """The owner's side of one backend."""
-
-    def create(self, name: str, nbytes: int) -> SegmentWriter:
-        """Start a segment. Raises SegmentSpaceError where it cannot fit, ValueError for a name in use."""
-        ...
-
-    def drop(self, name: str) -> None:
-        """Stop serving ``name`` and free it after its last reader. Dropping what is not there is no error."""
-        ...
-
-    def close(self) -> None:
-        """Drop everything."""
         ...

@@ -13,6 +13,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,10 +22,7 @@ from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.contracts.types import MAX_DIMENSIONS
 from transport.errors import ChecksumError, MessageError
 
-ALIGNMENT_BYTES = 64
-PIECE_BYTES = 1024 * 1024
-"""Of a file, read at once for its checksum."""
-"""Offsets are multiples of it: one cache line, and enough for any vector load on a view."""
+ALIGNMENT_BYTES = 64  # offsets are multiples of it: one cache line, and enough for any vector load on a view
 
 ITEM_BYTES = {
     "bool": 1,
@@ -40,10 +38,7 @@ ITEM_BYTES = {
     "float64": 8,
 }
 """Bytes of one element, by torch's name of the dtype."""
-
-
-MAX_ELEMENTS = 2**48
-"""Of a tensor, a dimension of 0 counted as 1: torch has no strides for more, also where there are no elements."""
+MAX_ELEMENTS = 2**48  # of a tensor, a dimension of 0 counted as 1: torch has no strides for more
 
 
 def aligned(nbytes: int) -> int:
@@ -79,38 +74,26 @@ def layout_bytes(specs: Sequence[TensorSpec]) -> int:
     return max((aligned(spec.offset + spec.nbytes) for spec in specs), default=ALIGNMENT_BYTES) or ALIGNMENT_BYTES
 
 
-class Crc:
-    """A checksum taken while bytes pass by, so that they are read once."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def text(self) -> str:
-        """As it stands in a TensorSpec."""
-        return f"crc32:{self._value:08x}"
-
-
 def checksum(data: bytes | bytearray | memoryview) -> str:
     """The checksum of ``data`` as it stands in a TensorSpec."""
-    crc = Crc()
-    crc.update(data)
-    return crc.text()
+    return checksum_of([data])
+
+
+def checksum_of(pieces: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The checksum of bytes in pieces, each of which is read once, when it comes by."""
+    value = 0
+    for piece in pieces:
+        value = zlib.crc32(piece, value)
+    return f"crc32:{value:08x}"
 
 
 def file_checksum(path: Path) -> str:
     """The checksum of what a file holds. Raises OSError."""
-    crc = Crc()
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            crc.update(piece)
-    return crc.text()
+        return checksum_of(iter(partial(file.read, 1024 * 1024), b""))
 
 
 def with_checksums(specs: Sequence[TensorSpec], checksums: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """The same layout, its checksums filled in."""
     return tuple(replace(spec, checksum=value) for spec, value in zip(specs, checksums, strict=True))
 
 

@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
-from transport.tensors.address import Address, host_id
-from transport.tensors.base import Deadline
+from transport.tensors.base import Address, Deadline, host_id
 
 SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
 _HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-_SPARE_BYTES = 16 * 1024 * 1024
-"""Left free for others: a /dev/shm filled to the last byte kills the next process that touches it."""
+_SPARE_BYTES = 16 * 1024 * 1024  # left free: a /dev/shm filled to the last byte kills the next that touches it
 _NAMES_TRIED = 100
 
 
@@ -101,10 +99,7 @@ def sweep_stale(*directories: Path) -> list[str]:
 
 
 def held_address(fd: int) -> str:
-    """Where others of this host find a segment that this process has open, for as long as it has; its name may be gone.
-
-    They must be of the same user and see the same process numbers.
-    """
+    """Where this user's other processes, if of one pid namespace, find a segment that is open here, named or not."""
     return f"shm://{host_id()}/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -151,28 +146,30 @@ class ShmWriter:
             rest = rest[written:]
 
     def seal(self) -> tuple[str, ...]:
-        return (f"shm://{host_id()}/{str(self.path).lstrip('/')}",)
+        """Make it readable. Returns its addresses, best first."""
+        return self._store.addresses(self)
 
     def abort(self) -> None:
+        """Forget it, written or not."""
         self._store.drop(self.name)
 
 
 class ShmStore:
-    """The segments of one owner on this host. Any thread may close it, whatever another one is writing.
-
-    directories: tried in order, see ``segment_directories``.
-    """
+    """The segments of one owner on this host. Any thread may close it, whatever another one is writing."""
 
     def __init__(self, run: str, directories: Sequence[Path] = (SHARED_MEMORY,)) -> None:
         self._run = run
-        self._directories = tuple(directory.absolute() for directory in directories)
+        self._directories = tuple(directory.absolute() for directory in directories)  # tried in order
         self._open: dict[str, ShmWriter] = {}
         self._lock = threading.Lock()  # or a descriptor could be closed, and given to another file, before it is used
         self._swept = False
         self._closed = False
 
     def create(self, name: str, nbytes: int) -> ShmWriter:
-        """Make the file of a new segment; the first call also sweeps what dead owners left behind."""
+        """Make the file of a new segment; the first call also sweeps what dead owners left behind.
+
+        Raises SegmentSpaceError where it cannot fit, ValueError for a name in use.
+        """
         with self._lock:
             if self._closed or name in self._open:
                 raise ValueError(f"the store of segment {name!r} is closed" if self._closed else f"{name!r} exists")
@@ -185,6 +182,9 @@ class ShmStore:
             os.ftruncate(fd, nbytes)
             self._open[name] = ShmWriter(self, name, path, fd, nbytes)
             return self._open[name]
+
+    def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
+        return (f"shm://{host_id()}/{str(writer.path).lstrip('/')}",)
 
     def write(self, writer: ShmWriter, offset: int, data: memoryview) -> int:
         """As os.pwrite. Raises ValueError for a segment that was dropped meanwhile."""
@@ -200,6 +200,7 @@ class ShmStore:
             return os.fdopen(os.dup(writer.fd), "rb") if writer else None
 
     def drop(self, name: str) -> None:
+        """Stop serving ``name`` and free it after its last reader. Dropping what is not there is no error."""
         with self._lock:
             if name in self._open:
                 _unlink(self._open.pop(name))
@@ -230,8 +231,6 @@ class ShmSegment:
 
 
 class ShmReader:
-    """Maps segments of this host."""
-
     def open(self, address: Address, nbytes: int, deadline: Deadline) -> ShmSegment:
         path = Path("/") / address.path
         held = bool(_HELD.fullmatch(str(path)))
@@ -242,13 +241,8 @@ class ShmReader:
         except OSError as error:
             raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
         try:
-            return ShmSegment(_map_private(fd, address, nbytes))
+            if (size := os.fstat(fd).st_size) != nbytes:
+                raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
+            return ShmSegment(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
         finally:
             os.close(fd)
-
-
-def _map_private(fd: int, address: Address, nbytes: int) -> mmap.mmap:
-    size = os.fstat(fd).st_size
-    if size != nbytes:
-        raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -6,6 +6,8 @@ say). Invariant: a reader allocates what its caller asked for, never what a peer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -13,14 +15,11 @@ import numpy as np
 from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
 from transport.errors import ChecksumError, PeerUnavailableError
-from transport.tensors.address import Address, Endpoint
-from transport.tensors.base import Deadline, SegmentReader, SegmentWriter
-from transport.tensors.server import ChannelServer
-from transport.tensors.shm import ShmReader, ShmStore
-from transport.tensors.wire import Channel, Refused, connect
+from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
+from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
+from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
-REQUEST_S = 120.0
-"""Limit of one range on the server's side: 1 GB at 10 MB/s. The reader's own deadline is usually shorter."""
+REQUEST_S = 120.0  # of one range, on the server: 1 GB at 10 MB/s. The reader's own deadline is usually shorter
 
 
 class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
@@ -33,8 +32,6 @@ class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RangeFollows(Struct, frozen=True, kw_only=True, tag=True):
-    """``nbytes`` bytes follow this header."""
-
     nbytes: int
 
 
@@ -44,11 +41,11 @@ _answer_decoder: MessageDecoder[RangeFollows | Refused] = MessageDecoder(
 )
 
 
-class TensorServer:
-    """Serves the segments of one store while it is started."""
+class ServedStore(ShmStore):
+    """A shared-memory store whose segments other hosts can read too, while it is started. Addresses: shm, then tcp."""
 
-    def __init__(self, store: ShmStore, endpoint: Endpoint) -> None:
-        self._store = store
+    def __init__(self, run: str, directories: Sequence[Path], endpoint: Endpoint) -> None:
+        super().__init__(run, directories)
         self._endpoint = endpoint
         self._server = ChannelServer(self._serve, endpoint, request_s=REQUEST_S)
         self._port = 0
@@ -56,14 +53,13 @@ class TensorServer:
     def start(self) -> None:
         self._port = self._server.start()
 
-    def address(self, name: str) -> str:
-        """Where segment ``name`` is served."""
-        return self._endpoint.address(self._port, name)
+    def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
+        return (*super().addresses(writer), self._endpoint.address(self._port, writer.name))
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(_request_decoder)
         channel.deadline = Deadline(REQUEST_S)
-        file = self._store.open_file(request.segment)
+        file = self.open_file(request.segment)
         if file is None:
             channel.send(Refused(reason=f"no segment {request.segment!r} here", retry=True))
             return
@@ -77,44 +73,7 @@ class TensorServer:
             channel.send_file(file, request.offset, request.nbytes)
 
     def close(self) -> None:
-        self._server.close()
-
-
-class ServedWriter:
-    """A segment that will have a network address too."""
-
-    def __init__(self, writer: SegmentWriter, tcp_address: str) -> None:
-        self._writer = writer
-        self._tcp_address = tcp_address
-
-    def write(self, offset: int, data: memoryview) -> None:
-        self._writer.write(offset, data)
-
-    def seal(self) -> tuple[str, ...]:
-        return (*self._writer.seal(), self._tcp_address)
-
-    def abort(self) -> None:
-        self._writer.abort()
-
-
-class ServedStore:
-    """A shared-memory store whose segments other hosts can read too. Addresses: shm first, then tcp."""
-
-    def __init__(self, store: ShmStore, endpoint: Endpoint) -> None:
-        self._store = store
-        self._server = TensorServer(store, endpoint)
-
-    def start(self) -> None:
-        self._server.start()
-
-    def create(self, name: str, nbytes: int) -> ServedWriter:
-        return ServedWriter(self._store.create(name, nbytes), self._server.address(name))
-
-    def drop(self, name: str) -> None:
-        self._store.drop(name)
-
-    def close(self) -> None:
-        self._store.close()  # first: should this process be killed while it ends, no file is left
+        super().close()  # first: should this process be killed while it ends, no file is left
         self._server.close()
 
 
@@ -127,7 +86,7 @@ class TcpSegment:
 
     def close(self) -> None:
         """Give the buffer back: the reader's next segment overwrites it."""
-        self._reader.take_back(self.buffer)
+        self._reader.spare = self.buffer
         self.buffer = memoryview(b"")
 
 
@@ -136,14 +95,19 @@ class TcpReader:
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
-        self._spare: memoryview | None = None
+        self.spare = memoryview(b"")
 
     def open(self, address: Address, nbytes: int, deadline: Deadline) -> TcpSegment:
         channel = connect(address.place, address.port, str(address), self._secret, deadline)
         try:
-            channel.send(ReadRange(segment=address.path, segment_bytes=nbytes, offset=0, nbytes=nbytes))
-            answer = channel.receive(_answer_decoder)
-            _check_answer(answer, address, nbytes)
+            request = ReadRange(segment=address.path, segment_bytes=nbytes, offset=0, nbytes=nbytes)
+            answer = channel.ask(request, _answer_decoder)
+            if isinstance(answer, Refused):
+                if answer.retry:
+                    raise PeerUnavailableError(str(address), answer.reason)
+                raise ChecksumError(f"{address}: {answer.reason} instead of {nbytes}")
+            if answer.nbytes != nbytes:
+                raise ChecksumError(f"{address} sends {answer.nbytes} bytes instead of {nbytes}")
             buffer = self._take(nbytes)
             channel.receive_into(buffer)
         finally:
@@ -151,28 +115,13 @@ class TcpReader:
         return TcpSegment(self, buffer)
 
     def _take(self, nbytes: int) -> memoryview:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes == nbytes:
+        spare, self.spare = self.spare, memoryview(b"")
+        if spare.nbytes == nbytes:
             return spare
         try:
             return np.empty(nbytes, np.uint8).data
         except MemoryError as error:
             raise ChecksumError(f"there is no memory for {nbytes} bytes") from error
-
-    def take_back(self, buffer: memoryview) -> None:
-        self._spare = buffer
-
-
-def _check_answer(answer: RangeFollows | Refused, address: Address, nbytes: int) -> None:
-    if isinstance(answer, Refused):
-        error = (
-            PeerUnavailableError(str(address), answer.reason)
-            if answer.retry
-            else ChecksumError(f"{address}: {answer.reason} instead of {nbytes}")
-        )
-        raise error
-    if answer.nbytes != nbytes:
-        raise ChecksumError(f"{address} sends {answer.nbytes} bytes instead of {nbytes}")
 
 
 def reader_for(address: Address, secret: bytes) -> SegmentReader:

@@ -1,4 +1,4 @@
-"""Framed messages and bulk bytes over one blocking socket.
+"""Connections between processes, both ends: framed messages and bulk bytes over blocking sockets.
 
     frame = length of the header (4 bytes, big-endian) | header (MessagePack struct) | bytes whose number it names
 
@@ -7,41 +7,59 @@ the secret (HMAC-SHA-256 over both nonces; the secret itself never travels): the
 is set, this user's own (transport/process/secret.py). What follows is not encrypted. Blocking sockets with recv_into:
 .23 CPU-seconds a GB, where asyncio streams take 3.2.
 
-Owns: framing, deadlines, translation of socket errors. Invariant: nothing is read, allocated or waited for beyond a
-bound. Errors: PeerUnavailableError (closed, silent, reset), MessageError (not our framing), PeerRejectedError (secret),
+A server gives each connection a thread:
+
+    unproven   until the handshake is done, HANDSHAKE_S at most. Past their bound the oldest goes, of the address that
+               has most of them: a client proves itself within milliseconds, so silent strangers push out each other
+    proven     bounded for themselves: no number of strangers keeps a client out
+
+Owns: framing, deadlines, translation of socket errors; the listening socket and the connection threads. Never: what is
+asked or answered. Invariants: nothing is read, allocated or waited for beyond a bound; nothing is served to a client
+that does not prove that it knows the secret; after ``close`` no thread and no socket of ours is left. Errors:
+PeerUnavailableError (closed, silent, reset), MessageError (not our framing), PeerRejectedError (secret),
 ProtocolMismatchError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
 import socket
+import socketserver
 import struct
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar, cast
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from transport.contracts.messages import MessageDecoder, encode
 from transport.contracts.types import PROTOCOL_VERSION, Struct
-from transport.errors import MessageError, PeerRejectedError, PeerUnavailableError, ProtocolMismatchError
+from transport.errors import (
+    ListenError,
+    MessageError,
+    PeerRejectedError,
+    PeerUnavailableError,
+    ProtocolMismatchError,
+    StreamError,
+)
 from transport.process.secret import Purpose, derive, own_secret
-from transport.tensors.base import Deadline
+from transport.tensors.base import Deadline, Endpoint
 
-MAX_HEADER_BYTES = 1024 * 1024
-"""A longer header is not ours: the largest of ours names the columns of a few thousand rows."""
-MAX_GREETING_BYTES = 1024
-"""Of a header in the handshake, which comes from a stranger."""
-HANDSHAKE_S = 10.0
-"""A stranger who connects and says nothing is cut off after this."""
-PARTS_AT_ONCE = 64
-"""Buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer."""
-ANOTHER_USER = ": the two ends run as two users, or with two home directories; set STREAMRL_SECRET for both"
-"""Where no shared secret is set."""
-_SKIPPED_AT_ONCE = 256 * 1024
+MAX_HEADER_BYTES = 1024 * 1024  # a longer one is not ours: the largest names the columns of a few thousand rows
+MAX_GREETING_BYTES = 1024  # of a header in the handshake, which comes from a stranger
+HANDSHAKE_S = 10.0  # a stranger who connects and says nothing is cut off after this
+IDLE_S = 300.0  # a connection that asks for nothing for so long is closed; its client connects again
+MAX_CONNECTIONS = 128  # of clients that have proved themselves: each has a thread
+MAX_UNPROVEN = 64  # threads that strangers can make us start
+PARTS_AT_ONCE = 64  # buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer
+_POLL_S = 0.05  # how soon the accept loop sees ``close``
 _LENGTH = struct.Struct(">I")
 
 T = TypeVar("T")
@@ -82,13 +100,12 @@ class Channel:
         self.address = address
         self.deadline = deadline
 
-    @contextmanager
+    @contextlib.contextmanager
     def _limited(self) -> Generator[None]:
         """Give one socket call what is left of the deadline, and name what goes wrong with it."""
-        remaining_s = self.deadline.remaining_s()
-        if remaining_s <= 0:
-            raise PeerUnavailableError(self.address, f"silent for longer than {self.deadline.seconds:.1f} s")
         try:
+            if not (remaining_s := self.deadline.remaining_s()):
+                raise TimeoutError
             self._socket.settimeout(remaining_s)
             yield
         except TimeoutError as error:
@@ -102,11 +119,8 @@ class Channel:
         raw = encode(header)
         if len(raw) > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {len(raw)} bytes is over the limit of {MAX_HEADER_BYTES}")
-        self._send_all([_LENGTH.pack(len(raw)), raw, *payload])
-
-    def _send_all(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-        """All parts, one after another, without joining them: that would copy every byte once more."""
-        rest = [memoryview(part).cast("B") for part in parts]
+        # Not joined: that would copy every byte once more.
+        rest = [memoryview(part).cast("B") for part in (_LENGTH.pack(len(raw)), raw, *payload)]
         while rest:
             with self._limited():
                 sent = self._socket.sendmsg(rest[:PARTS_AT_ONCE])
@@ -126,7 +140,6 @@ class Channel:
             raise PeerUnavailableError(self.address, f"only {sent} of {nbytes} bytes could be sent")
 
     def receive(self, decoder: MessageDecoder[T], max_bytes: int = MAX_HEADER_BYTES) -> T:
-        """The next header."""
         size = bytearray(_LENGTH.size)
         self.receive_into(memoryview(size))
         (length,) = _LENGTH.unpack(size)
@@ -135,6 +148,10 @@ class Channel:
         raw = bytearray(length)
         self.receive_into(memoryview(raw))
         return decoder.decode(memoryview(raw))
+
+    def ask(self, header: msgspec.Struct, decoder: MessageDecoder[T], payload: Sequence[bytes | memoryview] = ()) -> T:
+        self.send(header, payload)
+        return self.receive(decoder)
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes."""
@@ -148,7 +165,7 @@ class Channel:
 
     def skip(self, nbytes: int) -> None:
         """Receive bytes and drop them, so that what follows them can be read."""
-        scratch = memoryview(bytearray(min(nbytes, _SKIPPED_AT_ONCE)))
+        scratch = memoryview(bytearray(min(nbytes, 256 * 1024)))
         while nbytes:
             self.receive_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
@@ -214,7 +231,8 @@ def greet_server(channel: Channel, secret: bytes) -> None:
     if isinstance(answer, Refused):
         if answer.retry:
             raise PeerUnavailableError(channel.address, answer.reason)
-        raise PeerRejectedError(channel.address, answer.reason if secret else f"{answer.reason}{ANOTHER_USER}")
+        of_two_users = ": the two ends run as two users, or with two home directories; set STREAMRL_SECRET for both"
+        raise PeerRejectedError(channel.address, answer.reason if secret else f"{answer.reason}{of_two_users}")
     if not hmac.compare_digest(answer.mac, _mac(secret, "server", channel.peer_port, hello.nonce, nonce)):
         raise PeerRejectedError(channel.address, "it cannot prove that it knows the secret")
 
@@ -240,3 +258,143 @@ def connect(host: str, port: int, address: str, secret: bytes, deadline: Deadlin
         channel.close()
         raise
     return channel
+
+
+class _Standing(Enum):
+    UNPROVEN = 1
+    PROVEN = 2
+    CUT = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One client, or stranger, and the thread that speaks with it. host: where it comes from."""
+
+    socket: socket.socket
+    host: str
+    port: int
+    standing: _Standing = _Standing.UNPROVEN
+    thread: threading.Thread = field(init=False)
+
+    def cut(self) -> None:
+        """Wake its thread, which then ends."""
+        self.standing = _Standing.CUT
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Listener(socketserver.TCPServer):
+    """The standard library's, which hands each connection to ``accept``."""
+
+    allow_reuse_address = True
+    request_queue_size = 512  # of connections not yet accepted; when it is full, the kernel lets a client wait for 1 s
+
+    def __init__(self, host: str, port: int, accept: Callable[[socket.socket, Any], None]) -> None:
+        self._accept = accept
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), socketserver.BaseRequestHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._accept(request, client_address)
+
+
+class ChannelServer:
+    """Serves connections from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        serve: Callable[[Channel], None],  # one request and its answer; called again until the connection ends
+        endpoint: Endpoint,  # where to listen, and the secret of its clients; none: that of this user
+        *,
+        request_s: float,  # limit of one request and its answer
+        ended: Callable[[Channel], None] = lambda _: None,  # called once for each connection that was served
+    ) -> None:
+        self._serve = serve
+        self._ended = ended
+        self._endpoint = endpoint
+        self._request_s = request_s
+        self._lock = threading.Lock()
+        self._connections: list[_Connection] = []  # in the order in which they came
+        self._listener: _Listener | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Listen on the first port that is free. Returns it.
+
+        Raises ListenError: none is, or the host is not ours.  SecretError: this user cannot have a secret.
+        """
+        if not self._endpoint.secret:
+            own_secret()  # fails here rather than at each connection, where the reason would not be seen
+        self._listener = self._bind()
+        # Daemons, as the connections' threads: a process that dies of an exception must not wait for its clients.
+        serve = self._listener.serve_forever
+        self._thread = threading.Thread(target=serve, args=(_POLL_S,), name="tensor-server", daemon=True)
+        self._thread.start()
+        return int(self._listener.server_address[1])
+
+    def check(self) -> None:
+        """Raises ListenError where ``start`` would now."""
+        self._bind().server_close()
+
+    def _bind(self) -> _Listener:
+        reason = "it has no ports"
+        for port in self._endpoint.ports:
+            try:
+                return _Listener(self._endpoint.host, port, self._accept)
+            except OSError as error:
+                reason = error.strerror or str(error)
+        ports = " to ".join(str(port) for port in sorted({self._endpoint.ports[0], self._endpoint.ports[-1]}))
+        raise ListenError(f"cannot listen on {self._endpoint.host}, port {ports}: {reason}; choose others")
+
+    def _accept(self, accepted: socket.socket, peer: Any) -> None:
+        """Begin a connection, for which an unproven one may have to go."""
+        connection = _Connection(accepted, *peer[:2])
+        name = f"tensor-connection-{connection.port}"
+        connection.thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
+        with self._lock:
+            # A connection stays here until its thread has ended, not only its work: ``close`` waits for it.
+            self._connections = [one for one in self._connections if one.thread.is_alive()]
+            unproven = [one for one in self._connections if one.standing is _Standing.UNPROVEN]
+            if len(unproven) >= MAX_UNPROVEN:
+                [(crowded, _)] = Counter(one.host for one in unproven).most_common(1)
+                next(one for one in unproven if one.host == crowded).cut()
+            self._connections.append(connection)
+            connection.thread.start()
+
+    def _converse(self, connection: _Connection) -> None:
+        channel = Channel(connection.socket, f"{connection.host}:{connection.port}", Deadline(HANDSHAKE_S))
+        try:
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(StreamError):  # the peer left, lied or stayed silent: its connection ends, no more
+                greet_client(channel, self._endpoint.secret, partial(self._admit, connection))
+                try:
+                    while True:
+                        channel.deadline = Deadline(IDLE_S)
+                        self._serve(channel)
+                finally:
+                    self._ended(channel)
+        finally:
+            connection.cut()
+            channel.close()
+
+    def _admit(self, connection: _Connection) -> bool:
+        """Count a client that has proved itself among the others. Returns False where there are too many."""
+        with self._lock:
+            num_proven = sum(one.standing is _Standing.PROVEN for one in self._connections)
+            if connection.standing is _Standing.CUT or num_proven >= MAX_CONNECTIONS:
+                return False
+            connection.standing = _Standing.PROVEN
+            return True
+
+    def close(self) -> None:
+        """Stop listening and end every connection, also in the middle of a transfer."""
+        if self._listener is None or self._thread is None:
+            return
+        self._listener.shutdown()
+        self._thread.join()
+        self._listener.server_close()
+        for connection in self._connections:
+            connection.cut()
+        for connection in self._connections:
+            connection.thread.join(self._request_s)
+        self._listener = self._thread = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,14 +63,9 @@ class TokenBatch:
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): any additive term over the parts sums to the term over the whole."""
-        old_N, reference_N = self.old_logprobs_N, self.reference_logprobs_N
-        return TokenBatch(
-            rollout_logprobs_N=self.rollout_logprobs_N[start:stop],
-            advantages_N=self.advantages_N[start:stop],
-            weights_N=self.weights_N[start:stop],
-            old_logprobs_N=None if old_N is None else old_N[start:stop],
-            reference_logprobs_N=None if reference_N is None else reference_N[start:stop],
-        )
+        columns = {one.name: getattr(self, one.name) for one in fields(self)}
+        parts: dict[str, Any] = {name: all_N[start:stop] for name, all_N in columns.items() if all_N is not None}
+        return TokenBatch(**parts)
 
 
 def token_weight(num_loss_tokens: int, aggregation: Aggregation) -> float:
@@ -144,24 +139,17 @@ class LossTerm:
     per_token: Callable[[Tensor, TokenBatch, Objective], Tensor]
 
 
-POLICY = LossTerm(name="policy", additive=True, per_token=clipped_policy_N)
-REFERENCE_KL = LossTerm(name="kl", additive=True, per_token=reference_kl_N)
-
-
 def loss_terms(objective: Objective) -> tuple[LossTerm, ...]:
     """The terms that this objective sums."""
-    return (POLICY, REFERENCE_KL) if objective.kl_coef > 0 else (POLICY,)
+    policy = LossTerm(name="policy", additive=True, per_token=clipped_policy_N)
+    kl = LossTerm(name="kl", additive=True, per_token=reference_kl_N)
+    return (policy, kl) if objective.kl_coef > 0 else (policy,)
 
 
 def loss_sum(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective, terms: tuple[LossTerm, ...]) -> Tensor:
     """Weighted sum over tokens of all terms: a scalar with gradient, to be divided by ``normaliser`` at the close."""
     per_token_N = torch.stack([term.per_token(logprobs_N, tokens, objective) for term in terms]).sum(0)
     return (per_token_N * tokens.weights_N).sum()
-
-
-def total_variation_N(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """|p_other / p_sampled - 1| / 2 at tokens drawn from p_sampled: its mean is the distributions' total variation."""
-    return (torch.exp(other_logprobs_N - sampled_logprobs_N) - 1).abs() / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,5 +236,5 @@ def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective
         mismatch=mismatch_N.sum().item(),
         mismatch_max=mismatch_N.max().item() if mismatch_N.numel() else 0.0,
         mismatch_k3=k3_kl_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),
-        mismatch_tv=total_variation_N(tokens.rollout_logprobs_N, logprobs_N).sum().item(),
+        mismatch_tv=((torch.exp(logprobs_N - tokens.rollout_logprobs_N) - 1).abs() / 2).sum().item(),
     )

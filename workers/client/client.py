@@ -4,68 +4,113 @@ Source: AsyncFlow sec. 3.4 and 5.1; what each call means here is in docs/client.
 bare broker it is a dataflow service. Beside a run it reads the run's rows and writes rows of its own; it never writes
 into the run's rows, tasks or streams.
 
-    caller's thread ── call ──► LoopThread: broker, rows, one keeper a consumer (renews leases while you compute)
-
-Owns: the connection, and the consumers. Invariant: every call has a deadline; a row is acknowledged only when its batch
-is done, so that others get what a client held that died.
+Owns: the connection, the consumers, the thread. Invariants: every call has a deadline, also when it was interrupted; a
+row is acknowledged only when its batch is done, so that others get what a client held that died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count as numbers
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from numpy.typing import NDArray
 
-from transport.broker.base import Broker
-from transport.broker.connect import connect as connect_broker
+from transport.broker.base import Broker, Commit
+from transport.broker.redis_streams import connect as connect_broker
 from transport.contracts.messages import WeightManifest, WorkerStatus
 from transport.contracts.settings import BrokerSettings
-from transport.contracts.types import RowId, RunName, WorkerKind
+from transport.contracts.types import Column, RowId, RunName, WorkerKind
 from transport.process.clock import MonotonicClock
-from transport.rows.columns import BrokerRows
+from transport.rows.columns import RowStore, Value, Values
 from transport.rows.unit_rows import UnitRows
-from transport.rows.user_columns import Value, Values
-from transport.tensors.address import Endpoint
-from workers.client import engines, tasks
-from workers.client.batch import ExperienceBatch, known_columns, read_tables
-from workers.client.consumer import FirstCome, Policy, TokenBalanced
-from workers.client.consumption import Consumption, Source, Stream
-from workers.client.loop_thread import LoopThread
+from transport.tensors.base import Endpoint
+from workers.client import tasks
+from workers.client.batch import ExperienceBatch, TensorBatch, known_columns, read_tables, stream_loader
+from workers.client.consumption import Consumption, FirstCome, Policy, Source, TaskLeases, TokenBalanced
 from workers.client.tasks import TaskOptions
+from workers.client.weights import WeightChannel
 from workers.client.writer import Writer
+from workers.errors import ClientTimeoutError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and who only puts rows needs none
     import torch
     from torch.utils.data import DataLoader
 
-    from workers.client.loader import TensorBatch
-    from workers.client.weights import WeightChannel
+T = TypeVar("T")
 
-GRACE_S = 5.0
-"""What a call may take beyond what it waits for and beyond the broker's outage."""
-PUBLISH_S = 120.0
-"""Writing a version of the weights: some .5 s a GB in shared memory, more on a disk."""
+GRACE_S = 5.0  # what a call may take beyond what it waits for and beyond the broker's outage
+PUBLISH_S = 120.0  # writing a version of the weights: some .5 s a GB in shared memory, more on a disk
+CLOSE_S = 5.0
+
+
+class LoopThread:
+    """An event loop in a daemon thread: a program that ends without closing it is not held up."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._limit_s = limit_s  # what a call may take beyond what it waits for
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T], *, what: str, wait_s: float = 0.0) -> T:
+        """The result of ``work``. Raises ClientTimeoutError, which names ``what``, when it takes too long."""
+        future = asyncio.run_coroutine_threadsafe(_limited(work, what, wait_s + self._limit_s), self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C too: the caller is gone, so its work ends
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel every task and end the thread. Doing so twice is no error."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        self._loop.close()
+
+
+async def _limited(work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await work
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise ClientTimeoutError(f"{what}: not done after {timeout_s:.1f} s") from None
+
+
+async def _cancel_all() -> None:
+    running = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 class Client:
     """One program's connection to one run. Made by ``connect``, used from one thread, closed by ``close``."""
 
-    def __init__(
-        self, loop: LoopThread, broker: Broker, rows: BrokerRows | UnitRows, name: str, endpoint: Endpoint
-    ) -> None:
+    def __init__(self, loop: LoopThread, broker: Broker, rows: RowStore, name: str, endpoint: Endpoint) -> None:
         self._loop = loop
         self._broker = broker
         self._rows = rows
         self._name = name
-        self._endpoint = endpoint
         self._clock = MonotonicClock()
         self._writer = Writer(rows, name)
         self._numbers = numbers()
         self._consumptions: dict[str, Consumption] = {}
-        self._weights: WeightChannel | None = None
+        self._weights = WeightChannel(broker, self._clock, endpoint)
 
     @classmethod
     def connect(
@@ -97,13 +142,13 @@ class Client:
         except BaseException:
             loop.close()
             raise
-        rows = UnitRows(broker, units, secret=secret) if units else BrokerRows(broker)
+        rows = UnitRows(broker, units, secret=secret) if units else RowStore(broker)
         return cls(loop, broker, rows, f"{name}.{number}", endpoint or Endpoint(secret=secret))
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- the run's engines
@@ -116,7 +161,7 @@ class Client:
         Raises:  ClientTimeoutError that says what is missing.
         """
         wanted = {WorkerKind.GENERATE: generate, WorkerKind.SCORE: score, WorkerKind.TRAIN: train}
-        work = engines.wait_ready(self._broker, wanted, timeout_s)
+        work = tasks.wait_ready(self._broker, wanted, timeout_s)
         return self._loop.call(work, what="init_engines", wait_s=timeout_s)
 
     def weight_sync_notify(self, tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightManifest:
@@ -126,7 +171,7 @@ class Client:
         versions are kept. The first call takes the trainer's role: an earlier publisher is fenced off.
         Raises: ClientError: a trainer of the run is alive, and the weights are its.  FencedError: a later publisher.
         """
-        work = self._weight_channel().publish(tensors, version)
+        work = self._weights.publish(tensors, version)
         return self._loop.call(work, what="weight_sync_notify", wait_s=PUBLISH_S)
 
     def wait_weights(self, *, newer_than: int = -1, timeout_s: float) -> WeightManifest | None:
@@ -134,7 +179,7 @@ class Client:
 
         ``workers.weights.pull.WeightPuller().pull(manifest)`` gives its tensors.
         """
-        work = self._weight_channel().wait(newer_than, timeout_s)
+        work = self._weights.wait(newer_than, timeout_s)
         return self._loop.call(work, what="wait_weights", wait_s=timeout_s)
 
     # -- tasks
@@ -185,16 +230,14 @@ class Client:
                  is not a client's, or rows that have one of these columns or were cleared.  LeaseLostError: ``done``
                  went to another consumer; nothing is written.
         """
-        if index is None and done is None:
-            block = self._writer.block_of(data, group_size)
-            self._loop.call(self._writer.write_block(block), what="put_experience_data")
-            return block.row_ids()
-        commit = self._writer.commit_of(data, index, group_size)
-        if done is None:
-            self._loop.call(self._writer.write(commit), what="put_experience_data")
+        if index is None:
+            block = self._writer.new_rows(data, group_size)
+            row_ids, commit = block.row_ids(), Commit(blocks=[block])
         else:
-            self._loop.call(self._consumptions[done.consumer].done(commit), what="put_experience_data")
-        return [row.row_id for row in commit.rows]
+            row_ids, commit = list(index), Commit(rows=self._writer.further_columns(data, index))
+        writing = self._writer.write(commit) if done is None else self._consumptions[done.consumer].done(commit)
+        self._loop.call(writing, what="put_experience_data")
+        return row_ids
 
     def get_experience_data(
         self, task: str, columns: Sequence[str], count: int, *, timeout_s: float
@@ -210,7 +253,7 @@ class Client:
             raise ValueError(f"count={count}: a batch has at least one row")
         known = known_columns(columns)
         if task not in self._consumptions:
-            self._consumptions[task] = Consumption(self._broker, self._rows, task, task, self._source(task))
+            self._consumptions[task] = Consumption(self._rows, task, self._source(task))
         work = self._consumptions[task].next(known, count, timeout_s)
         return self._loop.call(work, what="get_experience_data", wait_s=timeout_s)
 
@@ -251,35 +294,45 @@ class Client:
         ``balance_by`` (the first of ``columns``), ``count`` rows a rank on average.
         timeout_s: for the next batch; then ClientTimeoutError that says what the task waits for.
         """
-        from workers.client.loader import stream_loader
-
         if count < 1 or not 0 <= rank < world:
             raise ValueError(f"count={count}, rank={rank}, world={world}")
         known = known_columns(columns)
         key = f"{task}#{next(self._numbers)}"
         balanced = policy == "token_balanced"
         source = self._source(task, (balance_by or columns[0], rank, world) if balanced else None)
-        self._consumptions[key] = Consumption(self._broker, self._rows, task, key, source)
-        stream = Stream(self._loop, self._consumptions[key], known, count, timeout_s, in_step=balanced)
-        return stream_loader(stream)
+        self._consumptions[key] = Consumption(self._rows, key, source)
+        return stream_loader(partial(self._batches, key, known, count, timeout_s, in_step=balanced))
 
     def _source(self, task: str, balanced: tuple[str, int, int] | None = None) -> Source:
         """balanced: the column to balance by, rank, world."""
         options = self._loop.call(tasks.find(self._broker, task), what=f"looking for task {task}")
         consumer = f"{self._name}-{next(self._numbers)}"
+        leases = TaskLeases(self._broker, task, consumer, options, self._clock)
         if balanced is None:
-            return FirstCome(self._broker, task, consumer, options, self._clock)
+            return FirstCome(leases)
         (column,), rank, world = known_columns(balanced[:1]), *balanced[1:]
-        return TokenBalanced(
-            self._broker, self._rows, task, consumer, options, self._clock, balance_by=column, rank=rank, world=world
-        )
+        of_rank = TaskLeases(self._broker, task, consumer, options, self._clock, rank=rank)
+        return TokenBalanced(leases, of_rank, self._rows, balance_by=column, rank=rank, world=world)
 
-    def _weight_channel(self) -> WeightChannel:
-        if self._weights is None:
-            from workers.client.weights import WeightChannel
-
-            self._weights = WeightChannel(self._broker, self._clock, self._endpoint)
-        return self._weights
+    def _batches(
+        self, key: str, columns: Sequence[Column], count: int, timeout_s: float, *, in_step: bool
+    ) -> Iterator[ExperienceBatch]:
+        """A consumption's batches until its stream ends; leaving the loop early hands the last one back."""
+        consumption = self._consumptions[key]
+        try:
+            while True:
+                work = consumption.next(columns, count, timeout_s)
+                batch = self._loop.call(work, what="the next batch", wait_s=timeout_s)
+                if batch.ended:
+                    return
+                if batch.waited_out:
+                    why = self._loop.call(tasks.describe_wait(self._broker, batch.task), what="looking at the queue")
+                    raise ClientTimeoutError(f"task {batch.task}: no batch for {timeout_s:.1f} s: {why}")
+                if batch.index or in_step:  # an empty one too: other ranks make a step with theirs
+                    yield batch
+        finally:
+            if not self._loop.is_closed():
+                self._loop.call(consumption.close(), what="leaving a stream")
 
     def close(self) -> None:
         """Hand back what is held, withdraw published weights, disconnect. Doing so twice is no error."""
@@ -287,9 +340,7 @@ class Client:
             return
         for consumption in self._consumptions.values():
             self._loop.call(consumption.close(), what="close")
-        if self._weights is not None:
-            self._loop.call(self._weights.close(), what="close")
-        if isinstance(self._rows, UnitRows):
-            self._rows.close()
+        self._loop.call(self._weights.close(), what="close")
+        self._rows.close()
         self._loop.call(self._broker.close(), what="close")
         self._loop.close()

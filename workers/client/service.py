@@ -17,18 +17,15 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import httpx
 
 from workers.errors import ClientError, ClientTimeoutError
 
-ACK_EVERY = 32
-"""Samples between two acknowledgements: so many may come again after a crash."""
+ACK_EVERY = 32  # samples between two acknowledgements: so many may come again after a crash
 RETRY_S = 0.2
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or {"messages": [{"role": ..., "content": ...}]}."""
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"messages": [{"role": ..., "content": ...}]}
 
 
 class ServiceClient:
@@ -49,14 +46,12 @@ class ServiceClient:
     def __enter__(self) -> ServiceClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Disconnect, also from a stream; what was not acknowledged stays for the program that goes on with it."""
         self._http.close()
-
-    # -- generate
 
     def generate(
         self, prompts: Sequence[Prompt], *, samples: int = 1, request_id: str = "", **sampling: float
@@ -76,7 +71,9 @@ class ServiceClient:
                 for line in self._lines(name, body, following):
                     deadline_s = time.monotonic() + self._outage_s
                     if "done" in line:
-                        self._take_last(name, line["done"])
+                        # The user has all: should this be lost, the service drops the samples after service.keep_s
+                        with suppress(httpx.TransportError):
+                            self._take(name, line["done"])
                         return
                     if "error" in line:
                         raise ClientError(f"request {name}: {line['error']}")
@@ -95,11 +92,9 @@ class ServiceClient:
 
         Raises TransportError for a stream that ends without its last line; a line that was cut off comes again.
         """
-        if following is None:
-            stream = self._http.stream("POST", "/generate", json=body, timeout=self._silence_s)
-        else:
-            stream = self._http.stream("GET", f"/generate/{name}?from={following}", timeout=self._silence_s)
-        with stream as answer:
+        method, path = ("POST", "/generate") if following is None else ("GET", f"/generate/{name}?from={following}")
+        sent = body if following is None else None
+        with self._http.stream(method, path, json=sent, timeout=self._silence_s) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
                 _content(answer)
@@ -111,16 +106,9 @@ class ServiceClient:
     def _take(self, name: str, upto: int) -> None:
         self._ask("POST", f"/generate/{name}/taken", {"upto": upto})
 
-    def _take_last(self, name: str, upto: int) -> None:
-        """The user has all: should this request be lost, the service drops its samples after ``service.keep_s``."""
-        with suppress(httpx.TransportError):
-            self._take(name, upto)
-
     def cancel(self, request_id: str) -> None:
         """Drop the rest of a request."""
         self._ask("DELETE", f"/generate/{request_id}")
-
-    # -- update
 
     def update(self, path: str, *, wait_s: float = 120.0) -> dict[str, Any]:
         """Have a checkpoint's weights served. path: below the publisher's --weights-dir.

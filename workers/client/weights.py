@@ -11,20 +11,23 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from transport.broker import keys
 from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest
+from transport.contracts.types import WorkerKind
 from transport.errors import BrokerUnavailableError, FencedError
 from transport.process.clock import Clock
-from transport.tensors.address import Endpoint
-from workers.client import engines
+from transport.tensors.base import Endpoint
+from workers.client.tasks import started_workers
 from workers.errors import ClientError
 from workers.leases.announce import ROLE, Announcer
 from workers.weights.publish import WeightPublisher
 from workers.weights.updates import newest_manifest
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)  # not structlog: the program that uses the client decides where lines go
 
@@ -41,14 +44,14 @@ class WeightChannel:
         self._publisher: WeightPublisher | None = None
         self._announcer = Announcer(broker)
         self._keeper: asyncio.Task[None] | None = None
-        self._spill = tempfile.TemporaryDirectory(prefix="streamrl-client-")  # when /dev/shm is too small
+        self._spill: tempfile.TemporaryDirectory[str] | None = None
         self._epoch = 0
 
     async def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> WeightManifest:
-        """As Client.weight_sync_notify."""
-        if await engines.has_trainer(self._broker):
+        if any(status.kind is WorkerKind.TRAIN for status in await started_workers(self._broker)):
             raise ClientError(f"run {self._broker.run!r} has a trainer: weights are published by it alone")
         if self._publisher is None:
+            self._spill = tempfile.TemporaryDirectory(prefix="streamrl-client-")  # when /dev/shm is too small
             self._publisher = WeightPublisher(self._broker.run, Path(self._spill.name), endpoint=self._endpoint)
             self._epoch = await self._broker.acquire_epoch(ROLE)
         publisher, dtype = self._publisher, _dtype_of(tensors)
@@ -69,21 +72,16 @@ class WeightChannel:
                 return
 
     async def wait(self, newer_than: int, timeout_s: float) -> WeightManifest | None:
-        """As Client.wait_weights."""
         deadline_s = self._clock.now_s() + timeout_s
         while True:
-            manifest = await self._newest()
-            if manifest and manifest.weights.version > newer_than:
-                return manifest
+            newest = await newest_manifest(self._broker)
+            if newest and newest[1].weights.version > newer_than:
+                return newest[1]
             left_s = deadline_s - self._clock.now_s()
             if left_s <= 0:
                 return None
             last = await self._broker.last_id(keys.WEIGHTS)
             await self._broker.read(keys.WEIGHTS, last, count=1, wait_s=min(POLL_S, left_s))
-
-    async def _newest(self) -> WeightManifest | None:
-        newest = await newest_manifest(self._broker)
-        return newest[1] if newest else None
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -91,7 +89,8 @@ class WeightChannel:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._publisher is not None:
             await asyncio.to_thread(self._publisher.close)
-        self._spill.cleanup()
+        if self._spill is not None:
+            self._spill.cleanup()
 
 
 def _dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -99,4 +98,6 @@ def _dtype_of(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) > 1:
         raise ValueError(f"tensors of one floating-point dtype are needed, these have {sorted(map(str, dtypes))}")
+    import torch  # here, because it takes seconds, and who only puts rows needs none
+
     return next(iter(dtypes), torch.float32)

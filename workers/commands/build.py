@@ -1,48 +1,63 @@
-"""From a run's settings to a worker object: the one place that knows which parts each kind is made of."""
+"""From a run's settings to a worker object: which parts each kind is made of, and which GPU of this machine it takes.
+
+torch is imported in no function before ``take_gpu`` has ended: CUDA_VISIBLE_DEVICES is read at import.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import re
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.contracts.given_lengths import read_lengths
 from transport.contracts.messages import MessageDecoder, WorkerLost
-from transport.contracts.model_identity import ModelIdentity, identify_model
-from transport.contracts.settings import SERVER_ENGINES, Settings, TensorSettings
+from transport.contracts.settings import Settings, TensorSettings
 from transport.contracts.types import WorkerId
+from transport.contracts.user_files import ModelIdentity, identify_model, read_lengths
+from transport.errors import ForeignError
 from transport.process.clock import MonotonicClock
-from transport.process.files import run_directory, writing
-from transport.tensors.address import Endpoint, parse_ports
-from workers.errors import ModelError, ModelMismatchError
+from transport.process.files import private_directory, run_directory, writing
+from transport.tensors.base import Endpoint, parse_ports
+from workers.errors import GpuError, ModelError, ModelMismatchError
 from workers.generation.worker import ForcedLengths
-from workers.leases.events import event_entry
+from workers.leases.announce import event_entry
 from workers.leases.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
     from workers.generation.engine import GenerationEngine
-    from workers.trainer.learner import Learner
-    from workers.weights.publish import WeightPublisher
+
+Make = Callable[[Broker, Settings, WorkerId, Path], Coroutine[Any, Any, Worker]]
+"""Makes a worker of a model directory."""
 
 
-def with_model(model_dir: Path | None, trust_remote_code: bool, make: Callable[[Path], WorkerFactory]) -> WorkerFactory:
+def with_model(model_dir: Path | None, trust_remote_code: bool, make: Make) -> WorkerFactory:
     """The worker that ``make`` makes of a model directory: the given one, or ``model.path`` of the run, prepared here.
 
     The path comes with the run's settings; whether its code may run stays this machine's decision.
     """
 
     async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        directory = model_dir or await asyncio.to_thread(_prepare, settings.model.path, trust_remote_code)
+        from workers.models import model_cache, prepare_model
+
+        directory = model_dir or await asyncio.to_thread(
+            prepare_model,
+            settings.model.path,
+            cache_dir=model_cache(os.environ),
+            trust_remote_code=trust_remote_code,
+        )
         await check_model(broker, worker_id, directory)
-        return await make(directory)(broker, settings, worker_id)
+        return await make(broker, settings, worker_id, directory)
 
     return build
 
@@ -54,8 +69,7 @@ async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> N
         return  # the run has no orchestrator of this version
     wanted = MessageDecoder(ModelIdentity).decode(raw)
     own = await asyncio.to_thread(identify_model, directory)
-    differing = own.differs_in(wanted)
-    if differing:
+    if differing := own.differs_in(wanted):
         problem = (
             f"{worker_id} is refused: the {differing} of {directory} differs from the model of run {broker.run!r}: "
             "give --model-dir the same model, or leave it out to prepare the run's model.path"
@@ -63,12 +77,6 @@ async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> N
         lost = WorkerLost(worker_id=worker_id, reason=problem)
         await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
         raise ModelMismatchError(problem)
-
-
-def _prepare(path: str, trust_remote_code: bool) -> Path:
-    from workers.models.resolve import model_cache, prepare_model
-
-    return prepare_model(path, cache_dir=model_cache(os.environ), trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,53 +92,63 @@ class ServerChoice:
     args: tuple[str, ...] = ()
 
 
-def generation_worker(
-    run_dir: Path,
+async def generation_worker(
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
     model_dir: Path,
+    *,
+    run_dir: Path,
     trust_remote_code: bool,
-    secret: bytes = b"",
-    server: ServerChoice = ServerChoice(),
-) -> WorkerFactory:
-    """A generation worker with the engine that the run names. secret: shared with the trainer, for its weights."""
+    secret: bytes,
+    server: ServerChoice,
+) -> Worker:
+    """A generation worker with the engine that the run names. secret: shared with the trainer, for its weights.
 
-    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        lengths = await asyncio.to_thread(_forced_lengths, settings)
-        if settings.generation.engine == "emulated":
-            return _emulated_worker(broker, settings, worker_id, lengths, secret)
-        from workers.generation.worker import GenerationWorker
-        from workers.models.facts import stop_token_ids
-        from workers.weights.pull import WeightPuller
+    An emulated one imports no torch, so that it starts in well under a second.
+    """
+    from workers.generation.worker import GenerationWorker
 
-        clock = MonotonicClock()
-        if settings.generation.engine in SERVER_ENGINES:
-            log_path = run_dir / "logs" / f"{settings.generation.engine}-{worker_id.partition('.')[0]}.log"
-            engine = server_engine(settings, model_dir, log_path, trust_remote_code, server)
-        else:
-            engine = _embedded_engine(settings, model_dir, trust_remote_code)
-        stops = stop_token_ids(model_dir)
-        puller = WeightPuller(secret=secret)
-        return GenerationWorker(
-            broker, engine, settings, worker_id, puller, clock, stop_token_ids=stops, lengths=lengths
+    generation, clock = settings.generation, MonotonicClock()
+    lengths: ForcedLengths | None = None
+    if generation.lengths:
+        read, most = await asyncio.to_thread(read_lengths, Path(generation.lengths)), settings.sampling.max_new_tokens
+        lengths = ForcedLengths(
+            [min(tokens, most) for tokens in read],
+            groups_per_batch=settings.pipeline.groups_per_batch,
+            group_size=settings.pipeline.group_size,
         )
+    log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
+    engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
+    if generation.engine == "emulated":
+        from workers.generation.emulated import EmulatedLink
 
-    return build
+        link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
+        return GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths, beside=link.watch)
+    from workers.models import stop_token_ids
+    from workers.weights.pull import WeightPuller
+
+    stops = stop_token_ids(model_dir)
+    puller = WeightPuller(secret=secret)
+    return GenerationWorker(broker, engine, settings, worker_id, puller, clock, stop_token_ids=stops, lengths=lengths)
 
 
-def _embedded_engine(settings: Settings, model_dir: Path, trust_remote_code: bool) -> GenerationEngine:
-    from workers.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
-
-    made_of = EmbeddedSettings.of(settings.generation, model_dir, trust_remote_code=trust_remote_code)
-    return EmbeddedEngine(made_of, MonotonicClock())
-
-
-def server_engine(
+def engine_of(
     settings: Settings, model_dir: Path, log_path: Path, trust_remote_code: bool, server: ServerChoice
 ) -> GenerationEngine:
-    """An engine that speaks to the server of ``server``. log_path: of a server of its own."""
+    """The engine that ``generation.engine`` names. server, log_path: for one that speaks to a server."""
+    generation, clock = settings.generation, MonotonicClock()
+    if generation.engine == "emulated":
+        from workers.generation.emulated import EmulatedEngine
+
+        return EmulatedEngine(settings.emulated, generation.slots, clock)
+    if generation.engine == "embedded":
+        from workers.generation.embedded.engine import EmbeddedEngine
+
+        return EmbeddedEngine(generation, model_dir, clock, trust_remote_code=trust_remote_code)
     from workers.generation.server.client import ServerSettings
     from workers.generation.server.engine import KINDS, ServerEngine
 
-    generation = settings.generation
     kind = KINDS[generation.engine]
     made_of = ServerSettings(
         directory=model_dir,
@@ -139,6 +157,7 @@ def server_engine(
         key=server.key,
         command=(*(server.command or kind.command), *server.args),
         slots=generation.slots,
+        stop=generation.stop,
         dtype=generation.dtype,
         max_context=generation.max_context,
         trust_remote_code=trust_remote_code,
@@ -146,118 +165,100 @@ def server_engine(
         silence_s=generation.server_silence_s,
         request_s=settings.pipeline.rollout_timeout_s,
     )
-    return ServerEngine(kind, made_of, MonotonicClock())
+    return ServerEngine(kind, made_of, clock)
 
 
-def _forced_lengths(settings: Settings) -> ForcedLengths | None:
-    if not settings.generation.lengths:
-        return None
-    most = settings.sampling.max_new_tokens
-    return ForcedLengths(
-        [min(tokens, most) for tokens in read_lengths(Path(settings.generation.lengths))],
-        groups_per_batch=settings.pipeline.groups_per_batch,
-        group_size=settings.pipeline.group_size,
+async def scoring_worker(
+    broker: Broker, settings: Settings, worker_id: WorkerId, model_dir: Path, *, reward: str, reward_path: str
+) -> Worker:
+    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say."""
+    from workers.scoring.worker import ScoringWorker
+
+    clock = MonotonicClock()
+    return ScoringWorker(
+        broker, settings, worker_id, model_dir=model_dir, clock=clock, allowed_reward=reward, reward_path=reward_path
     )
 
 
-def _emulated_worker(
-    broker: Broker, settings: Settings, worker_id: WorkerId, lengths: ForcedLengths | None, secret: bytes
-) -> Worker:
-    """Without torch, so that it starts in well under a second."""
-    from workers.generation.emulated import EmulatedEngine, EmulatedLink, LinkedWorker
-    from workers.generation.worker import GenerationWorker
-
-    clock = MonotonicClock()
-    engine = EmulatedEngine(settings.emulated, settings.generation.slots, clock)
-    link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
-    worker = GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
-    return LinkedWorker(worker, link, broker)
-
-
-def scoring_worker(model_dir: Path, reward: str, reward_path: str = "") -> WorkerFactory:
-    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say."""
-
-    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        from workers.scoring.worker import ScoringWorker
-
-        return ScoringWorker(
-            broker,
-            settings,
-            worker_id,
-            model_dir=model_dir,
-            clock=MonotonicClock(),
-            allowed_reward=reward,
-            reward_path=reward_path,
-        )
-
-    return build
-
-
-def trainer_worker(
-    run_dir: Path,
+async def trainer_worker(
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
     model_dir: Path,
+    *,
+    run_dir: Path,
     rank: int,
     trust_remote_code: bool,
-    own_address: Mapping[str, str] | None = None,
-    secret: bytes = b"",
-) -> WorkerFactory:
+    own_address: Mapping[str, str],
+    secret: bytes,
+) -> Worker:
     """One rank of the trainer.
 
     own_address: settings of the section tensors that this machine overrides, where they are not empty.
-    secret: shared with the generation workers.
+    secret: shared with the generation workers.  Raises DirectoryError now, not at the first checkpoint.
     """
+    from workers.trainer.learner import EmulatedLearner
+    from workers.trainer.worker import TrainerWorker
+    from workers.weights.publish import WeightPublisher
 
-    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        from workers.trainer.worker import TrainerWorker
-        from workers.weights.publish import WeightPublisher
+    if settings.trainer.engine == "none":
+        raise ModelError(f"run {settings.run.name!r} is a service: nothing is trained in it (trainer.engine)")
 
-        if settings.trainer.engine == "none":
-            raise ModelError(f"run {settings.run.name!r} is a service: nothing is trained in it (trainer.engine)")
-        await asyncio.to_thread(_make_directory, run_dir)
-        endpoint = endpoint_of(settings.tensors, own_address or {}, secret)
-        publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
-        learner = _learner(settings, run_dir, model_dir, publisher, rank, trust_remote_code)
-        return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
+    def make_directory() -> None:
+        with writing(run_dir):
+            run_directory(run_dir)
+            (run_dir / "checkpoints").mkdir(exist_ok=True)
 
-    return build
+    await asyncio.to_thread(make_directory)
+    publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint_of(settings.tensors, own_address, secret))
+    if settings.trainer.engine == "emulated":
+        learner = EmulatedLearner(settings.emulated, publisher, time.sleep)
+    else:
+        from workers.trainer.policy.policy_learner import PolicyLearner
 
-
-def _make_directory(directory: Path) -> None:
-    """Raises DirectoryError now, not at the first checkpoint."""
-    with writing(directory):
-        run_directory(directory)
-        (directory / "checkpoints").mkdir(exist_ok=True)
-
-
-def publishing_worker(
-    run_dir: Path, model_dir: Path, weights_dir: Path | None, own_address: Mapping[str, str], secret: bytes
-) -> WorkerFactory:
-    """The publisher of a service run. The others as for the trainer. Raises ModelError in a run that has a trainer."""
-
-    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Worker:
-        import torch
-
-        from workers.weights.publish import WeightPublisher
-        from workers.weights.publishing_worker import PublishingWorker, read_tensors
-
-        if settings.trainer.engine != "none":
-            raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
-        await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
-        endpoint = endpoint_of(settings.tensors, own_address, secret)
-        publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
-        dtype = getattr(torch, settings.generation.dtype)  # "bfloat16" or "float32": the settings were checked
-        return PublishingWorker(
-            broker,
-            worker_id,
+        learner = PolicyLearner(
+            settings,
+            model_dir,
             publisher,
-            dtype,
-            read_tensors,
-            MonotonicClock(),
-            model_dir=model_dir,
-            weights_dir=weights_dir,
+            rank=rank,
+            meeting_dir=run_dir / "ranks",
+            trust_remote_code=trust_remote_code,
         )
+    return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
 
-    return build
+
+async def publishing_worker(
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
+    model_dir: Path,
+    *,
+    run_dir: Path,
+    weights_dir: Path | None,
+    own_address: Mapping[str, str],
+    secret: bytes,
+) -> Worker:
+    """The publisher of a service run. The others as for the trainer. Raises ModelError in a run that has a trainer."""
+    import torch
+
+    from workers.weights.publish import PublishingWorker, WeightPublisher, read_tensors
+
+    if settings.trainer.engine != "none":
+        raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
+    await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
+    endpoint = endpoint_of(settings.tensors, own_address, secret)
+    publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
+    dtype = getattr(torch, settings.generation.dtype)  # "bfloat16" or "float32": the settings were checked
+    return PublishingWorker(
+        broker,
+        worker_id,
+        publisher,
+        dtype,
+        read_tensors,
+        MonotonicClock(),
+        model_dir=model_dir,
+        weights_dir=weights_dir,
+    )
 
 
 def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
@@ -266,20 +267,105 @@ def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) 
     return Endpoint(host=chosen.host, advertise=chosen.advertise, ports=parse_ports(chosen.ports), secret=secret)
 
 
-def _learner(
-    settings: Settings, run_dir: Path, model_dir: Path, publisher: WeightPublisher, rank: int, trust_remote_code: bool
-) -> Learner:
-    if settings.trainer.engine == "emulated":
-        from workers.trainer.emulated import EmulatedLearner
+# --- one GPU for one worker, found without a scheduler ----------------------------------------------------------------
 
-        return EmulatedLearner(settings.emulated, publisher, time.sleep)
-    from workers.trainer.policy.policy_learner import PolicyLearner
+# Several workers start from the same command line (replicas of a container, a shell loop), and each shall have a GPU of
+# its own. A worker locks one of the GPUs that it may take, and torch and engine servers see no other. The kernel lets
+# go of the lock when this process dies. No two workers with the same lock directory hold the same GPU.
 
-    return PolicyLearner(
-        settings,
-        model_dir,
-        publisher,
-        rank=rank,
-        meeting_dir=run_dir / "ranks",
-        trust_remote_code=trust_remote_code,
+LOCKS_VARIABLE = "STREAMRL_GPU_LOCKS"
+"""Directory of the locks; containers that share GPUs share it as a volume.
+
+Without it, each user has a directory of their own: in one for all users, the first user kept all others from every GPU.
+The driver's compute mode, or a scheduler, keeps users apart.
+"""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LIST_S = 30.0
+"""nvidia-smi without its persistence daemon takes seconds a GPU."""
+
+_held: list[int] = []
+"""Lock files of this process: open until it ends."""
+
+
+def take_gpu(wanted: str) -> None:
+    """Lock one GPU of ``wanted`` and make it the only one that this process and its children see. "": change nothing.
+
+    Raises GpuError: one is not there, or none is free; the message names them.
+    """
+    if not wanted:
+        return
+    present = list_gpus()
+    indexes = parse_gpus(wanted, len(present))
+    if absent := [str(index) for index in indexes if index >= len(present)]:
+        raise GpuError(f"--gpus {wanted}: there is no GPU {', '.join(absent)} here; {_seen(present)}")
+    directory = _lock_directory()
+    for index in indexes:
+        if _lock(directory, present[index]):
+            os.environ[VISIBLE] = present[index]
+            return
+    raise GpuError(
+        f"--gpus {wanted}: another worker holds {'it' if len(indexes) == 1 else 'each of them'} "
+        f"(locks in {directory}); start fewer workers, or allow more GPUs"
     )
+
+
+def _lock_directory() -> Path:
+    """Raises GpuError: what is in the place of this user's own is somebody else's."""
+    if named := os.environ.get(LOCKS_VARIABLE):
+        return Path(named)
+    directory = Path(tempfile.gettempdir()) / f"streamrl-gpus-{os.geteuid()}"
+    try:
+        private_directory(directory)
+    except (ForeignError, OSError) as error:
+        raise GpuError(f"no place for locks of GPUs: {error}; set {LOCKS_VARIABLE} to a directory of yours") from error
+    return directory
+
+
+def parse_gpus(wanted: str, num_present: int) -> list[int]:
+    """``"0,2-3"`` -> ``[0, 2, 3]``; ``"all"`` -> all that are present. Raises GpuError for anything else."""
+    if wanted == "all":
+        if not num_present:
+            raise GpuError(f"--gpus all: {_seen([])}")
+        return list(range(num_present))
+    indexes: list[int] = []
+    for part in wanted.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise GpuError(f'--gpus {wanted}: write numbers of GPUs like 0,2-3, or "all"')
+        indexes += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(indexes))
+
+
+def list_gpus() -> list[str]:
+    """Unique ids of the GPUs that the driver shows here, by number; [] without a driver."""
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=LIST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU-\S+$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
+
+
+def _seen(present: Sequence[str]) -> str:
+    if present:
+        return f"nvidia-smi shows {len(present)}, numbered from 0"
+    return (
+        "nvidia-smi shows none. Is the NVIDIA driver installed and, in a container, the NVIDIA Container Toolkit with "
+        "GPUs reserved for this service?"
+    )
+
+
+def _lock(directory: Path, gpu: str) -> bool:
+    """Whether the GPU is ours now."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / f"{gpu}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise GpuError(f"cannot lock a GPU in {directory}: {error.strerror}; set {LOCKS_VARIABLE}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    _held.append(descriptor)
+    return True

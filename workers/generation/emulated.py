@@ -6,8 +6,8 @@ when each sample ends is as it would be there. Everything around it is the real 
 
     submit, abort, load_weights ─► the next boundary between two decode steps ─► results, the boundary after it
 
-Owns: the passing of time. Never: a model, torch, the broker. Invariant: a sample has exactly its length, and a timer
-that is late makes no other sample late. Costs as in StreamRL fig. 6 (right).
+Never: a model, torch, the broker. Invariant: a sample has exactly its length, and a timer that is late makes no other
+sample late. Costs as in StreamRL fig. 6 (right).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker
@@ -29,7 +28,7 @@ from transport.contracts.continuous_batching import ContinuousBatching, DecodeCo
 from transport.contracts.messages import WeightManifest, manifest_decoder
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from transport.errors import MessageError, first_error
+from transport.errors import MessageError
 from transport.process.clock import Clock
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -41,8 +40,6 @@ from workers.generation.engine import (
     Result,
     ResultQueue,
 )
-from workers.generation.worker import GenerationWorker
-from workers.leases.lifecycle import Activity
 from workers.weights.pull import WeightPuller
 
 if TYPE_CHECKING:
@@ -120,12 +117,7 @@ class EmulatedEngine:
         )
 
     async def close(self) -> None:
-        if self._results.serving is not None:
-            self._results.serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._results.serving
-
-    # -- boundaries
+        await self._results.end_serving()
 
     def _want_boundary(self) -> None:
         """Something waits for the end of the running step, unless a boundary is planned before it."""
@@ -176,38 +168,28 @@ class EmulatedEngine:
     def _complete(self, ended: Sample[GenerationRequest], reason: FinishReason) -> None:
         request, admitted_s = ended.request, ended.admitted_s or 0.0
         self._tokens += ended.generated
+        spans: list[VersionSpan] = []
+        for weights, tokens in ended.spans:
+            start = spans[-1].end if spans else 0
+            spans.append(VersionSpan(start=start, end=start + tokens, weights=weights))
         completion = Completion(
             group_id=request.group_id,
             sample=ended.sample,
             attempt=request.attempt,
-            response_ids=_token_ids(request.sampling.seed, ended.sample, ended.generated),
+            response_ids=np.random.default_rng((request.sampling.seed, ended.sample)).integers(
+                0, VOCABULARY, size=ended.generated, dtype=np.int32
+            ),  # the same for a sample on whichever engine and attempt
             logprobs=np.full(ended.generated, LOGPROB, dtype=np.float32),
             finish_reason=reason,
-            spans=_spans(ended.spans),
+            spans=tuple(spans),
             queued_s=max(0.0, admitted_s - ended.submitted_s),
             engine_s=max(0.0, self._clock.now_s() - admitted_s),
         )
         self._results.put(completion)
 
 
-def _token_ids(seed: int, sample: int, tokens: int) -> NDArray[np.int32]:
-    """The same for a sample on whichever engine and attempt."""
-    return np.random.default_rng((seed, sample)).integers(0, VOCABULARY, size=tokens, dtype=np.int32)
-
-
-def _spans(spans: Sequence[tuple[WeightIdentity, int]]) -> tuple[VersionSpan, ...]:
-    """Spans that cover ``[0, tokens)``, from the number of tokens under each version."""
-    found: list[VersionSpan] = []
-    for weights, tokens in spans:
-        start = found[-1].end if found else 0
-        found.append(VersionSpan(start=start, end=start + tokens, weights=weights))
-    return tuple(found)
-
-
 # --- the link ---------------------------------------------------------------------------------------------------------
 
-READ_WAIT_S = 1.0
-READ_COUNT = 64
 KEPT = 64
 """Versions whose arrival is remembered; a worker loads one of the newest."""
 
@@ -229,7 +211,7 @@ class EmulatedLink:
         """Let every version that is published set out, forever."""
         cursor = ZERO_ID
         while True:
-            for entry in await broker.read(keys.WEIGHTS, cursor, count=READ_COUNT, wait_s=READ_WAIT_S):
+            for entry in await broker.read(keys.WEIGHTS, cursor, count=64, wait_s=1.0):
                 cursor = entry.entry_id
                 try:
                     self._arrival_s(manifest_decoder.decode(entry.entry.payload).weights)
@@ -248,25 +230,3 @@ class EmulatedLink:
         time.sleep(max(0.0, self._arrival_s(manifest.weights) - self._clock.now_s()))
         with self._puller.opened(manifest):
             yield {}
-
-
-class LinkedWorker:
-    """A generation worker behind an emulated link."""
-
-    def __init__(self, worker: GenerationWorker, link: EmulatedLink, broker: Broker) -> None:
-        self._worker = worker
-        self._link = link
-        self._broker = broker
-
-    async def run(self) -> None:
-        """Generate until cancelled, or until the worker is drained."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._link.watch(self._broker), name="link")
-                await self._worker.run()
-                watching.cancel()
-        except BaseExceptionGroup as failures:
-            raise first_error(failures) from None
-
-    def activity(self) -> Activity:
-        return self._worker.activity()

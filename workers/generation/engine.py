@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, VersionSpan, WeightIdentity
@@ -20,6 +21,8 @@ from workers.errors import EngineCrashedError, StreamError
 
 if TYPE_CHECKING:
     import torch
+
+log = structlog.get_logger(__name__)
 
 BASE_WEIGHTS = WeightIdentity(epoch=0, version=0)
 """What a model directory holds before any trainer has published."""
@@ -225,15 +228,17 @@ class ResultQueue:
             await asyncio.wait({waiting, self.serving}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 cause = None if self.serving.cancelled() else self.serving.exception()
-                raise EngineCrashedError(_why(cause)) from cause
+                why = "the engine was closed" if cause is None else f"the engine ended: {cause!r}"
+                if cause is not None and not isinstance(cause, StreamError):
+                    log.error("the engine ended", exc_info=cause)  # a bug: its traceback ends nowhere else
+                raise EngineCrashedError(str(cause) if isinstance(cause, StreamError) else why) from cause
             waiting.result()
         finally:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
 
-
-def _why(cause: BaseException | None) -> str:
-    """An error of ours says it; a bug is named."""
-    if cause is None:
-        return "the engine was closed"
-    return str(cause) if isinstance(cause, StreamError) else f"the engine ended: {cause!r}"
+    async def end_serving(self) -> None:
+        """Cancel it, if it was started; what it still had to do is dropped, and how it ended is not raised."""
+        if self.serving is not None:
+            self.serving.cancel()
+            await asyncio.wait({self.serving})

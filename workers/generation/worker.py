@@ -8,62 +8,209 @@
 Back-pressure: a plan is claimed only while fewer samples are at work than the engine's slots plus one group, so that a
 slot that falls free is filled at once, and what another worker could do is not hoarded.
 
-Owns: these loops. Never: decides; touches a prompt's meaning. Invariant: a plan is acknowledged in the commit that
-writes the last of its samples, and ``WeightsLoaded`` is reported only once the engine serves them.
+Owns: these loops, and which samples of which plan are still to come. Never: decides; touches a prompt's meaning.
+Invariant: a plan is acknowledged in the commit that writes the last of its samples, and leaves only after it, so that a
+report never misses a group that is at work; ``WeightsLoaded`` is reported only once the engine serves them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker, Commit, Delivery, LogEntry
+from transport.broker.base import ZERO_ID, Append, Broker, Commit, Delivery, RowWrite, parse_entry_id
 from transport.contracts.messages import (
     STARTING,
     AbortRollouts,
     DrainWorker,
     Event,
+    GroupPlan,
     LoadWeights,
-    WorkerCommand,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutInfo,
     WorkerLost,
     WorkerReported,
+    encode,
     group_plan_decoder,
     worker_command_decoder,
 )
 from transport.contracts.settings import Settings
-from transport.contracts.types import Column, GroupId, SamplingParams, WeightIdentity, WorkerId, is_evaluation
+from transport.contracts.types import (
+    Column,
+    FinishReason,
+    GroupId,
+    SamplingParams,
+    WeightIdentity,
+    WorkerId,
+    is_evaluation,
+    row_id,
+)
 from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
-from transport.rows.columns import BrokerRows, RowStore, decode_array
-from workers.generation.engine import EngineFailure, EngineInfo, GenerationEngine, GenerationRequest
-from workers.generation.plans import HeldPlan, HeldPlans, failure_append, publication
-from workers.leases.events import event_entry
-from workers.leases.leases import Leases
-from workers.leases.lifecycle import Activity
+from transport.rows.columns import RowStore, decode_array, encode_array
+from workers.generation.engine import Completion, EngineFailure, EngineInfo, GenerationEngine, GenerationRequest, Result
+from workers.leases.announce import event_append, event_entry
+from workers.leases.lifecycle import Activity, Leases
 from workers.weights.updates import Puller, WeightUpdates
 
 log = structlog.get_logger(__name__)
 
+REMEMBERED_ABORTS = 4096
+"""Aborts kept for plans that are not claimed yet; more than a worker's queue ever holds."""
 WAIT_S = 1.0
 """How long one read waits: the longest time a loop is deaf to the end of its connection."""
 REPORT_S = 2.0
 """Between two reports: what was lost is found out within a few seconds, and the log stays readable."""
 
 
-def _command(entry: LogEntry) -> WorkerCommand | None:
-    """None for an entry that cannot be read: it is logged, and those after it still count."""
-    try:
-        return worker_command_decoder.decode(entry.entry.payload)
-    except MessageError as error:
-        log.error("unreadable command", entry=entry.entry_id, reason=str(error))
-        return None
+# --- the plans that are held ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldPlan:
+    """One claimed plan. to_come: samples that have no result yet.  aborted: the rest of them is not wanted.
+    prompt_tokens: of its prompt, once that was read.
+    """
+
+    entry_id: str
+    plan: GroupPlan
+    to_come: set[int]
+    aborted: bool = False
+    prompt_tokens: int = 0
+
+    @property
+    def key(self) -> tuple[GroupId, int]:
+        return self.plan.group_id, self.plan.attempt
+
+
+class HeldPlans:
+    """By (group, attempt), in the order in which they were claimed. cursor: the last entry that was claimed."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[GroupId, int], HeldPlan] = {}
+        self._aborts: dict[tuple[GroupId, int], None] = {}  # an ordered set
+        self.cursor = ZERO_ID
+
+    def add(self, entry_id: str, plan: GroupPlan) -> HeldPlan:
+        """A plan was claimed. It is aborted from the start when its abort came before it."""
+        held = HeldPlan(entry_id=entry_id, plan=plan, to_come=set(plan.samples))
+        held.aborted = self._aborts.pop(held.key, 0) is None
+        self._held[held.key] = held
+        self.claimed(entry_id)
+        return held
+
+    def claimed(self, entry_id: str) -> None:
+        self.cursor = max(self.cursor, entry_id, key=parse_entry_id)
+
+    def get(self, group_id: GroupId, attempt: int) -> HeldPlan | None:
+        return self._held.get((group_id, attempt))
+
+    def remove(self, plans: Iterable[HeldPlan]) -> None:
+        for held in plans:
+            self._held.pop(held.key, None)
+
+    def abort(self, command: AbortRollouts) -> list[HeldPlan]:
+        """Mark what ``command`` means. Returns what is held of it; the rest is remembered until it is claimed."""
+        attempts: Sequence[int | None] = command.attempts or [None] * len(command.group_ids)
+        stopped: list[HeldPlan] = []
+        for group_id, attempt in zip(command.group_ids, attempts, strict=False):
+            meant = [
+                held
+                for held in self._held.values()
+                if held.plan.group_id == group_id and attempt in (None, held.plan.attempt)
+            ]
+            stopped += meant
+            if not meant and attempt is not None:
+                self._aborts[group_id, attempt] = None
+        for held in stopped:
+            held.aborted = True
+        while len(self._aborts) > REMEMBERED_ABORTS:
+            del self._aborts[next(iter(self._aborts))]
+        return stopped
+
+    def lose(self, entry_ids: Collection[str]) -> list[HeldPlan]:
+        """Leases that went to another worker: forget these plans without an acknowledgement."""
+        plans = [held for held in self._held.values() if held.entry_id in entry_ids]
+        self.remove(plans)
+        return plans
+
+    @property
+    def group_ids(self) -> tuple[GroupId, ...]:
+        return tuple(dict.fromkeys(held.plan.group_id for held in self._held.values()))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are to come."""
+        return sum(len(held.to_come) for held in self._held.values())
+
+
+# --- what is written of them ------------------------------------------------------------------------------------------
+
+
+def row_write(completion: Completion, held: HeldPlan, worker_id: WorkerId) -> RowWrite:
+    """The row of one finished sample, and the event that reports it if the row is new."""
+    num_tokens = len(completion.response_ids)
+    info = RolloutInfo(
+        worker_id=worker_id,
+        finish_reason=completion.finish_reason,
+        prompt_tokens=held.prompt_tokens,
+        response_tokens=num_tokens,
+        spans=completion.spans,
+        attempt=completion.attempt,
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
+    )
+    columns = {
+        Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, completion.response_ids),
+        Column.ROLLOUT_LOGPROBS: encode_array(Column.ROLLOUT_LOGPROBS, completion.logprobs),
+        Column.ROLLOUT_INFO: encode(info),
+    }
+    row = row_id(completion.group_id, completion.sample)
+    finished = RolloutFinished(
+        row_id=row,
+        worker_id=worker_id,
+        response_tokens=num_tokens,
+        finish_reason=completion.finish_reason,
+        oldest=completion.spans[0].weights,
+        newest=completion.spans[-1].weights,
+        num_bytes=sum(map(len, columns.values())),
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
+    )
+    append = event_append(
+        finished,
+        row=row,
+        worker=worker_id,
+        weights=str(finished.newest),
+        tokens=num_tokens,
+        predicted_tokens=round(held.plan.predicted_tokens),
+        finish=completion.finish_reason.value,
+    )
+    return RowWrite(row_id=row, columns=columns, on_insert=(append,))
+
+
+def failure_append(failure: EngineFailure, worker_id: WorkerId) -> Append:
+    event = RolloutFailed(
+        group_id=failure.group_id,
+        worker_id=worker_id,
+        samples=failure.samples,
+        reason=failure.reason,
+        retryable=failure.retryable,
+    )
+    return event_append(event, group=failure.group_id, worker=worker_id, reason=failure.reason)
+
+
+# --- how a group is sampled -------------------------------------------------------------------------------------------
 
 
 def group_seed(run_seed: int, group_id: GroupId) -> int:
@@ -99,7 +246,7 @@ class GenerationWorker:
     """Generates until cancelled, or until it is drained.
 
     stop_token_ids: any of them ends a response.  lengths: forced output lengths, if there are any.
-    rows: where columns live; the broker's own hashes by default.
+    rows: where columns live; the broker's own hashes by default.  beside: what else runs with the broker meanwhile.
     """
 
     def __init__(
@@ -114,14 +261,16 @@ class GenerationWorker:
         stop_token_ids: Sequence[int] = (),
         lengths: ForcedLengths | None = None,
         rows: RowStore | None = None,
+        beside: Callable[[Broker], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._broker = broker
-        self._rows = rows or BrokerRows(broker)
+        self._rows = rows or RowStore(broker)
         self._engine = engine
         self._settings = settings
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._lengths = lengths
+        self._beside = beside
         self._leases = Leases(
             broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
         )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
@@ -140,10 +289,16 @@ class GenerationWorker:
         try:
             self._info = await self._engine.start()
             async with asyncio.TaskGroup() as group:
-                loops = [
-                    group.create_task(loop, name=loop.__name__.strip("_"))
-                    for loop in (self._claim(), self._publish(), self._follow(), self._report(), self._renew())
-                ]
+                named: dict[str, Coroutine[Any, Any, None]] = {
+                    "claim": self._claim(self._info),
+                    "publish": self._publish(),
+                    "follow": self._follow(),
+                    "report": self._report(),
+                    "renew": self._leases.keep(self._stop),
+                }
+                if self._beside:
+                    named["beside"] = self._beside(self._broker)
+                loops = [group.create_task(loop, name=name) for name, loop in named.items()]
                 await self._drained.wait()
                 for loop in loops:
                     loop.cancel()
@@ -172,22 +327,17 @@ class GenerationWorker:
             kv_use=load.kv_use,
         )
 
-    # --- claim --------------------------------------------------------------------------------------------------------
-
-    async def _claim(self) -> None:
+    async def _claim(self, info: EngineInfo) -> None:
         """Claim as many plans as there is room for, forever."""
         group_size = self._settings.pipeline.group_size
         while True:
-            while (room := self._capacity() + group_size - self._plans.num_samples) <= 0:
+            capacity = self._engine.load().capacity or info.capacity  # samples that fit now
+            room = capacity + group_size - self._plans.num_samples
+            if room > 0:
+                await self._accept(await self._leases.claim(-(-room // group_size), wait_s=WAIT_S))
+            else:
                 self._room.clear()
                 await self._room.wait()
-            count = -(-room // group_size)
-            await self._accept(await self._leases.claim(count, wait_s=WAIT_S))
-
-    def _capacity(self) -> int:
-        """Samples that fit now."""
-        assert self._info is not None  # the loops start after the engine
-        return self._engine.load().capacity or self._info.capacity
 
     async def _accept(self, deliveries: Sequence[Delivery]) -> None:
         """Take over claimed plans: nothing is awaited before all are held, or a report could miss one."""
@@ -223,7 +373,6 @@ class GenerationWorker:
             raise MessageError("the broker does not have it")
         plan = held.plan
         sampling = plan.sampling or self._settings.sampling
-        evaluated = is_evaluation(plan.group_id)
         held.prompt_tokens = len(prompt_ids)
         self._engine.submit(
             GenerationRequest(
@@ -232,7 +381,9 @@ class GenerationWorker:
                 samples=plan.samples,
                 sampling=SamplingParams(
                     max_new_tokens=sampling.max_new_tokens,
-                    temperature=self._settings.eval.temperature if evaluated else sampling.temperature,
+                    temperature=(
+                        self._settings.eval.temperature if is_evaluation(plan.group_id) else sampling.temperature
+                    ),
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     stop_token_ids=self._stop_token_ids,
@@ -257,19 +408,40 @@ class GenerationWorker:
         self._leases.release(held.entry_id for held in finished)
         self._room.set()
 
-    # --- publish ------------------------------------------------------------------------------------------------------
-
     async def _publish(self) -> None:
         """Write what the engine hands out, forever: while one commit is under way, the next gathers."""
         while True:
-            ready = publication(await self._engine.results(), self._plans, self._worker_id)
+            commit, finished = self._publication(await self._engine.results())
             faults.point("generate.row_ready")
-            await self._rows.commit(ready.commit)
+            await self._rows.commit(commit)
             faults.point("generate.row_committed")
-            self._samples += len(ready.commit.rows)
-            self._release(ready.finished)
+            self._samples += len(commit.rows)
+            self._release(finished)
 
-    # --- follow -------------------------------------------------------------------------------------------------------
+    def _publication(self, results: Sequence[Result]) -> tuple[Commit, list[HeldPlan]]:
+        """Everything that is ready, in one commit, with the ack of each plan that it finishes; those plans.
+
+        One commit and not one for each sample: an ack can then never overtake a row of its group.
+        """
+        rows: list[RowWrite] = []
+        appends: list[Append] = []
+        touched: dict[str, HeldPlan] = {}
+        for result in results:
+            held = self._plans.get(result.group_id, result.attempt)
+            if held is None:
+                continue  # its lease was lost: the worker that has it now writes it
+            touched[held.entry_id] = held
+            if isinstance(result, Completion):
+                held.to_come.discard(result.sample)
+                if result.finish_reason is not FinishReason.ABORT:
+                    rows.append(row_write(result, held, self._worker_id))
+            else:
+                held.to_come.difference_update(result.samples)
+                if not held.aborted:
+                    appends.append(failure_append(result, self._worker_id))
+        finished = [held for held in touched.values() if not held.to_come]
+        acks = self._leases.acks(held.entry_id for held in finished)
+        return Commit(rows=rows, appends=appends, acks=acks), finished
 
     async def _follow(self) -> None:
         """Obey the control log, forever. Of several loads at once only the last is worth its time."""
@@ -279,31 +451,29 @@ class GenerationWorker:
             newest: WeightIdentity | None = None
             for entry in entries:
                 cursor = entry.entry_id
-                match _command(entry):
-                    case AbortRollouts() as command:
+                try:
+                    command = worker_command_decoder.decode(entry.entry.payload)
+                except MessageError as error:  # those after it still count
+                    log.error("unreadable command", entry=entry.entry_id, reason=str(error))
+                    continue
+                match command:
+                    case AbortRollouts():
                         await self._abort(command)
                     case LoadWeights(weights=weights):
                         newest = weights
-                    case DrainWorker(reason=reason):
-                        await self._leave(reason)
-                    case None:
-                        pass
+                    case DrainWorker(reason=reason):  # what was held is published: ``run`` ends, and with it the lease
+                        lost = WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True)
+                        await self._report_event(lost)
+                        self._drained.set()
             if newest is not None:
                 event = await self._updates.load(newest)
                 await self._report_event(event, weights=str(newest))
-
-    async def _leave(self, reason: str) -> None:
-        """What was held is published; ``run`` ends, and with it this worker's lease."""
-        await self._report_event(WorkerLost(worker_id=self._worker_id, reason=f"drained: {reason}", left=True))
-        self._drained.set()
 
     async def _abort(self, command: AbortRollouts) -> None:
         stopped = self._plans.abort(command)
         if stopped:
             log.info("aborting", groups=[held.plan.group_id for held in stopped], reason=command.reason)
             await self._engine.abort([held.key for held in stopped])
-
-    # --- report, renew ------------------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
         """Say what is held, forever. The snapshot is taken before its append, and a plan leaves it after its commit."""
@@ -320,11 +490,8 @@ class GenerationWorker:
             )
             await asyncio.sleep(REPORT_S)
 
-    async def _renew(self) -> None:
-        """Continue the leases, forever; stop working on what was given to another worker."""
-        await self._leases.keep(self._stop)
-
     async def _stop(self, entry_ids: Collection[str]) -> None:
+        """Stop working on what was given to another worker."""
         lost = self._plans.lose(entry_ids)
         log.warning("leases lost", groups=[held.plan.group_id for held in lost])
         await self._engine.abort([held.key for held in lost])

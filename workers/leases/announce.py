@@ -1,13 +1,10 @@
-"""What is announced under a fence, and announced again when the broker was restarted.
+"""Events for the orchestrator, and what is announced again when the broker was restarted.
 
 A broker that comes back may have lost its tail, and with it what had not been read. So after every restart what was
 announced last goes onto the streams once more, in the same order; readers skip what they know. Source: ours.
 
-    Announcer          keeps the last commit under each key: of a publisher's weights, there is one
-    StepAnnouncer      a trainer's: manifests and events
-
-Owns: those memories. Never: when something happens. Invariant: nothing new is announced before what a restart may have
-cost is announced again, so that reports of batches come in their order.
+Invariant: nothing new is announced before what a restart may have cost is announced again, so that reports of batches
+come in their order.
 """
 
 from __future__ import annotations
@@ -24,7 +21,17 @@ from transport.broker.base import Ack, Append, Broker, Commit, Entry, Fence
 from transport.contracts.messages import Event, StepDone, WeightManifest, WeightsPublished, encode
 from transport.contracts.types import WorkerId
 from transport.errors import FencedError
-from workers.leases.events import event_append
+
+
+def event_entry(event: Event, **fields: str | int) -> Entry:
+    """Of the events log: an event's bytes, and fields that a person can read in redis-cli beside its name."""
+    shown = {"event": type(event).__name__} | {name: str(value) for name, value in fields.items()}
+    return Entry(fields=shown, payload=encode(event))
+
+
+def event_append(event: Event, **fields: str | int) -> Append:
+    return Append(stream=keys.EVENTS, entry=event_entry(event, **fields))
+
 
 log = structlog.get_logger(__name__)
 
@@ -111,7 +118,6 @@ class StepAnnouncer(Announcer):
         self._steps: dict[int, StepDone] = {}
 
     async def announce_manifest(self, manifest: WeightManifest) -> None:
-        """Say where a version's bytes are."""
         await self.announce(WeightManifest, Commit(fence=self._fence, appends=[_manifest_append(manifest)]))
 
     async def announce_event(self, event: Event, **fields: str | int) -> None:
@@ -150,7 +156,6 @@ class StepAnnouncer(Announcer):
 
 
 def _manifest_append(manifest: WeightManifest, **fields: str) -> Append:
-    """On the weights log, with what a reader with redis-cli wants to see."""
     weights = manifest.weights
     shown = {"weights": str(weights), "bytes": str(manifest.total_bytes), "host": manifest.host, **fields}
     return Append(stream=keys.WEIGHTS, entry=Entry(fields=shown, payload=encode(manifest)))

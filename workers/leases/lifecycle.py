@@ -1,11 +1,16 @@
-"""What every worker process does besides its work: join, hold its lease, stop when asked.
-
-Invariant: a worker whose lease cannot be renewed keeps working (the broker may only be restarting) until the broker was
-away for ``outage_s``.
+"""What every worker process does besides its work: join, hold its lease, stop when asked. And leases on entries.
 
     connect ── settings ── incarnation ── build the worker ──┬── worker.run()      ends: the run is over
                                                              ├── heartbeat loop    forever: lease + state of the run
                                                              └── signal            first: stop; the lease is ended
+
+    waiting in a queue ──► held: claimed here, renewed while in work ──► acknowledged with its effect, or rejected
+          ▲                          │
+          └── the lease ran out: this process died, hung or was cut off; another consumer reclaims the entry
+
+Invariant: a worker whose lease cannot be renewed keeps working (the broker may only be restarting) until the broker was
+away for ``outage_s``. An entry is handed out once by ``Leases``; one whose lease went to another consumer is reported
+as lost, once, and is not held any more.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,23 +29,122 @@ import msgspec
 import structlog
 
 from transport.broker import keys
-from transport.broker.base import Broker
+from transport.broker.base import Ack, Append, Broker, Delivery
 from transport.contracts.messages import STARTING, WorkerLost, WorkerStatus, encode
 from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.process.clock import Clock
-from workers.leases.events import event_entry
+from workers.leases.announce import event_entry
 
 log = structlog.get_logger(__name__)
+
+RENEWALS_PER_LEASE = 3
+"""Two renewals may be lost before a lease is."""
+
+
+class Leases:
+    """Of ``consumer`` on ``queue``. Used from one event loop; ``keep`` runs beside the rest.
+
+    lease_s: an entry that its holder did not renew for so long may be reclaimed.  max_deliveries: an entry that was
+    delivered so often is moved to the dead letters instead; None: this consumer reclaims nothing.
+    report: gets a line on what was lost or moved there; the log does by default.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        queue: str,
+        consumer: str,
+        clock: Clock,
+        *,
+        lease_s: float,
+        max_deliveries: int | None = None,
+        report: Callable[[str], object] | None = None,
+    ) -> None:
+        self._broker = broker
+        self._queue = queue
+        self._consumer = consumer
+        self._clock = clock
+        self._lease_s = lease_s
+        self._max_deliveries = max_deliveries
+        self._report = report or log.warning
+        self._held: dict[str, None] = {}  # an ordered set
+        self._reclaim_due_s = self._renewed_s = clock.now_s()
+
+    async def claim(self, count: int, *, wait_s: float) -> list[Delivery]:
+        """Up to ``count`` entries that are held from now on: reclaimed ones, else new ones, for which it waits.
+
+        Nothing is awaited between the broker's answer and the return, so a caller that lists what it holds misses none.
+        """
+        found = await self._reclaim(count) or await self._broker.claim(
+            self._queue, self._consumer, count=count, wait_s=wait_s
+        )
+        fresh = [delivery for delivery in found if delivery.entry_id not in self._held]
+        self._held.update(dict.fromkeys(delivery.entry_id for delivery in fresh))
+        return fresh
+
+    async def _reclaim(self, count: int) -> list[Delivery]:
+        """Entries whose holder stopped renewing; looked for twice a lease."""
+        if self._max_deliveries is None or self._clock.now_s() < self._reclaim_due_s:
+            return []
+        self._reclaim_due_s = self._clock.now_s() + self._lease_s / 2
+        taken, dead = await self._broker.reclaim(
+            self._queue, self._consumer, idle_s=self._lease_s, max_deliveries=self._max_deliveries, count=count
+        )
+        for letter in dead:
+            self._report(f"{self._queue}: entry {letter.entry_id} is given up: {letter.reason}")
+        return taken
+
+    async def keep(self, on_lost: Callable[[Collection[str]], Awaitable[None]]) -> None:
+        """Renew what is held, forever. on_lost: stops the work on these entries: another consumer has them."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            if lost := await self.renew():
+                await on_lost(lost)
+
+    async def renew(self) -> list[str]:
+        """Renew what is held. Returns the entries that were lost; those acknowledged meanwhile are not among them."""
+        renewed_s, asked = self._clock.now_s(), list(self._held)
+        kept = set(await self._broker.renew(self._queue, self._consumer, asked)) if asked else set[str]()
+        self._renewed_s = renewed_s
+        lost = [entry_id for entry_id in asked if entry_id not in kept and entry_id in self._held]
+        if lost:
+            self._report(f"{self._queue}: the leases on {len(lost)} entries are lost")
+            self.release(lost)
+        return lost
+
+    async def lost(self, entry_ids: Collection[str], *, ask: bool = False) -> list[str]:
+        """Those that are not held any more. The broker is asked when this process may have slept through a lease."""
+        if entry_ids and (ask or self._clock.now_s() - self._renewed_s > self._lease_s):
+            await self.renew()
+        return [entry_id for entry_id in entry_ids if entry_id not in self._held]
+
+    def acks(self, entry_ids: Iterable[str]) -> list[Ack]:
+        """For the commit of their effect, after which they are ``release``d."""
+        return [Ack(queue=self._queue, entry_id=entry_id) for entry_id in entry_ids]
+
+    async def reject(self, delivery: Delivery, reason: str, *, appends: Sequence[Append] = ()) -> None:
+        """Move an entry to the dead letters, in one step with ``appends``."""
+        await self._broker.reject(delivery, reason, appends=appends)
+        self.release([delivery.entry_id])
+
+    def release(self, entry_ids: Iterable[str]) -> None:
+        """Renew these no longer: they are acknowledged, lost, or given back."""
+        for entry_id in entry_ids:
+            self._held.pop(entry_id, None)
+
+    async def others_left(self) -> bool:
+        """Whether the queue has an entry that is not held here: waiting, or held by another consumer."""
+        return await self._broker.length(self._queue) > len(self._held)
+
 
 SETTINGS_POLL_S = 0.2
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is doing now, as it appears in its lease.
 
     capacity: samples it can run at once (generate).  running, waiting: samples.
@@ -54,7 +158,7 @@ class Activity:
     running: int = 0
     waiting: int = 0
     weights: WeightIdentity | None = None
-    counters: dict[str, float] = field(default_factory=dict[str, float])
+    counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     kv_use: float = 0.0
 
 
@@ -104,7 +208,8 @@ async def fetch_settings(broker: Broker, *, timeout_s: float) -> Settings:
     try:
         async with asyncio.timeout(timeout_s):
             if (raw := await broker.get_meta(keys.SETTINGS)) is None:
-                log.info("waiting for the run's orchestrator", run=broker.run, at_most_s=timeout_s)
+                how = "start it with: streamrl-orchestrator serve --run NAME"
+                log.info("waiting for the run's orchestrator", run=broker.run, at_most_s=timeout_s, hint=how)
             while raw is None:
                 await asyncio.sleep(SETTINGS_POLL_S)
                 raw = await broker.get_meta(keys.SETTINGS)
@@ -156,8 +261,9 @@ async def serve_worker(
         with contextlib.suppress(TransientError, FatalError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await broker.end_lease(worker_id)
-                if stopping.is_set():
-                    await _say_goodbye(broker, worker_id)
+                if stopping.is_set():  # what it held goes to others at once, not when its lease would have run out
+                    lost = WorkerLost(worker_id=worker_id, reason="it was told to leave", left=True)
+                    await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
 
 
 async def free_index(broker: Broker, kind: WorkerKind) -> int:
@@ -167,12 +273,6 @@ async def free_index(broker: Broker, kind: WorkerKind) -> int:
         index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each number once
         if f"{kind.value}-{index}" not in taken:
             return index
-
-
-async def _say_goodbye(broker: Broker, worker_id: WorkerId) -> None:
-    """What it held goes to others at once, instead of when its lease would have run out."""
-    lost = WorkerLost(worker_id=worker_id, reason="it was told to leave", left=True)
-    await broker.append(keys.EVENTS, event_entry(lost, worker=worker_id))
 
 
 async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping: asyncio.Event) -> T | None:
@@ -201,59 +301,41 @@ def _stop_on_signal() -> asyncio.Event:
     return stopping
 
 
+@dataclass(slots=True)
 class _Lease:
     """Renews the lease and looks whether the run is over."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        worker_id: WorkerId,
-        kind: WorkerKind,
-        liveness: LivenessSettings,
-        clock: Clock,
-        heartbeat_file: Path | None = None,
-    ) -> None:
-        self.worker: Worker | None = None
-        self._broker = broker
-        self._worker_id = worker_id
-        self._kind = kind
-        self._liveness = liveness
-        self._clock = clock
-        self._started_s = clock.now_s()
-        self._doing = ""
-        self._since_s = self._started_s
-        self._heartbeat_file = heartbeat_file
+    broker: Broker
+    worker_id: WorkerId
+    kind: WorkerKind
+    liveness: LivenessSettings
+    clock: Clock
+    heartbeat_file: Path | None
+    worker: Worker | None = None
 
     async def keep(self) -> None:
         """Beat until the run is over. Raises BrokerUnavailableError when the broker was away for too long."""
+        started_s = since_s = self.clock.now_s()
+        doing = ""
         while True:
-            await self._broker.beat(self._worker_id, encode(self._status()), ttl_s=self._liveness.lease_s)
-            if self._heartbeat_file:
-                self._heartbeat_file.touch()
-            if await self._broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+            activity = self.worker.activity() if self.worker else Activity(doing=STARTING)
+            now_s = self.clock.now_s()
+            if activity.doing != doing:
+                doing, since_s = activity.doing, now_s
+            status = WorkerStatus(
+                worker_id=self.worker_id,
+                kind=self.kind,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                protocol=PROTOCOL_VERSION,
+                since_s=now_s - since_s,
+                elapsed_s=now_s - started_s,
+                **msgspec.structs.asdict(activity),
+            )
+            await self.broker.beat(self.worker_id, encode(status), ttl_s=self.liveness.lease_s)
+            if self.heartbeat_file:
+                self.heartbeat_file.touch()
+            if await self.broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
                 log.info("the run is over")
                 return
-            await asyncio.sleep(self._liveness.heartbeat_s)
-
-    def _status(self) -> WorkerStatus:
-        activity = self.worker.activity() if self.worker else Activity(doing=STARTING)
-        now_s = self._clock.now_s()
-        if activity.doing != self._doing:
-            self._doing, self._since_s = activity.doing, now_s
-        return WorkerStatus(
-            worker_id=self._worker_id,
-            kind=self._kind,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            protocol=PROTOCOL_VERSION,
-            doing=activity.doing,
-            since_s=now_s - self._since_s,
-            capacity=activity.capacity,
-            running=activity.running,
-            waiting=activity.waiting,
-            weights=activity.weights,
-            busy_s=activity.busy_s,
-            elapsed_s=now_s - self._started_s,
-            counters=activity.counters,
-            kv_use=activity.kv_use,
-        )
+            await asyncio.sleep(self.liveness.heartbeat_s)

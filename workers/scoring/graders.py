@@ -82,7 +82,10 @@ class Reader:
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return self._value(operand)
             case ast.BinOp(left=left, op=ast.Pow(), right=right) if self._powers:
-                return _power(self._value(left), self._value(right))
+                base, exponent = self._value(left), self._value(right)  # sympy's
+                if exponent.is_number and abs(exponent) * max(1, _bits(base)) > MAX_BITS:
+                    raise ValueError(f"a power of more than {MAX_BITS} bits")
+                return _bounded(base**exponent)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _bounded(_OPERATORS[type(op)](self._value(left), self._value(right)))
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in self._functions:
@@ -95,13 +98,6 @@ def _bounded(value: Any) -> Any:
     if _bits(value) > MAX_BITS:
         raise ValueError(f"a number of more than {MAX_BITS} bits")
     return value
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    """Of sympy's expressions. A number as exponent may not make the base's number too long."""
-    if exponent.is_number and abs(exponent) * max(1, _bits(base)) > MAX_BITS:
-        raise ValueError(f"a power of more than {MAX_BITS} bits")
-    return _bounded(base**exponent)
 
 
 def _bits(value: Any) -> int:
@@ -119,32 +115,15 @@ def _equals_answer(answer: str, entry: Entry) -> bool:
     return answer.strip() == str(entry["answer"]).strip()
 
 
-def _same_word(answer: str, entry: Entry) -> bool:
-    return answer.casefold() == str(entry["answer"]).casefold()
-
-
-def _is_valid_answer(answer: str, entry: Entry) -> bool:
-    return answer in entry["metadata"]["valid_answers"]
-
-
-def _same_integer(answer: str, entry: Entry) -> bool:
-    """0x1f, 0b11111 and 31 are the same."""
-    return int(answer, 0) == int(str(entry["answer"]), 0)
-
-
 def _same_order(answer: str, entry: Entry) -> bool:
     """A list of numbers in the asked order, each at most 1 from the right one (theirs: models round)."""
-    given, right = ([float(number) for number in _numbers(text)] for text in (answer, str(entry["answer"])))
-    descending = entry["metadata"]["direction"] != "ascending"
-    ordered = given == sorted(given, reverse=descending)
-    return ordered and len(given) == len(right) and all(abs(a - b) <= 1 for a, b in zip(given, right, strict=True))
-
-
-def _numbers(text: str) -> list[Any]:
-    read = json.loads(text.replace("'", '"'))
-    if not isinstance(read, list):
+    given, right = (json.loads(text.replace("'", '"')) for text in (answer, str(entry["answer"])))
+    if not isinstance(given, list) or not isinstance(right, list):
         raise ValueError("not a list")
-    return read
+    numbers = [float(number) for number in given]
+    ordered = numbers == sorted(numbers, reverse=entry["metadata"]["direction"] != "ascending")
+    close = all(abs(a - float(b)) <= 1 for a, b in zip(numbers, right, strict=False))
+    return ordered and len(numbers) == len(right) and close
 
 
 # --- expressions ------------------------------------------------------------------------------------------------------
@@ -161,43 +140,34 @@ def _makes(target: Callable[[Entry], int]) -> Grade:
     return grade
 
 
-def _same_polynomial(answer: str, entry: Entry) -> bool:
-    return bool(_sympy_reader().read(answer) == _sympy_reader().read(str(entry["answer"])))
-
-
 def _integrates(answer: str, entry: Entry) -> bool:
     """Its derivative is the integrand; a constant C may stand in it."""
     import sympy
 
     variable = sympy.Symbol(entry["metadata"]["variable"])
-    difference = sympy.diff(_sympy_reader().read(answer), variable) - _sympy_reader().read(
-        str(entry["metadata"]["integrand"])
-    )
+    difference = sympy.diff(_symbolic(answer), variable) - _symbolic(entry["metadata"]["integrand"])
     return bool(sympy.simplify(difference) == 0)
 
 
-def _sympy_reader() -> Reader:
+def _symbolic(text: object) -> Any:
     import sympy
 
     letters = {letter: sympy.Symbol(letter) for letter in "abcdfghjklmnopqrstuvwxyzABCDFGHJKLMPRTUVWXYZ"}
     functions = "sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log sqrt".split()  # noqa: SIM905
-    return Reader(
-        sympy.Rational,
-        {**letters, "E": sympy.E, "pi": sympy.pi},
-        {name: getattr(sympy, name) for name in functions} | {"ln": sympy.log},
-        powers=True,
-    )
+    named = {name: getattr(sympy, name) for name in functions} | {"ln": sympy.log}
+    return Reader(sympy.Rational, {**letters, "E": sympy.E, "pi": sympy.pi}, named, powers=True).read(str(text))
 
 
 OUR_GRADERS: dict[str, Grade] = {
     "binary_matrix": _equals_answer,
-    "bitwise_arithmetic": _same_integer,
+    # 0x1f, 0b11111 and 31 are the same
+    "bitwise_arithmetic": lambda answer, entry: int(answer, 0) == int(str(entry["answer"]), 0),
     "countdown": _makes(lambda entry: entry["metadata"]["target"]),
-    "game_of_life_halting": _same_word,
+    "game_of_life_halting": lambda answer, entry: answer.casefold() == str(entry["answer"]).casefold(),
     "intermediate_integration": _integrates,
-    "n_queens": _is_valid_answer,
+    "n_queens": lambda answer, entry: answer in entry["metadata"]["valid_answers"],
     "number_sorting": _same_order,
-    "polynomial_multiplication": _same_polynomial,
+    "polynomial_multiplication": lambda answer, entry: bool(_symbolic(answer) == _symbolic(entry["answer"])),
     "puzzle24": _makes(lambda entry: 24),
     "simple_integration": _integrates,
     "spiral_matrix": _equals_answer,

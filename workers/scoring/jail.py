@@ -28,8 +28,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transport.process.spawn import python_module
-
 BUBBLEWRAP = "bwrap"
 PROBE_S = 60.0
 """It takes .3 s, most of it imports; on a machine with ten busy processes several seconds."""
@@ -142,6 +140,8 @@ class Jail:
 
 def _interpreter() -> list[Path]:
     """What this Python is made of, without the working directory: it may hold runs, and they hold secrets."""
+    from transport.process.programs import python_module  # not for the child, which imports little
+
     packages = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir() and Path(entry) != Path.cwd()]
     ours = Path(__file__).resolve().parents[2]
     found = [Path(sys.prefix), Path(sys.base_prefix), Path(python_module("")[0]).resolve().parents[1]]

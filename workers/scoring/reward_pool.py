@@ -7,9 +7,9 @@ A reward may raise, hang, leak, print or crash; the worker goes on and the unit 
 a reward costs a message there and back (well under 1 ms), not a process. jail.py says what the jail holds. Without it
 the limits protect from mistakes and the environment from being read, but not from hostile code.
 
-Owns: the children, and which samples share a call. Never: delivery, retries (consumer.py). Invariant: ``score`` ends
-with a Reward or a RewardError: once it has a child that runs, within its limit plus GRACE_S, and as much for each of
-its batch where that as a whole took too long.
+Owns: the children, and which samples share a call. Never: delivery, retries (worker.py). Invariant: ``score`` ends with
+a Reward or a RewardError: once it has a child that runs, within its limit plus GRACE_S, and as much for each of its
+batch where that as a whole took too long.
 """
 
 from __future__ import annotations
@@ -29,12 +29,22 @@ import msgspec
 import structlog
 
 from transport.contracts.settings import Settings
+from transport.process.programs import python_module
 from transport.process.secret import own_directories
-from transport.process.spawn import python_module
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
 from workers.scoring.jail import Jail, clean_environment
-from workers.scoring.reward_process import Failed, Ready, Sample, Scored, ScoreRequest, Scores, Setup, frame
-from workers.scoring.rewards import Reward, RewardSpec
+from workers.scoring.rewards import (
+    Failed,
+    Ready,
+    Reward,
+    RewardSpec,
+    Sample,
+    Scored,
+    ScoreRequest,
+    Scores,
+    Setup,
+    frame,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +58,7 @@ MAX_ANSWER_BYTES = 1024 * 1024
 MAX_BATCH = 16
 """Samples in one call of a reward that takes a batch: as many as a worker holds (worker.AT_ONCE)."""
 
-COMMAND = python_module("workers.scoring.reward_process")
+COMMAND = python_module("workers.scoring.rewards")
 
 _Unit: TypeAlias = tuple[Sample, asyncio.Future[Reward]]
 Answer: TypeAlias = Ready | Scores | Failed
@@ -78,30 +88,24 @@ class RewardChild:
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, env=_environment(self._allowed), start_new_session=True
         )
-        try:
-            self.takes_batches = await self._set_up()
-        except BaseException:
-            await self.kill()  # its Ready would be taken for the answer to the next request
-            raise
-
-    async def _set_up(self) -> bool:
-        """Whether the reward takes batches."""
+        ready = False
         try:
             answer = await self._exchange(self._setup, STARTUP_S)
+            if not isinstance(answer, Ready):
+                invalid = "the reward's process sent an invalid answer"
+                raise RewardSetupError(answer.reason if isinstance(answer, Failed) else invalid)
+            self.takes_batches, ready = answer.takes_batches, True
         except TimeoutError:
             raise RewardSetupError(f"the reward was not ready after {STARTUP_S:.0f} s") from None
         except (OSError, asyncio.IncompleteReadError):
             code = await self._ended()
-            raise RewardSetupError(f"the reward's process ended with {code} before it was ready") from None
+            name = self._setup.spec.function or "(own verifier)"
+            raise RewardSetupError(f"the process of reward {name!r} ended with {code} before it was ready") from None
         except msgspec.MsgspecError as error:
             raise RewardSetupError(f"the reward's process sent an invalid answer: {error}") from None
-        match answer:
-            case Ready(takes_batches=takes_batches):
-                return takes_batches
-            case Failed(reason=reason):
-                raise RewardSetupError(reason)
-            case Scores():
-                raise RewardSetupError("the reward's process sent an invalid answer")
+        finally:
+            if not ready:
+                await self.kill()  # its Ready would be taken for the answer to the next request
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardError]:
         """One call, in a new child where the last one died.
@@ -115,10 +119,14 @@ class RewardChild:
             except (RewardSetupError, OSError) as error:  # it did start once: no memory, a busy machine
                 raise RewardError(f"the reward's process did not start again: {error}") from error
         started_s = time.monotonic()
+        answered = False
         try:
             answer = await self._exchange(ScoreRequest(samples=list(samples)), self._setup.timeout_s + GRACE_S)
+            if not isinstance(answer, Scores) or len(answer.results) != len(samples):
+                raise RewardError("the reward's process sent an invalid answer")
+            answered = True
+            return [one.reward if isinstance(one, Scored) else RewardError(one.reason) for one in answer.results]
         except TimeoutError:
-            await self.kill()
             raise self._too_slow() from None
         except (OSError, asyncio.IncompleteReadError):
             code = await self._ended()
@@ -126,15 +134,10 @@ class RewardChild:
                 raise self._too_slow() from None
             raise RewardError(f"the reward's process ended with {code}") from None
         except msgspec.MsgspecError as error:
-            await self.kill()
             raise RewardError(f"the reward's process sent an invalid answer: {error}") from None
-        except asyncio.CancelledError:
-            await self.kill()  # its answer would be taken for that to the next request
-            raise
-        if not isinstance(answer, Scores) or len(answer.results) != len(samples):
-            await self.kill()
-            raise RewardError("the reward's process sent an invalid answer")
-        return [one.reward if isinstance(one, Scored) else RewardError(one.reason) for one in answer.results]
+        finally:
+            if not answered:
+                await self.kill()  # its answer would be taken for that to the next request
 
     def _too_slow(self) -> RewardTimeoutError:
         return RewardTimeoutError(f"the reward took longer than {self._setup.timeout_s:g} s (scoring.timeout_s)")
@@ -189,8 +192,7 @@ class RewardPool:
         hidden: Sequence[Path] = (),
         environment: Sequence[str] = (),
     ) -> None:
-        path = str(Path(spec.path).resolve()) if spec.path else ""
-        self._spec = msgspec.structs.replace(spec, path=path)
+        self._spec = msgspec.structs.replace(spec, path=str(Path(spec.path).resolve()) if spec.path else "")
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._wants_jail = jailed
@@ -222,10 +224,8 @@ class RewardPool:
         Raises RewardSetupError: the reward cannot be built, may not run here, or computes nothing for any of ``trial``.
         """
         jail = await self._find_jail()
-        setup = Setup(
-            spec=self._spec, timeout_s=self._timeout_s, memory_bytes=self._memory_bytes, jailed=jail is not None
-        )
         self.jailed = jail is not None
+        setup = Setup(spec=self._spec, timeout_s=self._timeout_s, memory_bytes=self._memory_bytes, jailed=self.jailed)
         self._children = [RewardChild(setup, jail, self._environment) for _ in range(self._num_processes)]
         try:
             await self._children[0].start()
@@ -238,16 +238,11 @@ class RewardPool:
 
     async def _find_jail(self) -> Jail | None:
         """Where rewards run. Raises RewardSetupError for one that executes answers where there is no jail."""
-        path = self._spec.path
-        jail = Jail(
-            readable=(Path(path),) if path else (),
-            hidden=(*self._hidden, *own_directories()),
-        )
-        reason = (
-            await jail.why_not(COMMAND, _environment(self._environment))
-            if self._wants_jail
-            else 'scoring.jail is "off"'
-        )
+        readable = (Path(self._spec.path),) if self._spec.path else ()
+        jail = Jail(readable=readable, hidden=(*self._hidden, *own_directories()))
+        reason = 'scoring.jail is "off"'
+        if self._wants_jail:
+            reason = await jail.why_not(COMMAND, _environment(self._environment))
         if not reason:
             return jail
         if self._spec.executes_answers:
@@ -337,7 +332,6 @@ async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:
 
 
 def _environment(allowed: Sequence[str]) -> dict[str, str]:
-    """A child's."""
     search = os.pathsep.join(filter(None, sys.path))
     return {**clean_environment(os.environ, allowed), "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""Rewards: what one response is worth, with named components.
+"""Rewards: what one response is worth, with named components; and the child process that computes them.
 
     own verifier     a grader of the task, reasoning_gym's or ours, or a comparison with the entry's answer (jsonl, hf)
     user's function  ``module:function``, called with one response or with a batch of them (UserReward)
@@ -6,22 +6,33 @@
 The own verifiers pay 1 for a right answer, ``well_formed_reward`` for a wrong one in the asked form, else 0, so that a
 model that cannot do the task yet has a first step to climb.
 
-Owns: extraction, verification, the meaning of what a user's function returns. Never: processes, time limits
-(reward_pool.py). Invariant: a reward is a finite number or a RewardError, never a silent zero.
+The child is started by reward_pool.py as ``python -m workers.scoring.rewards``, in a jail where that works (jail.py),
+for some rewards once an answer: this module imports little.
+
+    frame = length (4 bytes, big-endian) | MessagePack
+    parent: Setup once, then a ScoreRequest at a time;  child: Ready once, then Scores to each
+
+Owns: extraction, verification, the meaning of what a user's function returns, the child's end of the frames. Never:
+when a child starts or ends. Invariant: a reward is a finite number or a RewardError, never a silent zero; every request
+is answered, or the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib
 import inspect
 import json
 import logging
 import math
+import os
 import re
+import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -29,7 +40,8 @@ from transport.contracts.gym_tasks import refusal
 from transport.contracts.settings import ParamValue, Settings
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
-from workers.scoring.graders import OUR_GRADERS, Entry, Grade
+from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
+from workers.scoring.jail import confine
 
 
 class RewardSpec(Struct, frozen=True, kw_only=True):
@@ -91,15 +103,13 @@ def build_reward(spec: RewardSpec) -> Scorer:
     """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
     if spec.function:
         return _user_reward(spec.function, spec.path)
-    grade = _gym_grade(spec.task, spec.params) if spec.source == "reasoning_gym" else _answer_grade()
-    return _own_verifier(spec, grade)
+    return _own_verifier(spec, _gym_grade(spec) if spec.source == "reasoning_gym" else _answer_grade())
 
 
 # --- the answer in a response -----------------------------------------------------------------------------------------
 
 DECORATION = "*` '\"\u2018\u2019\u201c\u201d"
 """Emphasis and quotation marks around an answer: a model that quotes the asked form closes the quote after it."""
-_NUMBER = re.compile(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)")
 
 
 def extract_answer(response: str, marker: str) -> str | None:
@@ -122,16 +132,7 @@ def extract_answer(response: str, marker: str) -> str | None:
 def as_number(text: str) -> float | None:
     """The number that ``text`` is: ``1,000``, ``-3.50``, ``$7``, ``12%`` count; None for anything else."""
     bare = text.strip().lstrip("$€£").rstrip("%").strip().replace("\u2212", "-")
-    if not _NUMBER.fullmatch(bare):
-        return None
-    return float(bare.replace(",", ""))
-
-
-def has_asked_form(answer: str | None, entry: Entry) -> bool:
-    """There is an answer, and it is a number where a number is asked for (or "Answer: <result>" would pay)."""
-    if answer is None:
-        return False
-    return as_number(_gold(entry)) is None or as_number(answer) is not None
+    return float(bare.replace(",", "")) if re.fullmatch(r"[-+]?(\d[\d,]*\.?\d*|\.\d+)", bare) else None
 
 
 def _gold(entry: Entry) -> str:
@@ -142,14 +143,8 @@ def _gold(entry: Entry) -> str:
 # --- own verifiers ----------------------------------------------------------------------------------------------------
 
 UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 """What graders raise at an answer that they cannot read, so that it is not right. Running out of memory or time is not
 among them: the answer may have been right."""
@@ -160,23 +155,21 @@ def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
         if not _gold(entry):
             raise RewardError("the task entry has no answer to compare with")
         answer = extract_answer(response, spec.answer_marker)
-        well_formed = has_asked_form(answer, entry)
-        right = answer is not None and well_formed and _is_right(grade, answer, entry)
+        # a number where a number is asked for, or "Answer: <result>" would pay
+        well_formed = answer is not None and (as_number(_gold(entry)) is None or as_number(answer) is not None)
+        try:
+            right = answer is not None and well_formed and grade(answer, entry)
+        except UNREADABLE:
+            right = False
         value = 1.0 if right else spec.well_formed_reward if well_formed else 0.0
         return Reward(value=value, components={"well_formed": float(well_formed), "right": float(right)})
 
     return score
 
 
-def _is_right(grade: Grade, answer: str, entry: Entry) -> bool:
-    try:
-        return grade(answer, entry)
-    except UNREADABLE:
-        return False
-
-
-def _gym_grade(task: str, params: Mapping[str, ParamValue]) -> Grade:
+def _gym_grade(spec: RewardSpec) -> Grade:
     """Of a task whose scorer does not execute answers; full marks only count as right."""
+    task, params = spec.task, spec.params
     if reason := refusal(task):
         raise RewardSetupError(reason)
     if task in OUR_GRADERS:
@@ -255,37 +248,44 @@ class UserReward:
         )
         if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(samples):
             raise RewardError(f"the reward function returned {result!r:.60} for {len(samples)} responses, not a list")
-        return [_read_one(one) for one in cast("Sequence[object]", result)]
+        rewards: list[Reward | RewardError] = []
+        for one in cast("Sequence[object]", result):
+            try:
+                rewards.append(read_reward(one))
+            except RewardError as error:
+                rewards.append(error)
+        return rewards
 
     def _call(self, *arguments: Any, **named: Any) -> object:
+        async def finish(result: Awaitable[object]) -> object:
+            return await result
+
         result = self._function(*arguments, **named)
-        return self._runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return self._runner.run(finish(result)) if inspect.isawaitable(result) else result
 
 
 BATCH = {"prompts", "responses", "entries"}
 """Parameters of a function that takes a batch."""
 
 
-async def _awaited(result: Awaitable[object]) -> object:
-    return await result
-
-
-def _read_one(result: object) -> Reward | RewardError:
-    try:
-        return read_reward(result)
-    except RewardError as error:
-        return error
+RENAMED = {"workers.scoring.toy_rewards:digit_share": "workers.scoring.rewards:digit_share"}
+"""As configurations of earlier versions name it."""
 
 
 def _user_reward(name: str, path: str) -> UserReward:
-    module_name, _, function_name = name.partition(":")
+    module_name, _, function_name = RENAMED.get(name, name).partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except ModuleNotFoundError as error:
         raise RewardSetupError(
             f"reward {name!r} cannot be imported: {error} (looked for in {path or 'what is installed'}; name its "
             "directory with scoring.reward_path, on a worker with --reward-path)"
         ) from error
+    except Exception as error:  # the user's module may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, AttributeError | SyntaxError) else f", {frame.filename}:{frame.lineno}"
+        reason = f"{type(error).__name__}: {error}{where}"
+        raise RewardSetupError(f"reward {name!r} cannot be imported: {reason}; mend its module") from error
     if not callable(function):
         raise RewardSetupError(f"reward {name!r} is not a function")
     return UserReward(name, function)
@@ -324,3 +324,128 @@ def read_entry(raw: bytes) -> Entry:
     if not isinstance(entry, dict):
         raise RewardError("the task entry is not a JSON object")
     return entry
+
+
+def digit_share(prompt: str, response: str, entry: Entry) -> dict[str, float]:
+    """The share of digits among the response's characters, in [0, 1]; 0 for an empty one.
+
+    For runs that only try the pipeline out, named like a user's own function: "workers.scoring.rewards:digit_share".
+    Source: ours. A random model earns about 0.15 and can learn this in a few steps, unlike any sum.
+    """
+    share = sum(character.isdigit() for character in response) / max(1, len(response))
+    return {"reward": share, "empty": float(not response)}
+
+
+# --- the child process ------------------------------------------------------------------------------------------------
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """timeout_s: of one request.  memory_bytes: address space of the child.  jailed: whether it is in a jail."""
+
+    spec: RewardSpec
+    timeout_s: float
+    memory_bytes: int
+    jailed: bool = False
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """entry: the column TASK_ENTRY as it is."""
+
+    prompt: str
+    response: str
+    entry: bytes
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """Several samples only where the child is ``Ready`` for batches."""
+
+    samples: list[Sample]
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag=True):
+    """No reward, and why. Also the answer to a Setup that cannot be done."""
+
+    reason: str
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag=True):
+    """The reward is imported. takes_batches: one call may score several samples."""
+
+    takes_batches: bool = False
+
+
+class Scored(Struct, frozen=True, kw_only=True, tag=True):
+    reward: Reward
+
+
+Result: TypeAlias = Scored | Failed
+
+
+class Scores(Struct, frozen=True, kw_only=True, tag=True):
+    """One for each sample of the request, in their order."""
+
+    results: list[Result]
+
+
+_request_decoder = msgspec.msgpack.Decoder(ScoreRequest)  # here: it makes code of annotations, which the guard refuses
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    raw = msgspec.msgpack.encode(message)
+    return len(raw).to_bytes(4, "big") + raw
+
+
+def main() -> None:
+    """Serve until stdin ends. What a reward prints goes to stderr; code that reads from stdin gets nothing."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    os.dup2(2, 1)
+    if not (raw := _read(requests)):  # tried only, whether it starts (Jail.why_not)
+        return
+    setup = msgspec.msgpack.decode(raw, type=Setup)
+    confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
+    if setup.spec.path:
+        sys.path.append(setup.spec.path)  # last: a file of the user's never takes the place of a library
+    try:
+        scorer = build_reward(setup.spec)
+    except RewardSetupError as error:
+        answers.write(frame(Failed(reason=str(error))))
+        return
+    if not setup.spec.function:
+        forbid_code_from_text()
+    answers.write(frame(Ready(takes_batches=isinstance(scorer, UserReward) and scorer.takes_batches)))
+    while raw := _read(requests):
+        answers.write(frame(_answer(scorer, _request_decoder.decode(raw).samples, setup.timeout_s)))
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """The next frame, b"" at the end."""
+    length = requests.read(4)
+    return requests.read(int.from_bytes(length, "big")) if len(length) == 4 else b""
+
+
+def _answer(scorer: Scorer, samples: list[Sample], timeout_s: float) -> Scores:
+    # one that does not come back is ended by faulthandler's own thread, which needs no GIL and prints where it hangs
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
+    try:
+        units = [(one.prompt, one.response, read_entry(one.entry)) for one in samples]
+        if isinstance(scorer, UserReward) and scorer.takes_batches:
+            scored = scorer.score_batch(units)
+        else:
+            scored = [scorer(*unit) for unit in units]
+        results = [Failed(reason=str(one)) if isinstance(one, RewardError) else Scored(reward=one) for one in scored]
+        return Scores(results=results)
+    except RewardError as error:
+        reason = str(error)
+    except (Exception, SystemExit) as error:  # the guard of one unit: foreign code may raise anything
+        reason = f"the reward raised {type(error).__name__}: {error}"[:500]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return Scores(results=[Failed(reason=reason) for _ in samples])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,90 +1,80 @@
-"""The scoring tasks that need no model: "reward" of one sample, and "advantages" of a group that has all its rewards.
+"""The scoring tasks: "reward" and "reference" of one sample, and "advantages" of a group that has all its rewards.
 
 Owns: detokenisation, the columns that each task writes, the group's step from rewards to GroupScored. Never: the reward
-itself (reward_pool.py), the arithmetic of advantages (workers/algorithms/advantage.py). Invariant: GroupScored is
-appended with the insert of the group's advantages, hence exactly once.
+itself (reward_pool.py), the arithmetic of advantages (workers/algorithms/advantage.py), torch. Invariant: GroupScored
+is appended with the insert of the group's advantages, hence exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from transport.broker.base import RowWrite
+from transport.broker.base import Commit, RowWrite
 from transport.contracts.messages import GroupScored, RowsMissing, rollout_info_decoder
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal
-from workers.errors import ModelError
-from workers.leases.events import event_append
-from workers.scoring.consumer import Outcome, Unit
-from workers.scoring.rewards import Reward
-
-READS = (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO)
-
-Detokenize = Callable[[Sequence[int]], str]
+from workers.leases.announce import event_append
+from workers.models import Detokenize
+from workers.scoring.reward_pool import RewardPool
+from workers.trainer.learner import PromptGroup, TrainingSample
 
 
-class Scores(Protocol):
-    """What computes rewards (reward_pool.RewardPool)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit of a task. unit_id: a row id or a group id."""
 
-    async def score(self, prompt: str, response: str, entry: bytes) -> Reward: ...
-
-
-def load_detokenizer(model_dir: Path) -> Detokenize:
-    """The model's own tokenizer, special tokens left out. Raises ModelError where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a tokenizer from {model_dir}: {error}") from error
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    unit_id: str
+    group_id: GroupId
 
 
-def lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId) -> Outcome:
+Handle = Callable[[Unit], Awaitable[Commit]]
+"""Works on one unit. Returns what is to be written for it, nothing when its group is gone: then the unit is only
+acknowledged. RewardError: try again; MessageError: what was stored is bad, no retry helps."""
+
+
+def _lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId) -> Commit:
     """A unit whose columns are not there: nothing to do when its group was dropped; else its bytes were lost."""
     if not group:
-        return Outcome()
-    return Outcome(appends=(event_append(RowsMissing(row_ids=(row_id,)), row=row_id, worker=worker_id),))
+        return Commit()
+    return Commit(appends=(event_append(RowsMissing(row_ids=(row_id,)), row=row_id, worker=worker_id),))
 
 
 class RewardTask:
     """Scores one sample at a time; many may be in work together."""
 
-    def __init__(self, rows: RowStore, worker_id: WorkerId, scores: Scores, detokenize: Detokenize) -> None:
+    def __init__(self, rows: RowStore, worker_id: WorkerId, pool: RewardPool, detokenize: Detokenize) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._scores = scores
+        self._pool = pool
         self._detokenize = detokenize
 
-    async def __call__(self, unit: Unit) -> Outcome:
+    async def __call__(self, unit: Unit) -> Commit:
         """Reward of one row. Raises RewardError; MessageError for columns that do not decode."""
         row_id = RowId(unit.unit_id)
         (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS])
         (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_TEXT, Column.TASK_ENTRY])
         if Column.RESPONSE_IDS not in row or not group:
-            return lost_row(row_id, group, self._worker_id)
-        response = self._text(row[Column.RESPONSE_IDS])
+            return _lost_row(row_id, group, self._worker_id)
+        try:
+            response = self._detokenize(decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS]).tolist())
+        except (OverflowError, IndexError) as error:
+            raise MessageError(f"the response has ids that the tokenizer does not know: {error}") from error
         prompt = group.get(Column.PROMPT_TEXT, b"").decode(errors="replace")
-        reward = await self._scores.score(prompt, response, group.get(Column.TASK_ENTRY, b""))
+        reward = await self._pool.score(prompt, response, group.get(Column.TASK_ENTRY, b""))
         columns = {
             Column.REWARD: encode_array(Column.REWARD, [reward.value]),
             Column.REWARD_COMPONENTS: msgspec.json.encode(reward.components),
         }
-        return Outcome(rows=(RowWrite(row_id=row_id, columns=columns),))
-
-    def _text(self, raw: bytes) -> str:
-        try:
-            return self._detokenize(decode_array(Column.RESPONSE_IDS, raw).tolist())
-        except (OverflowError, IndexError) as error:
-            raise MessageError(f"the response has ids that the tokenizer does not know: {error}") from error
+        return Commit(rows=(RowWrite(row_id=row_id, columns=columns),))
 
 
 class AdvantageTask:
@@ -96,17 +86,23 @@ class AdvantageTask:
         self._kind: AdvantageKind = kind
         self._max_group_size = max_group_size
 
-    async def __call__(self, unit: Unit) -> Outcome:
+    async def __call__(self, unit: Unit) -> Commit:
         """Advantages of one whole group. Raises MessageError for rows whose columns do not decode."""
         ids = [row_id(unit.group_id, sample) for sample in range(self._max_group_size)]
-        read = await self._rows.read_rows(ids, READS)
+        read = await self._rows.read_rows(ids, (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO))
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
         if not rows:
-            return Outcome()  # the group was dropped
+            return Commit()  # the group was dropped
         rewards = [decode_scalar(Column.REWARD, columns[Column.REWARD]) for columns in rows.values()]
-        scored = _group_scored(unit.group_id, list(rows.values()), rewards)
-        mean = f"{fmean(rewards):.4f}"
-        append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=mean)
+        infos = [rollout_info_decoder.decode(columns.get(Column.ROLLOUT_INFO, b"")) for columns in rows.values()]
+        scored = GroupScored(
+            group_id=unit.group_id,
+            rewards=tuple(rewards),
+            response_tokens=tuple(info.response_tokens for info in infos),
+            signal=has_signal(rewards),
+            components=_mean_components([*rows.values()]),
+        )
+        append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
         advantages = group_advantages(np.asarray(rewards, np.float32), self._kind)
         writes = [
             RowWrite(
@@ -116,18 +112,7 @@ class AdvantageTask:
             )
             for index, row in enumerate(rows)
         ]
-        return Outcome(rows=writes)
-
-
-def _group_scored(group_id: GroupId, rows: Sequence[Mapping[Column, bytes]], rewards: Sequence[float]) -> GroupScored:
-    infos = [rollout_info_decoder.decode(row.get(Column.ROLLOUT_INFO, b"")) for row in rows]
-    return GroupScored(
-        group_id=group_id,
-        rewards=tuple(rewards),
-        response_tokens=tuple(info.response_tokens for info in infos),
-        signal=has_signal(rewards),
-        components=_mean_components(rows),
-    )
+        return Commit(rows=writes)
 
 
 def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]:
@@ -141,3 +126,58 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
         for name, value in components.items():
             values.setdefault(name, []).append(value)
     return {name: fmean(found) for name, found in values.items()}
+
+
+class ReferenceTask:
+    """Logprobs of each response under the model that training started from; only with ``algorithm.kl_coef`` > 0.
+
+    What arrives during one pass of the model is the next pass. logprobs: those of some groups' rows, by row id; called
+    on one thread at a time.
+    """
+
+    def __init__(
+        self,
+        rows: RowStore,
+        worker_id: WorkerId,
+        logprobs: Callable[[Sequence[PromptGroup]], Mapping[RowId, NDArray[np.float32]]],
+    ) -> None:
+        self._rows = rows
+        self._worker_id = worker_id
+        self._logprobs = logprobs
+        self._computing = asyncio.Lock()
+        self._waiting: dict[RowId, PromptGroup] = {}
+        self._computed: dict[RowId, NDArray[np.float32]] = {}
+
+    async def __call__(self, unit: Unit) -> Commit:
+        """Reference logprobs of one row. Raises MessageError for columns that do not decode."""
+        row_id = RowId(unit.unit_id)
+        (row,) = await self._rows.read_rows([row_id], [Column.RESPONSE_IDS])
+        (group,) = await self._rows.read_groups([unit.group_id], [Column.PROMPT_IDS])
+        if Column.RESPONSE_IDS not in row or Column.PROMPT_IDS not in group:
+            return _lost_row(row_id, group, self._worker_id)
+        prompt_ids = decode_array(Column.PROMPT_IDS, group[Column.PROMPT_IDS])
+        ids = decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS])
+        unused = np.zeros(len(ids), np.float32)
+        sample = TrainingSample(row_id=row_id, response_ids=ids, rollout_logprobs=unused, advantage=0.0)
+        logprobs = await self._compute(
+            row_id, PromptGroup(group_id=unit.group_id, prompt_ids=prompt_ids, samples=[sample])
+        )
+        column = Column.REFERENCE_LOGPROBS
+        return Commit(rows=(RowWrite(row_id=row_id, columns={column: encode_array(column, logprobs)}),))
+
+    async def _compute(self, row_id: RowId, group: PromptGroup) -> NDArray[np.float32]:
+        """group: the row with its prompt."""
+        self._waiting[row_id] = group
+        try:
+            async with self._computing:
+                if row_id not in self._computed:
+                    by_id: dict[GroupId, PromptGroup] = {}
+                    for one in self._waiting.values():
+                        before = by_id[one.group_id].samples if one.group_id in by_id else ()
+                        by_id[one.group_id] = replace(one, samples=[*before, *one.samples])
+                    self._computed.update(await asyncio.to_thread(self._logprobs, list(by_id.values())))
+                    self._waiting = {name: new for name, new in self._waiting.items() if name not in self._computed}
+                return self._computed[row_id]
+        finally:
+            self._waiting.pop(row_id, None)
+            self._computed.pop(row_id, None)

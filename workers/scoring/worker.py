@@ -4,33 +4,49 @@
     tasks:reference   sample: logprobs under the base model (with kl_coef > 0)      REFERENCE_LOGPROBS
     tasks:advantages  group:  rewards -> advantages, GroupScored                    ADVANTAGE
 
-Any number of these workers share the queues. Owns: wiring. Invariant: nothing is acknowledged before it is written.
+    claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
+                          │ fails: tried again here, until its attempts are used up ──► dead letter + ScoringFailed
+                          └ its lease went to another worker: the work on it stops
+
+Any number of these workers share the queues. Owns: attempts, dead letters. Never: leases (workers/leases); what a unit
+means (tasks.py). Invariant: a unit ends as committed once or as a dead letter with its reason; it is never acknowledged
+without either, unless its group is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from transport.broker import keys
-from transport.broker.base import Broker
-from transport.contracts.messages import MessageDecoder, TrialRows
+from transport.broker.base import Broker, Commit, Delivery
+from transport.contracts.messages import MessageDecoder, ScoringFailed, TrialRows
 from transport.contracts.settings import Settings
-from transport.contracts.types import WorkerId
-from transport.errors import first_error
+from transport.contracts.types import GroupId, WorkerId
+from transport.errors import MessageError, first_error
+from transport.process import faults
 from transport.process.clock import Clock
-from transport.rows.columns import BrokerRows, RowStore
-from workers.leases.lifecycle import Activity, BusyMeter
-from workers.scoring.consumer import Handle, TaskConsumer
+from transport.rows.columns import RowStore
+from workers.errors import RewardError, RewardTimeoutError
+from workers.leases.announce import event_append
+from workers.leases.lifecycle import Activity, BusyMeter, Leases
+from workers.models import Detokenize, load_detokenizer
 from workers.scoring.reward_pool import RewardPool
-from workers.scoring.reward_process import Sample
-from workers.scoring.rewards import reward_spec
-from workers.scoring.tasks import AdvantageTask, Detokenize, RewardTask, load_detokenizer
+from workers.scoring.rewards import Sample, reward_spec
+from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, Unit
+
+log = structlog.get_logger(__name__)
 
 REWARD_PROCESSES = 2
 """A reward that hangs blocks one of them; rewards are cheap beside generation, so more would idle."""
 AT_ONCE = 16
 """Units of one task that a worker holds together: enough to hide the broker's round trips."""
+CLAIM_WAIT_S = 1.0
+"""How long one claim waits for work; also how late a reclaim may be."""
 
 
 class ScoringWorker:
@@ -54,7 +70,7 @@ class ScoringWorker:
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
-        self._rows = rows or BrokerRows(broker)
+        self._rows = rows or RowStore(broker)
         self._settings = settings
         self._worker_id = worker_id
         self._model_dir = model_dir
@@ -72,7 +88,19 @@ class ScoringWorker:
             )
             await self._broker.put_meta(keys.TRIED, self._settings.scoring.reward.encode())
             self._consumers = {
-                task: self._consumer(task, handle) for task, handle in (await self._tasks(detokenize)).items()
+                task: TaskConsumer(
+                    self._broker,
+                    self._rows,
+                    task,
+                    self._worker_id,
+                    handle,
+                    clock=self._clock,
+                    meter=self._meter,
+                    lease_s=self._settings.scoring.lease_s,
+                    max_attempts=self._settings.scoring.max_deliveries,
+                    at_once=AT_ONCE,
+                )
+                for task, handle in (await self._tasks(detokenize)).items()
             }
             async with asyncio.TaskGroup() as group:
                 for task, consumer in self._consumers.items():
@@ -102,25 +130,11 @@ class ScoringWorker:
             ),
         }
         if settings.algorithm.kl_coef > 0:
-            from workers.scoring.reference import ReferenceModel, ReferenceTask  # torch: only where it is needed
+            from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
 
-            model = await asyncio.to_thread(ReferenceModel, self._model_dir, settings)
-            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, model)
+            logprobs = await asyncio.to_thread(reference_logprobs, self._model_dir, settings)
+            tasks["reference"] = ReferenceTask(self._rows, self._worker_id, logprobs)
         return tasks
-
-    def _consumer(self, task: str, handle: Handle) -> TaskConsumer:
-        return TaskConsumer(
-            self._broker,
-            self._rows,
-            task,
-            self._worker_id,
-            handle,
-            clock=self._clock,
-            meter=self._meter,
-            lease_s=self._settings.scoring.lease_s,
-            max_attempts=self._settings.scoring.max_deliveries,
-            at_once=AT_ONCE,
-        )
 
     def activity(self) -> Activity:
         counters = {f"{task}_done": float(consumer.done) for task, consumer in self._consumers.items()}
@@ -129,3 +143,107 @@ class ScoringWorker:
         counters["jailed"] = float(self._pool.jailed)
         doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
         return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)
+
+
+class TaskConsumer:
+    """Consumes one task until cancelled.
+
+    Attempts are deliveries and local tries together, so that neither a reward that raises nor one that kills its worker
+    is tried for ever. What the handler wants written happens in the same step as the ack, and only if the unit is still
+    pending: a broker that lost its tail has no such unit, and the row that is generated in its place has another score.
+
+    lease_s: a unit that its holder did not renew for so long is taken over.  max_attempts: of one unit.
+    at_once: units in work together.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        rows: RowStore,
+        task: str,
+        consumer: WorkerId,
+        handle: Handle,
+        *,
+        clock: Clock,
+        meter: BusyMeter,
+        lease_s: float,
+        max_attempts: int,
+        at_once: int,
+    ) -> None:
+        self._rows = rows
+        self._task = task
+        self._consumer = consumer
+        self._handle = handle
+        self._meter = meter
+        # one delivery more than allowed, so that the last one is given up here, together with its event
+        self._leases = Leases(
+            broker, keys.tasks(task), consumer, clock, lease_s=lease_s, max_deliveries=max_attempts + 1
+        )
+        self._max_attempts = max_attempts
+        self._at_once = at_once
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self.done = 0
+        self.given_up = 0
+
+    async def run(self) -> None:
+        """Forever. Raises what the broker raises when it stays away."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._leases.keep(self._stop), name=f"{self._task} leases")
+            while True:
+                while len(self._working) >= self._at_once:
+                    self._room.clear()
+                    await self._room.wait()
+                for delivery in await self._leases.claim(self._at_once - len(self._working), wait_s=CLAIM_WAIT_S):
+                    faults.point("score.claimed")
+                    work = group.create_task(self._work(delivery), name=f"{self._task} {delivery.entry_id}")
+                    self._working[delivery.entry_id] = work
+
+    async def _stop(self, entry_ids: Collection[str]) -> None:
+        """Stop working on what another worker has taken over."""
+        for entry_id in entry_ids:
+            if entry_id in self._working:
+                self._working[entry_id].cancel()
+
+    async def _work(self, delivery: Delivery) -> None:
+        self._meter.begin()
+        try:
+            await self._finish(delivery)
+        finally:
+            self._meter.end()
+            self._working.pop(delivery.entry_id, None)
+            self._leases.release([delivery.entry_id])
+            self._room.set()
+
+    async def _finish(self, delivery: Delivery) -> None:
+        """Commit the unit, or move it to the dead letters in one step with its event: its slot gets another group."""
+        fields = delivery.entry.fields
+        unit = Unit(unit_id=fields.get("unit", ""), group_id=GroupId(fields.get("group", "")))
+        try:
+            commit = await self._attempt(unit, delivery.deliveries)
+        except (RewardError, MessageError) as error:
+            log.error("unit given up", task=self._task, unit=unit.unit_id, reason=str(error))
+            shown = f"{self._task} of {unit.unit_id or '(nothing)'}: {error}"
+            failed = ScoringFailed(group_id=unit.group_id, reason=shown)
+            appends = [event_append(failed, group=unit.group_id, worker=self._consumer)] if unit.group_id else []
+            await self._leases.reject(delivery, shown, appends=appends)
+            self.given_up += 1
+            return
+        await self._rows.commit(replace(commit, acks=self._leases.acks([delivery.entry_id]), if_held=True))
+        faults.point("score.committed")
+        self.done += 1
+
+    async def _attempt(self, unit: Unit, deliveries: int) -> Commit:
+        """Try until the attempts are used up, or one took too long: it would again. Raises the last error."""
+        if not unit.unit_id or not unit.group_id:
+            raise MessageError("the notice names no unit or no group")
+        failure = RewardError(f"given up after {deliveries - 1} deliveries: the workers that held it died")
+        for attempt in range(deliveries, self._max_attempts + 1):
+            try:
+                return await self._handle(unit)
+            except RewardError as error:
+                log.warning("unit failed", task=self._task, unit=unit.unit_id, attempt=attempt, reason=str(error))
+                failure = error
+                if isinstance(error, RewardTimeoutError):
+                    break
+        raise failure

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -35,9 +35,11 @@ from transport.errors import MessageError
 from transport.process import faults
 from transport.process.files import sync_directory
 from transport.tensors.manifest import file_checksum
-from workers.errors import CheckpointError, ResumeMismatchError
+from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -91,12 +93,22 @@ def fingerprint(settings: Settings, model_dir: Path) -> dict[str, str]:
     """What a run's weights, rows and prompt positions rest on: a resumed run has the same, or it is another run."""
     marks: dict[str, Any] = {
         "model.path": settings.model.path,
-        "model config": hashlib.blake2b((model_dir / "config.json").read_bytes(), digest_size=8).hexdigest(),
+        "model config": _config_mark(model_dir),
         "run.seed": settings.run.seed,
         "pipeline.group_size": settings.pipeline.group_size,
     }
     marks |= {f"data.{name}": value for name, value in msgspec.to_builtins(settings.data).items()}
     return {name: json.dumps(value, sort_keys=True) for name, value in marks.items()}
+
+
+def _config_mark(model_dir: Path) -> str:
+    return hashlib.blake2b((model_dir / "config.json").read_bytes(), digest_size=8).hexdigest()
+
+
+def check_base_model(path: Path, meta: CheckpointMeta, model_dir: Path) -> None:
+    """Raises ModelError: the checkpoint at ``path`` was not trained from the model in ``model_dir``."""
+    if meta.fingerprint.get("model config") != json.dumps(_config_mark(model_dir)):
+        raise ModelError(f"{path} was not trained from the model in {model_dir}: their config.json differ")
 
 
 def check_fingerprint(checkpoint: Checkpoint, expected: Mapping[str, str]) -> None:
@@ -133,13 +145,19 @@ class CheckpointStore:
 
         Raises: CheckpointError: the disk is full or refuses; nothing of the attempt is left, older ones are untouched.
         """
-        target = self._free_name(meta.version)
+        names = (parse_checkpoint_name(path.name) for path in checkpoint_dirs(self._directory))
+        numbers = [name[1] for name in names if name is not None and name[0] == meta.version]
+        target = self._directory / checkpoint_name(meta.version, max(numbers, default=-1) + 1)
         needed = sum(file.nbytes for file in files.values()) + HEADROOM_BYTES
         aside = self._directory / f"writing-{meta.version}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._clear_remains()
-            self._require_space(target, needed)
+            for left in self._directory.glob("writing-*"):  # by a killed trainer
+                shutil.rmtree(left)
+            # ask first: a disk that fills up half-way also takes the broker's append-only file down
+            free = shutil.disk_usage(self._directory).free
+            if free < needed:
+                raise CheckpointError(target, needed, f"only {free} bytes are free")
             aside.mkdir()
             same = self._saved[2] if self._saved and self._saved[:2] == (meta.epoch, meta.version) else None
             for name, file in files.items():
@@ -156,7 +174,8 @@ class CheckpointStore:
             meta = msgspec.structs.replace(meta, files=marks)
             (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
             for path in aside.iterdir():
-                _sync(path)
+                with path.open("rb") as written:
+                    os.fsync(written.fileno())
             sync_directory(aside)
             faults.point("train.checkpoint_written")
             aside.rename(target)
@@ -179,22 +198,6 @@ class CheckpointStore:
                 log.warning("damaged checkpoint, trying the one before it", path=str(path), error=str(error))
         return None
 
-    def _free_name(self, version: int) -> Path:
-        names = (parse_checkpoint_name(path.name) for path in checkpoint_dirs(self._directory))
-        numbers = [name[1] for name in names if name is not None and name[0] == version]
-        return self._directory / checkpoint_name(version, max(numbers, default=-1) + 1)
-
-    def _require_space(self, target: Path, needed: int) -> None:
-        """Ask first: a disk that fills up half-way also takes the broker's append-only file down."""
-        free = shutil.disk_usage(self._directory).free
-        if free < needed:
-            raise CheckpointError(target, needed, f"only {free} bytes are free")
-
-    def _clear_remains(self) -> None:
-        """What a killed trainer left half written."""
-        for path in self._directory.glob("writing-*"):
-            shutil.rmtree(path)
-
     def _prune(self) -> None:
         """Keep the newest versions that are whole, each once."""
         kept: set[int] = set()
@@ -204,6 +207,36 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 kept.add(name[0])
+
+
+def newest_model(directory: Path, version: int | None, load: Callable[[Path], T]) -> tuple[Path, CheckpointMeta, T]:
+    """(checkpoint, what it is, what ``load`` makes of its weights) of the newest that is whole, or of ``version``.
+
+    For a process beside the trainer, which may remove any checkpoint meanwhile: then the next one is taken.
+    Raises RunFilesError: there is none; it says which there are, and what is wrong with those that were tried.
+    """
+
+    def of(path: Path) -> int:
+        return (parse_checkpoint_name(path.name) or (-1, 0))[0]
+
+    tried: dict[Path, str] = {}
+    while wanted := [p for p in checkpoint_dirs(directory) if p not in tried and version in (None, of(p))]:
+        path = wanted[0]
+        try:
+            meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
+            if _mark(path / MODEL_FILE) != meta.files.get(MODEL_FILE):
+                raise ValueError(f"{MODEL_FILE} is not what was written")
+            return path, meta, load(path / MODEL_FILE)
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError, SafetensorError) as error:
+            tried[path] = str(error)
+            log.warning("damaged checkpoint", path=str(path), error=str(error))
+    others = sorted({of(path) for path in checkpoint_dirs(directory) if path not in tried})
+    problem = f"holds no whole checkpoint{'' if version is None else f' of version {version}'}"
+    advice = "a run saves one every trainer.checkpoint_every batches, and where `streamrl-orchestrator checkpoint` asks"
+    if others:
+        advice = f"there are those of {', '.join(map(str, others))} (trainer.keep_checkpoints says how many stay)"
+    damaged = [f"{path.name}: {reason}" for path, reason in tried.items()]
+    raise RunFilesError("; ".join([f"{directory} {problem}", *damaged, advice]))
 
 
 def _verified(path: Path) -> Checkpoint:
@@ -223,11 +256,3 @@ def _verified(path: Path) -> Checkpoint:
 
 def _mark(path: Path) -> FileMark:
     return FileMark(nbytes=path.stat().st_size, checksum=file_checksum(path))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What the trainer worker trains, and on what: one interface, behind which is torch, or an emulation.
+"""What the trainer worker trains, and on what: one interface, behind which is torch (policy/), or an emulation.
 
 The worker (worker.py) owns the log, the ledger, epochs, checkpoints and reports; a learner owns weights. All
 methods but ``join`` and ``follow`` are synchronous, and all but ``retract`` called on one thread, in the order of the
@@ -7,18 +7,25 @@ rounds log.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from transport.broker.base import Broker
-from transport.contracts.messages import WeightManifest
+from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import GroupId, RowId
-from workers.trainer.checkpoint import Checkpoint, TensorFile
+from transport.tensors.manifest import checksum, plan_layout
+from transport.tensors.shm import ShmWriter
+from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
+from workers.weights.publish import WeightPublisher
 
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """Runs a function on the learner's thread."""
@@ -97,8 +104,11 @@ class Learner(Protocol):
 
     def forget_logprobs(self) -> None: ...
 
-    def close(self, *, batch: int, num_rows: int, num_tokens: int) -> dict[str, float]:
-        """One optimizer step with the gradient of a mini-batch of this size. Returns its metrics."""
+    def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
+        """One optimizer step with the gradient of a mini-batch of this size. Returns its metrics.
+
+        num_batches: those that the learning-rate schedule runs over, 0 where the rate is constant.
+        """
         ...
 
     def publish(self, epoch: int, version: int) -> WeightManifest:
@@ -120,3 +130,75 @@ class Learner(Protocol):
     def retract(self) -> None:
         """Take back what was published, for good; on any thread, whatever the learner's own is doing."""
         ...
+
+
+class EmulatedLearner:
+    """A learner of one rank that takes the time that training would take, and changes nothing. It imports no torch.
+
+    With it the trainer worker does all else as it always does: it reads the rounds log with its rows, keeps the ledger,
+    publishes versions (of one number), saves checkpoints, resumes, refuses. So what is measured is the system, and an
+    audit of such a run means what it always means. sleep: lets that many of our seconds pass.
+    Source: ours; costs as the simulator's (``orchestrator/sim/engine.py``).
+    """
+
+    world_size = 1
+
+    def __init__(self, costs: EmulatedSettings, publisher: WeightPublisher, sleep: Callable[[float], None]) -> None:
+        self._costs = costs
+        self._publisher = publisher
+        self._sleep = sleep
+        self._steps = 0
+
+    async def join(self, broker: Broker, in_thread: InThread) -> None:
+        pass
+
+    async def follow(self) -> None:
+        pass
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def load(self, checkpoint: Checkpoint | None) -> None:
+        pass
+
+    def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
+        rows = [row for group in groups for row in group.samples]
+        tokens = sum(row.num_loss_tokens for row in rows)
+        self._take(self._costs.round_s + tokens * self._costs.train_token_s)
+        return PieceDone(num_rows=len(rows), num_tokens=tokens, computed_rows=len(rows))
+
+    def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
+        return self.accumulate(groups)
+
+    def forget_logprobs(self) -> None:
+        pass
+
+    def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
+        self._take(self._costs.optimizer_s)
+        self._steps += 1
+        return {"skipped_nonfinite": 0.0}
+
+    def publish(self, epoch: int, version: int) -> WeightManifest:
+        def write(writer: ShmWriter, spec: TensorSpec) -> str:
+            raw = memoryview(bytearray(struct.pack("<q", version)))
+            writer.write(spec.offset, raw)
+            return checksum(raw)
+
+        layout = plan_layout([("version", (1,), "int64")])
+        return self._publisher.publish_layout(epoch, version, layout, write)
+
+    def tensor_files(self) -> Mapping[str, TensorFile]:
+        steps = {"steps": np.array([self._steps], dtype=np.int64)}
+        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE), TensorFile(8, partial(save_file, steps)))
+
+    def save_final(self, target: Path) -> None:
+        """There is no model to save."""
+
+    def leave(self) -> None:
+        pass
+
+    def retract(self) -> None:
+        self._publisher.close()
+
+    def _take(self, seconds: float) -> None:
+        self._sleep(seconds * self._costs.time_scale)

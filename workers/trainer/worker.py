@@ -4,18 +4,20 @@
                               CloseMiniBatch: step ─► publish ─► manifest on weights, StepDone ─► checkpoint
                               FinishTraining: last checkpoint, final model, end
 
-Owns: the order of these effects. Never: decides what is trained. Invariants: the cursor, the ledger and the weights of
-a checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get
-to report is done again by the next one, from its checkpoint, under a new epoch.
+Owns: the order of these effects. Never: decides what is trained. Invariants: a round comes out of the log only when all
+its rows are there, so no rank ever waits for rows inside a collective; the cursor, the ledger and the weights of a
+checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get to
+report is done again by the next one, from its checkpoint, under a new epoch.
 
 The learner (learner.py) runs in a thread of its own, so that leases are renewed and the next round's rows come in
-while it works.
+while it works: the queue of decoded rounds is short because those of a batch are released when the trainer has little
+to do anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import TypeVar, assert_never
 
 import structlog
 
+from transport.broker import keys
 from transport.broker.base import Broker, Fence
 from transport.contracts.ledger import Ledger
 from transport.contracts.messages import (
@@ -33,31 +36,32 @@ from transport.contracts.messages import (
     Event,
     FinishTraining,
     RoundDone,
+    RowsMissing,
     StepDone,
+    TrainerCommand,
     TrainerReady,
     TrainRound,
+    trainer_command_decoder,
 )
 from transport.contracts.settings import Settings
-from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
-from transport.errors import first_error
+from transport.contracts.types import Column, GroupId, RowId, WeightIdentity, WorkerId, row_id
+from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
-from transport.rows.columns import BrokerRows, RowStore
-from workers.errors import CheckpointError, RoundsError
-from workers.leases.announce import ROLE, StepAnnouncer
+from transport.rows.columns import RowStore, decode_array, decode_scalar
+from workers.errors import CheckpointError, RanksError, RoundsError
+from workers.leases.announce import ROLE, StepAnnouncer, event_entry
 from workers.leases.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
-from workers.trainer.learner import Learner, PieceDone, PromptGroup
-from workers.trainer.meeting import DONE, leave_after_rank_0
-from workers.trainer.rounds import Fetched, RoundsReader
+from workers.trainer.learner import Learner, PieceDone, PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)
 
-CHECKPOINTS = "checkpoints"
-FINAL_MODEL = "model"
-
 STALLS = 2
 """A trainer whose orchestrator gives no sign of life for so many ``stall_s`` ends."""
+DONE = "trainer-done"
+"""Meta key: id of the last command that rank 0 has carried out, everything saved."""
+DONE_POLL_S = 0.2
 
 T = TypeVar("T")
 
@@ -83,19 +87,20 @@ class TrainerWorker:
         rank: int = 0,
     ) -> None:
         self._broker = broker
-        self._rows = rows or BrokerRows(broker)
+        self._rows = rows or RowStore(broker)
         self._settings = settings
         self._worker_id = worker_id
         self._run_dir = run_dir
         self._learner = learner
         self._clock = clock
         self._rank = rank
-        self._store = CheckpointStore(run_dir / CHECKPOINTS, keep=settings.trainer.keep_checkpoints)
+        self._stall_s = STALLS * settings.liveness.stall_s
+        self._store = CheckpointStore(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints)
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._fence = Fence(role=ROLE, epoch=0)
         self._announcer: StepAnnouncer | None = None
-        self._ledger = Ledger()
+        self._ledger = Ledger(version=0, cursor="0-0")
         self._source_position = ""
         self._weights: WeightIdentity | None = None
         self._open: tuple[int, int, int] | None = None
@@ -114,7 +119,17 @@ class TrainerWorker:
         """
         try:
             await self._start()
-            reader = self._reader()
+            reader = RoundsReader(
+                self._broker,
+                self._rows,
+                self._clock,
+                self._fence if self._rank == 0 else None,
+                cursor=self._ledger.cursor,
+                rank=self._rank,
+                world_size=self._learner.world_size,
+                needs_reference=self._settings.algorithm.kl_coef > 0,
+                stall_s=self._stall_s,
+            )
             async with asyncio.TaskGroup() as group:
                 helping = [group.create_task(reader.read()), group.create_task(self._learner.follow())]
                 if self._announcer is not None:
@@ -169,19 +184,6 @@ class TrainerWorker:
         self._learner.load(checkpoint)
         return checkpoint
 
-    def _reader(self) -> RoundsReader:
-        return RoundsReader(
-            self._broker,
-            self._rows,
-            self._clock,
-            self._fence if self._rank == 0 else None,
-            cursor=self._ledger.cursor,
-            rank=self._rank,
-            world_size=self._learner.world_size,
-            needs_reference=self._settings.algorithm.kl_coef > 0,
-            stall_s=STALLS * self._settings.liveness.stall_s,
-        )
-
     # -- the log
 
     async def _work(self, reader: RoundsReader) -> None:
@@ -189,33 +191,43 @@ class TrainerWorker:
         self._batch = BatchTally(started_s=self._clock.now_s())
         while True:
             self._doing = "waiting"
-            fetched = await reader.queue.get()
-            match fetched.command:
-                case TrainRound() as command:
-                    await self._train(command, fetched)
-                case CloseMiniBatch() as command:
-                    await self._close(command, fetched.entry_id)
+            entry_id, command, groups = await reader.queue.get()
+            match command:
+                case TrainRound():
+                    await self._train(command, groups)
+                case CloseMiniBatch():
+                    await self._close(command, entry_id)
                 case FinishTraining():
-                    await self._finish(fetched.entry_id)
+                    await self._finish(entry_id)
                     return
                 case _ as unreachable:
                     assert_never(unreachable)
 
-    async def _train(self, command: TrainRound, fetched: Fetched) -> None:
+    async def _train(self, command: TrainRound, groups: Sequence[PromptGroup]) -> None:
         started_s = self._clock.now_s()
         self._meter.begin()
+        self._doing, learn = "recording logprobs", self._learner.record_logprobs
         refused: tuple[RowId, ...] = ()
         if command.kind == "train":
-            self._doing = "training"
-            refused = self._enter(command)
-            done = await self._in_thread(lambda: self._learner.accumulate(without_rows(fetched.groups, refused)))
-        else:
-            self._doing = "recording logprobs"
-            done = await self._in_thread(lambda: self._learner.record_logprobs(fetched.groups))
+            self._doing, learn = "training", self._learner.accumulate
+            place = (command.batch, command.pass_index, command.mini_batch)
+            if self._open not in (None, place):  # gradients of two mini-batches must not mix
+                raise RoundsError(f"round {command.round_id} of {place} came before {self._open} was closed")
+            self._open = place
+            rows = [row_id(g.group_id, sample) for rank in command.ranks for g in rank for sample in g.samples]
+            refused = self._ledger.add(command.pass_index, rows)  # of all ranks
+        if refused:
+            log.warning("rows were trained before; refused", round=command.round_id, rows=refused)
+            kept = [replace(group, samples=[s for s in group.samples if s.row_id not in refused]) for group in groups]
+            groups = [group for group in kept if group.samples]
+        done: PieceDone = await self._in_thread(lambda: learn(groups))
         faults.point("train.round_accumulated")
         busy_s = self._clock.now_s() - started_s
         self._meter.end()
-        self._count(done, refused, busy_s)
+        self._batch.busy_s += busy_s
+        added = {"rounds": 1, "rows": done.num_rows, "tokens": done.num_tokens, "refused": len(refused)}
+        for name, number in added.items():
+            self._counters[name] += number
         event = RoundDone(
             round_id=command.round_id,
             num_rows=done.num_rows,
@@ -227,27 +239,6 @@ class TrainerWorker:
         self._stepped_s = 0.0
         await self._announce(event, round=command.round_id, rows=done.num_rows, tokens=done.num_tokens)
 
-    def _enter(self, command: TrainRound) -> tuple[RowId, ...]:
-        """Enter the rows of all ranks into the ledger. Returns those it knew: they are not trained again.
-
-        Raises: RoundsError: an earlier mini-batch is still open, and gradients of two must not mix.
-        """
-        place = (command.batch, command.pass_index, command.mini_batch)
-        if self._open not in (None, place):
-            raise RoundsError(f"round {command.round_id} of {place} came before {self._open} was closed")
-        self._open = place
-        rows = [row_id(g.group_id, sample) for rank in command.ranks for g in rank for sample in g.samples]
-        refused = self._ledger.add(command.pass_index, rows)
-        if refused:
-            log.warning("rows were trained before; refused", round=command.round_id, rows=refused)
-        return refused
-
-    def _count(self, done: PieceDone, refused: tuple[RowId, ...], busy_s: float) -> None:
-        self._batch.busy_s += busy_s
-        added = {"rounds": 1, "rows": done.num_rows, "tokens": done.num_tokens, "refused": len(refused)}
-        for name, number in added.items():
-            self._counters[name] += number
-
     async def _close(self, command: CloseMiniBatch, entry_id: str) -> None:
         """One optimizer step, unless nothing was left of the mini-batch; at the end of its batch, a version."""
         self._doing = "stepping"
@@ -256,7 +247,10 @@ class TrainerWorker:
         if command.num_rows:
             metrics = await self._in_thread(
                 lambda: self._learner.close(
-                    batch=command.batch, num_rows=command.num_rows, num_tokens=command.num_tokens
+                    batch=command.batch,
+                    num_rows=command.num_rows,
+                    num_tokens=command.num_tokens,
+                    num_batches=command.num_batches,
                 )
             )
             self._batch.steps.append(metrics)
@@ -307,18 +301,31 @@ class TrainerWorker:
         """
         if self._rank != 0:
             self._doing = "waiting for rank 0 to save"
-            limit_s = STALLS * self._settings.liveness.stall_s
-            await leave_after_rank_0(self._broker, entry_id, limit_s=limit_s)
+            await self._outstay_rank_0(entry_id)
             return
         self._ledger.cursor = entry_id
         saved = await self._save()
         self._doing = "saving the model"
-        await self._in_thread(lambda: self._learner.save_final(self._run_dir / FINAL_MODEL))
+        await self._in_thread(lambda: self._learner.save_final(self._run_dir / "model"))
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
         self._doing = "waiting to be heard"
         if self._announcer is not None:
             await self._announcer.until_read()
+
+    async def _outstay_rank_0(self, entry_id: str) -> None:
+        """Until rank 0 has saved all there is up to ``entry_id``, or the run is over. Raises RanksError.
+
+        Rank 0 may die while it saves; ``Learner.follow`` then has this rank start over.
+        """
+        try:
+            async with asyncio.timeout(self._stall_s):
+                while await self._broker.get_meta(DONE) != entry_id.encode():
+                    if await self._broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+                        return
+                    await asyncio.sleep(DONE_POLL_S)
+        except TimeoutError:
+            raise RanksError(f"rank 0 has not saved everything after {self._stall_s:.0f} s") from None
 
     async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
@@ -400,9 +407,160 @@ class BatchTally:
         return means | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
 
 
-def without_rows(groups: Sequence[PromptGroup], refused: Collection[RowId]) -> Sequence[PromptGroup]:
-    """The groups less some rows; a group that loses all of them is left out."""
-    if not refused:
-        return groups
-    kept = [replace(group, samples=[s for s in group.samples if s.row_id not in refused]) for group in groups]
-    return [group for group in kept if group.samples]
+# --- the rounds log ---------------------------------------------------------------------------------------------------
+
+READ_COUNT = 64
+READ_WAIT_S = 1.0
+AHEAD = 2
+"""Commands that wait decoded: one being trained, one ready."""
+MISSING_POLL_S = 0.25
+MISSING_REPEAT_S = 10.0
+"""Rows still missing are reported again after this long: the first report may be what a broker lost."""
+
+ROW_COLUMNS = (
+    Column.RESPONSE_IDS,
+    Column.ROLLOUT_LOGPROBS,
+    Column.ADVANTAGE,
+    Column.LOSS_MASK,
+    Column.REFERENCE_LOGPROBS,
+)
+REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
+
+Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
+
+
+class RoundsReader:
+    """Reads on from ``cursor`` until FinishTraining.
+
+    needs_reference: rows are complete only with reference logprobs.  stall_s: the longest wait for the next command, or
+    for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
+    too long; it may have been paused.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        rows: RowStore,
+        clock: Clock,
+        fence: Fence | None,
+        *,
+        cursor: str,
+        rank: int,
+        world_size: int,
+        needs_reference: bool,
+        stall_s: float,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows
+        self._clock = clock
+        self._fence = fence
+        self._cursor = cursor
+        self._rank = rank
+        self._world_size = world_size
+        self._required = REQUIRED | ({Column.REFERENCE_LOGPROBS} if needs_reference else set())
+        self._stall_s = stall_s
+        self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
+        """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
+
+    async def read(self) -> None:
+        """Put every command into ``queue``; ends after FinishTraining.
+
+        Raises: RoundsError: no orchestrator for ``stall_s``; an entry that no trainer can read.
+        """
+        last_s = self._clock.now_s()
+        while True:
+            entries = await self._broker.read(keys.ROUNDS, self._cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
+            if entries or await self._is_orchestrated():
+                last_s = self._clock.now_s()
+            elif self._clock.now_s() - last_s > self._stall_s:
+                raise RoundsError(
+                    f"no command after {self._cursor} on the rounds log, and no sign of life of an orchestrator, for "
+                    f"{self._stall_s:.0f} s"
+                )
+            for entry in entries:
+                try:
+                    command = trainer_command_decoder.decode(entry.entry.payload)
+                except MessageError as error:  # not passed over, as an event is: the batch would be short unnoticed
+                    raise RoundsError(f"entry {entry.entry_id} of the rounds log is unreadable: {error}") from error
+                wanted = self._my_rows(command) if isinstance(command, TrainRound) else []
+                groups = await self._read_groups(wanted) if wanted else ()
+                await self.queue.put((entry.entry_id, command, groups))
+                self._cursor = entry.entry_id
+                last_s = self._clock.now_s()
+                if isinstance(command, FinishTraining):
+                    return
+
+    def _my_rows(self, command: TrainRound) -> Wanted:
+        """This rank's part. A round that was packed for another number of ranks is dealt out again."""
+        if len(command.ranks) == self._world_size:
+            mine = command.ranks[self._rank]
+        else:
+            mine = [group for rank in command.ranks for group in rank][self._rank :: self._world_size]
+        return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
+
+    async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
+        """The rows, once they are all there. Raises RoundsError: no orchestrator is left to have them made again."""
+        last_s = self._clock.now_s()
+        reported_s: float | None = None
+        while True:
+            groups, missing = await self._try_read(wanted)
+            if not missing:
+                return groups
+            now_s = self._clock.now_s()
+            if await self._is_orchestrated():
+                last_s = now_s
+            elif now_s - last_s > self._stall_s:
+                raise RoundsError(f"rows {', '.join(missing[:5])} did not come within {self._stall_s:.0f} s")
+            if reported_s is None or now_s - reported_s > MISSING_REPEAT_S:
+                reported_s = now_s
+                log.warning("rows are missing; asking for them again", rows=len(missing), first=missing[0])
+                event = RowsMissing(row_ids=missing)
+                await self._broker.append(keys.EVENTS, event_entry(event, rows=len(missing)), fence=self._fence)
+            await asyncio.sleep(MISSING_POLL_S)
+
+    async def _is_orchestrated(self) -> bool:
+        """Whether an orchestrator gave a sign of life in the last seconds."""
+        return await self._broker.get_meta(keys.STATUS) is not None
+
+    async def _try_read(self, wanted: Wanted) -> tuple[list[PromptGroup], tuple[RowId, ...]]:
+        """(groups, rows without a required column); a group without its prompt misses all its rows."""
+        row_ids = [row for _, rows in wanted for row in rows]
+        prompts, columns = await asyncio.gather(
+            self._rows.read_groups([group for group, _ in wanted], (Column.PROMPT_IDS,)),
+            self._rows.read_rows(row_ids, ROW_COLUMNS),
+        )
+        found = dict(zip(row_ids, columns, strict=True))
+        missing = tuple(
+            row
+            for (_, rows), prompt in zip(wanted, prompts, strict=True)
+            for row in rows
+            if Column.PROMPT_IDS not in prompt or self._required - found[row].keys()
+        )
+        if missing:
+            return [], missing
+        groups = [
+            PromptGroup(
+                group_id=group,
+                prompt_ids=decode_array(Column.PROMPT_IDS, prompt[Column.PROMPT_IDS]),
+                samples=[_sample(row, found[row]) for row in rows],
+            )
+            for (group, rows), prompt in zip(wanted, prompts, strict=True)
+        ]
+        return groups, ()
+
+
+def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
+    def optional(column: Column):
+        return decode_array(column, columns[column]) if column in columns else None
+
+    try:
+        return TrainingSample(
+            row_id=row,
+            response_ids=decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]),
+            rollout_logprobs=decode_array(Column.ROLLOUT_LOGPROBS, columns[Column.ROLLOUT_LOGPROBS]),
+            advantage=decode_scalar(Column.ADVANTAGE, columns[Column.ADVANTAGE]),
+            loss_mask=optional(Column.LOSS_MASK),
+            reference_logprobs=optional(Column.REFERENCE_LOGPROBS),
+        )
+    except MessageError as error:
+        raise RoundsError(f"row {row} cannot be trained: {error}") from error

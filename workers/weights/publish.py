@@ -1,36 +1,63 @@
 """Weights out: each version becomes a segment that generation workers map or pull, and a manifest that names it.
 
-Owns: the last few published versions of this trainer. Never: the ``weights`` log (the trainer appends the manifest).
-Invariant: a version is written once, cast to the generation dtype on the way, and its digest depends on nothing but
-names, shapes, dtypes and bytes. 270 MB of bf16 from fp32 take .14 s on one core, checksums included.
+    WeightPublisher    writes a version, cast to the generation dtype on the way, and keeps the last few readable. Its
+                       digest depends on nothing but names, shapes, dtypes and bytes. 270 MB of bf16 from fp32 take
+                       .14 s on one core, checksums included
+    PublishingWorker   the publisher of a run without a trainer: a checkpoint's weights become a version
+        start ──► version 0 from the run's model (or the newest one again, when a publisher went away)
+        updates ─► claim ─► read the checkpoint ─► segment ─► one commit: manifest, WeightsPublished, ack
+
+Never: decides who loads (the core does); a trainer appends to the ``weights`` log itself. Invariants: a path is read
+only below the directory that this machine's own command line names; a version is announced after its bytes can be read,
+and once more to a broker that was restarted and may have lost it; what cannot be published is answered by UpdateFailed
+and leaves what is served as it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transport.contracts.messages import TensorSpec, WeightManifest
-from transport.contracts.types import WeightIdentity
-from transport.tensors.address import Endpoint, host_id
-from transport.tensors.base import SegmentWriter
-from transport.tensors.manifest import Crc, digest_tensors, layout_bytes, plan_layout, with_checksums
-from transport.tensors.shm import ShmStore, segment_directories
+import structlog
+from msgspec.structs import replace
+
+from transport.broker import keys
+from transport.broker.base import Ack, Broker, Commit, Delivery
+from transport.contracts.messages import TensorSpec, UpdateFailed, UpdateRequest, WeightManifest, update_decoder
+from transport.contracts.types import WeightIdentity, WorkerId
+from transport.errors import FatalError, FencedError, MessageError, SegmentSpaceError, TailLostError, TransientError
+from transport.process.clock import Clock
+from transport.tensors.base import Endpoint, host_id, parse_address
+from transport.tensors.manifest import (
+    check_manifest,
+    checksum_of,
+    digest_tensors,
+    layout_bytes,
+    plan_layout,
+    with_checksums,
+)
+from transport.tensors.shm import ShmWriter, segment_directories
 from transport.tensors.tcp import ServedStore
+from workers.errors import CheckpointRefusedError, ModelError
+from workers.leases.announce import ROLE, Announcer, event_append
+from workers.leases.lifecycle import Activity, Leases
+from workers.weights.updates import newest_manifest
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1024 * 1024
-"""Elements cast at once: 2 MB of bf16 stay in the cache until they are checksummed and written."""
+log = structlog.get_logger(__name__)
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As it stands in a TensorSpec: ``torch.bfloat16`` -> ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+CHUNK_ELEMENTS = 1024 * 1024  # cast at once: 2 MB of bf16 stay in the cache until they are checksummed and written
+WAIT_S = 1.0
+RECLAIM_S = 60.0  # an update that was claimed and not answered for so long goes to the publisher that took over
+MAX_DELIVERIES = 3
+MAX_REASON_CHARACTERS = 1000  # of the report of a refused update: a path in it may be as long as its sender likes
 
 
 class WeightPublisher:
@@ -46,7 +73,7 @@ class WeightPublisher:
             raise ValueError(f"keep={keep}: at least the newest version has to be readable")
         self._keep = keep
         self._published: deque[str] = deque()
-        self._store = ServedStore(ShmStore(run, segment_directories(run_dir)), endpoint or Endpoint())
+        self._store = ServedStore(run, segment_directories(run_dir), endpoint or Endpoint())
         self._starting = threading.Lock()
         self._started = self._closed = False
 
@@ -60,18 +87,25 @@ class WeightPublisher:
         Raises:  SegmentSpaceError: neither shared memory nor the run's directory has room.
                  ValueError: this epoch and version is published already, or it was closed.
         """
-        layout = plan_layout((name, t.shape, dtype_name(_target(t, cast))) for name, t in tensors.items())
+        dtypes = {name: cast if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
+        layout = plan_layout(
+            (name, tensor.shape, str(dtypes[name]).removeprefix("torch.")) for name, tensor in tensors.items()
+        )
         return self.publish_layout(
-            epoch, version, layout, lambda writer, spec: _write(writer, spec, tensors[spec.name], cast)
+            epoch, version, layout, lambda writer, spec: _write(writer, spec, tensors[spec.name], dtypes[spec.name])
         )
 
     def publish_layout(
-        self, epoch: int, version: int, layout: Sequence[TensorSpec], write: Callable[[SegmentWriter, TensorSpec], str]
+        self, epoch: int, version: int, layout: Sequence[TensorSpec], write: Callable[[ShmWriter, TensorSpec], str]
     ) -> WeightManifest:
         """``publish`` for a caller that has bytes: ``write`` puts one tensor in its place and returns its checksum."""
-        self._start()
+        with self._starting:
+            if not (self._started or self._closed):
+                self._store.start()
+                self._started = True
         name = f"e{epoch}v{version}"
-        self._make_room()
+        while len(self._published) >= self._keep:
+            self._store.drop(self._published.popleft())
         writer = self._store.create(name, layout_bytes(layout))
         try:
             specs = with_checksums(layout, [write(writer, spec) for spec in layout])
@@ -88,17 +122,6 @@ class WeightPublisher:
             host=host_id(),
         )
 
-    def _start(self) -> None:
-        with self._starting:
-            if not (self._started or self._closed):
-                self._store.start()
-                self._started = True
-
-    def _make_room(self) -> None:
-        """Drop the oldest versions, so that the next one makes ``keep``."""
-        while len(self._published) >= self._keep:
-            self._store.drop(self._published.popleft())
-
     def close(self) -> None:
         """Unlink every segment and stop serving, for good; what another thread publishes now fails."""
         with self._starting:
@@ -106,29 +129,186 @@ class WeightPublisher:
         self._store.close()
 
 
-def _target(tensor: torch.Tensor, cast: torch.dtype) -> torch.dtype:
-    return cast if tensor.is_floating_point() else tensor.dtype
-
-
-def _chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, cast, a chunk at a time; each is valid until the next is asked for."""
+def _write(writer: ShmWriter, spec: TensorSpec, tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """Write one tensor at its offset in row-major order, cast a chunk at a time. Returns its checksum."""
     import torch  # here, because an emulated trainer has none
 
     flat = tensor.detach().reshape(-1)
     scratch = torch.empty(min(CHUNK_ELEMENTS, flat.numel()), dtype=dtype)
-    for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-        piece = flat[start : start + CHUNK_ELEMENTS]
-        part = scratch[: piece.numel()]
-        part.copy_(piece)
-        yield part.view(torch.uint8).numpy().data
+
+    def written() -> Iterator[memoryview]:
+        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+            piece = flat[start : start + CHUNK_ELEMENTS]
+            chunk = scratch[: piece.numel()].copy_(piece).view(torch.uint8).numpy().data
+            writer.write(spec.offset + start * dtype.itemsize, chunk)
+            yield chunk
+
+    return checksum_of(written())
 
 
-def _write(writer: SegmentWriter, spec: TensorSpec, tensor: torch.Tensor, cast: torch.dtype) -> str:
-    """Write one tensor at its offset. Returns its checksum."""
-    crc = Crc()
-    offset = spec.offset
-    for chunk in _chunks(tensor, _target(tensor, cast)):
-        crc.update(chunk)
-        writer.write(offset, chunk)
-        offset += chunk.nbytes
-    return crc.text()
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory or one safetensors file, mapped; nothing that could run code is opened.
+
+    Raises CheckpointRefusedError: there are none, or they cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise CheckpointRefusedError(f"{path} has no *.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointRefusedError(f"{file} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+class PublishingWorker:
+    """Publishes until cancelled. read_tensors: all tensors of a checkpoint. weights_dir: None allows no paths."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        worker_id: WorkerId,
+        publisher: WeightPublisher,
+        dtype: torch.dtype,
+        read_tensors: Callable[[Path], Mapping[str, torch.Tensor]],
+        clock: Clock,
+        *,
+        model_dir: Path,
+        weights_dir: Path | None,
+    ) -> None:
+        self._broker = broker
+        self._worker_id = worker_id
+        self._publisher = publisher
+        self._dtype = dtype
+        self._read = read_tensors
+        self._model_dir = model_dir
+        self._weights_dir = weights_dir.resolve() if weights_dir is not None else None
+        self._epoch = 0
+        self._serving: WeightIdentity | None = None
+        self._announcer = Announcer(broker)
+        self._leases = Leases(broker, keys.UPDATES, worker_id, clock, lease_s=RECLAIM_S, max_deliveries=MAX_DELIVERIES)
+        self._doing = "waiting"
+
+    def activity(self) -> Activity:
+        return Activity(doing=self._doing, weights=self._serving)
+
+    async def run(self) -> None:
+        """Publish what there is, then what is asked for, forever."""
+        try:
+            await self._begin()
+            while True:
+                with suppress(FencedError):  # another publisher has announced since
+                    await self._announcer.catch_up()
+                for delivery in await self._leases.claim(1, wait_s=WAIT_S):
+                    await self._answer(delivery)
+        finally:
+            await asyncio.to_thread(self._publisher.close)  # also while a thread of ours still reads or writes
+
+    async def _begin(self) -> None:
+        """Serve the newest version of a publisher that went, with its bytes, again; weights of other processes stay."""
+        newest = await self._newest()
+        if newest is not None and not newest[1]:
+            return
+        await self._take_role()
+        if await self._newest() != newest:
+            return
+        path, version = (Path(newest[1]), newest[0].version) if newest is not None else (self._model_dir, 0)
+        try:
+            await self._publish_path(path, version=version)
+        except CheckpointRefusedError as error:
+            log.warning("not published", path=str(path), reason=str(error))
+
+    async def _newest(self) -> tuple[WeightIdentity, str] | None:
+        """The newest version that was announced, and the path of its checkpoint, "" where another process serves it."""
+        if newest := await newest_manifest(self._broker):
+            entry, manifest = newest
+            return manifest.weights, entry.entry.fields.get("path", "")
+        return None
+
+    async def _answer(self, delivery: Delivery) -> None:
+        """Publish what one entry asks for, or say why not; acknowledged in the same step."""
+        try:
+            update = update_decoder.decode(delivery.entry.payload)
+        except MessageError as error:
+            await self._leases.reject(delivery, str(error))
+            return
+        (ack,) = self._leases.acks([delivery.entry_id])
+        try:
+            await self._publish(update, ack)
+        except (CheckpointRefusedError, MessageError, ModelError, SegmentSpaceError) as error:
+            await self._refuse(update, str(error), ack)
+        except (TransientError, FatalError, TailLostError):
+            raise  # of the broker, not of what was asked
+        except Exception as error:  # the guard of one delivery: whatever is asked, the next one is heard
+            log.exception("update failed", update=update.update, path=update.path)
+            await self._refuse(update, f"{type(error).__name__}: {error}", ack)
+        self._leases.release([delivery.entry_id])
+
+    async def _refuse(self, update: UpdateRequest, reason: str, ack: Ack) -> None:
+        reason = reason[:MAX_REASON_CHARACTERS]
+        log.warning("update refused", update=update.update, path=update.path[:MAX_REASON_CHARACTERS], reason=reason)
+        failed = UpdateFailed(update=update.update, reason=reason)
+        await self._broker.commit(
+            Commit(appends=[event_append(failed, update=update.update, reason=reason)], acks=[ack])
+        )
+
+    async def _publish(self, update: UpdateRequest, ack: Ack) -> None:
+        newest = await self._newest()
+        version = newest[0].version + 1 if newest is not None else 0
+        if update.manifest is not None:
+            check_manifest(update.manifest)
+            for source in update.manifest.sources:
+                parse_address(source)  # one that is none would end every worker that begins with these weights
+            await self._take_role()
+            await self._announce(update.manifest, version, path="", update=update.update, acks=[ack])
+            return
+        path = self._allowed(update.path)
+        await self._take_role()
+        await self._publish_path(path, version=version, update=update.update, acks=[ack])
+
+    def _allowed(self, path: str) -> Path:
+        """Raises CheckpointRefusedError: a path that this machine's own command line does not allow."""
+        if self._weights_dir is None:
+            raise CheckpointRefusedError("this publisher takes no paths: start it with --weights-dir DIR")
+        try:
+            wanted = (self._weights_dir / path).resolve()
+            exists = wanted.exists()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a loop of links, a closed directory
+            raise CheckpointRefusedError(f"{path[:80]!r} is no path of a checkpoint: {error}") from error
+        if not wanted.is_relative_to(self._weights_dir):
+            raise CheckpointRefusedError(f"{path} is not below the directory that the publisher's --weights-dir names")
+        if not exists:
+            raise CheckpointRefusedError(f"there is no {path} below the publisher's --weights-dir")
+        return wanted
+
+    async def _publish_path(self, path: Path, *, version: int, update: str = "", acks: list[Ack] | None = None) -> None:
+        self._doing = "publishing"
+        try:
+            tensors = await asyncio.to_thread(self._read, path)
+            manifest = await asyncio.to_thread(self._publisher.publish, self._epoch, version, tensors, self._dtype)
+            await self._announce(manifest, version, path=str(path), update=update, acks=acks or [])
+        finally:
+            self._doing = "waiting"
+
+    async def _take_role(self) -> None:
+        """Each version under an epoch of its own: a name is never used twice, whatever was published in between."""
+        newest = await self._newest()
+        self._epoch = await self._broker.acquire_epoch(ROLE, at_least=newest[0].epoch if newest else 0)
+
+    async def _announce(
+        self, manifest: WeightManifest, version: int, *, path: str, update: str, acks: list[Ack]
+    ) -> None:
+        """One step: the manifest on the weights log, the event, the ack."""
+        weights = WeightIdentity(epoch=self._epoch, version=version, digest=manifest.weights.digest)
+        ours = replace(manifest, weights=weights)
+        try:
+            await self._announcer.announce_weights(ours, path=path, update=update, acks=acks)
+        except FencedError as error:
+            raise CheckpointRefusedError(f"another publisher published meanwhile ({error}): ask again") from error
+        self._serving = weights
+        log.info("published", weights=str(weights), path=path)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
-from transport.tensors.address import Address, choose_sources
-from transport.tensors.base import Deadline, Segment, SegmentReader
+from transport.tensors.base import Deadline, Segment, SegmentReader, choose_sources
 from transport.tensors.manifest import check_manifest, verify_tensors
 from transport.tensors.tcp import reader_for
 from workers.errors import WeightsMismatchError
@@ -22,42 +20,26 @@ from workers.errors import WeightsMismatchError
 if TYPE_CHECKING:
     import torch
 
-ROUNDS = 2
-"""How often each source is asked before giving up: once more after all have failed."""
+ROUNDS = 2  # how often each source is asked before giving up: once more after all have failed
 UNREACHABLE = "none can be reached from this host: let the trainer listen off loopback (tensors.host, or --listen)"
 SHOWN_NAMES = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PulledTensors(Mapping[str, "torch.Tensor"]):
-    """A version's tensors as views of ``buffer``; ``manifest`` says where they lie, to hand the bytes on.
+class PulledTensors(dict[str, "torch.Tensor"]):
+    """A version's tensors as views of ``buffer``; ``manifest`` says where they lie, to hand the bytes on."""
 
-    buffer: [total_bytes] uint8.
-    """
-
-    manifest: WeightManifest
-    buffer: memoryview
-    views: dict[str, torch.Tensor]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.views)
-
-    def __len__(self) -> int:
-        return len(self.views)
+    def __init__(self, manifest: WeightManifest, buffer: memoryview) -> None:
+        super().__init__({spec.name: _view(buffer, spec) for spec in manifest.tensors})
+        self.manifest = manifest
+        self.buffer = buffer  # [total_bytes] uint8
 
 
 class WeightPuller:
-    """Pulls versions, one at a time, on the caller's thread (``asyncio.to_thread`` in a worker).
-
-    secret: shared with the publisher.  deadline_s: limit of one pull over all its sources and attempts.
-    """
+    """Pulls versions, one at a time, on the caller's thread (``asyncio.to_thread`` in a worker)."""
 
     def __init__(self, *, secret: bytes = b"", deadline_s: float = 120.0) -> None:
-        self._secret = secret
-        self._deadline_s = deadline_s
+        self._secret = secret  # shared with the publisher
+        self._deadline_s = deadline_s  # of one pull over all its sources and attempts
         self._readers: dict[str, SegmentReader] = {}
 
     @contextmanager
@@ -72,8 +54,7 @@ class WeightPuller:
                 wrong.  PeerRejectedError: the shared secret differs.
         """
         with self.opened(manifest, verify=verify) as segment:
-            views = {spec.name: _view(segment.buffer, spec) for spec in manifest.tensors}
-            yield PulledTensors(manifest, segment.buffer, views)
+            yield PulledTensors(manifest, segment.buffer)
 
     @contextmanager
     def opened(self, manifest: WeightManifest, *, verify: bool = True) -> Iterator[Segment]:
@@ -87,34 +68,30 @@ class WeightPuller:
 
     def _open_any(self, manifest: WeightManifest, verify: bool) -> Segment:
         deadline = Deadline(self._deadline_s)
-        sources = choose_sources(manifest.sources, manifest.host)
         failures: list[StreamError] = []
-        for address in sources * ROUNDS:
+        for address in choose_sources(manifest.sources, manifest.host) * ROUNDS:
+            if address.scheme not in self._readers:
+                self._readers[address.scheme] = reader_for(address, self._secret)
+            reader = self._readers[address.scheme]
             try:
-                return self._open(address, manifest, verify, deadline)
+                segment = reader.open(address, manifest.total_bytes, deadline)
+                try:
+                    if verify:
+                        verify_tensors(manifest, segment.buffer)
+                except ChecksumError:
+                    segment.close()
+                    raise
+                return segment
             except (PeerUnavailableError, ChecksumError, MessageError, PeerRejectedError) as error:
                 failures.append(error)
         raise _summary(manifest, failures)
-
-    def _open(self, address: Address, manifest: WeightManifest, verify: bool, deadline: Deadline) -> Segment:
-        if address.scheme not in self._readers:
-            self._readers[address.scheme] = reader_for(address, self._secret)
-        segment = self._readers[address.scheme].open(address, manifest.total_bytes, deadline)
-        try:
-            if verify:
-                verify_tensors(manifest, segment.buffer)
-        except ChecksumError:
-            segment.close()
-            raise
-        return segment
 
 
 def _summary(manifest: WeightManifest, failures: list[StreamError]) -> StreamError:
     """The failure that says most: a refusal or wrong bytes before silence."""
     for kind in (PeerRejectedError, ChecksumError, MessageError):
-        for failure in failures:
-            if isinstance(failure, kind):
-                return failure
+        if said := next((failure for failure in failures if isinstance(failure, kind)), None):
+            return said
     reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or UNREACHABLE
     return PeerUnavailableError(", ".join(manifest.sources) or "(no source)", f"{manifest.weights}: {reasons}")
 
@@ -149,6 +126,5 @@ def check_tensors(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, 
 
 
 def shown_names(names: list[str]) -> str:
-    """The first few of ``names``, for a message."""
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MANIFEST_WAIT_S = 30.0
-"""A load is commanded after its manifest was published; only a broker that lost its tail has none."""
+MANIFEST_WAIT_S = 30.0  # a load is commanded after its manifest; only a broker that lost its tail has none
 MANIFESTS_LOOKED_AT = 64
 READ_WAIT_S = 1.0
 
@@ -65,7 +64,12 @@ class WeightUpdates:
         started_s, self.loading = self._clock.now_s(), True
         try:
             if weights != self.served:
-                await self._pull(await self._manifest(weights))
+                manifest = await self._manifest(weights)
+                with ExitStack() as stack:
+                    # No name here for the views: one that outlived the context would keep their memory mapped.
+                    await self._engine.load_weights(
+                        weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
+                    )
                 self.served = weights
                 faults.point("generate.weights_loaded")
         except LOAD_FAILURES as error:
@@ -74,13 +78,6 @@ class WeightUpdates:
         finally:
             self.loading = False
         return WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=self._clock.now_s() - started_s)
-
-    async def _pull(self, manifest: WeightManifest) -> None:
-        with ExitStack() as stack:
-            # No name here for the views: one that outlived the context would keep their memory mapped.
-            await self._engine.load_weights(
-                manifest.weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
-            )
 
     async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
         """The manifest of ``weights`` from the weights log.

@@ -1,22 +1,50 @@
-"""From the command that asks for a plan to the event that answers it.
+"""The dispatch policies by name, and how one answers the command that asks for a plan.
 
-Owns: the translation. Never: a rule, and nothing of the state: it runs beside the loop that decides, or inside the
-simulator. Invariant: the same command under the same settings gives the same answer.
+It runs beside the loop that decides, or inside the simulator, and sees nothing of the state: the same command under the
+same settings gives the same answer. Whatever the input, a plan names every group once, or there is no instance.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
-from orchestrator.core.dispatch.policies.registry import plan_dispatch
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Problem
+from orchestrator.core.dispatch.policies.even import even, even_longest_first, shuffled, two_class_max
+from orchestrator.core.dispatch.policies.problem import GroupLength, Instance, Plan, Problem, repaired
+from orchestrator.core.dispatch.policies.scored import scored
+from orchestrator.core.dispatch.policies.slicing import slicing, steady_slicing
 from orchestrator.core.model.settings import CoreSettings
-from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.messages import ComputePlan, PlanComputed, PlannedWorker, PlanShare
+
+Planned: TypeAlias = Literal["even", "random", "two_class_max", "slicing", "paced", "scored"]
+"""Policies that plan a batch. The other, "least_loaded", places one group after another."""
+
+PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
+    {
+        "even": even,
+        "even_longest_first": even_longest_first,
+        "random": shuffled,
+        "two_class_max": two_class_max,
+        "slicing": slicing,
+        "paced": steady_slicing,
+        "scored": scored,
+    }
+)
+
+
+def plan_dispatch(policy: str, problem: Problem) -> Plan:
+    """The plan of ``policy``: shares for every instance; none where there is none, and then no worker gets anything.
+
+    Raises KeyError: no such policy; settings are checked where they are read.
+    """
+    planner = PLANNERS[policy]
+    return planner(repaired(problem)) if problem.instances else Plan(shares=(), policy=policy)
 
 
 def compute_plan(command: ComputePlan, settings: CoreSettings) -> PlanComputed:
-    """Plan a batch. An unknown policy is a KeyError: settings are checked where they are read."""
+    """Plan a batch. Raises KeyError: no such policy."""
     plan = plan_dispatch(command.policy, problem_of(command, settings))
     shares = [
         PlanShare(worker_id=worker.worker_id, group_ids=tuple(group.group_id for group in share))
@@ -30,18 +58,25 @@ def compute_plan(command: ComputePlan, settings: CoreSettings) -> PlanComputed:
 def problem_of(command: ComputePlan, settings: CoreSettings) -> Problem:
     """The planning problem that ``command`` describes. Where versions are waited for, the end is that of training."""
     synchronous = settings.max_staleness == 0 and settings.release == "stream"
-    groups = tuple(
-        GroupLength(
-            group_id=group.group_id,
-            mean_tokens=group.predicted_tokens,
-            sigma=group.predicted_sigma,
-            num_samples=group.num_samples,
-        )
-        for group in command.groups
-    )
     return Problem(
-        groups=groups,
-        instances=tuple(_instance(worker, settings.decode_cost) for worker in command.workers),
+        groups=tuple(
+            GroupLength(
+                group_id=group.group_id,
+                mean_tokens=group.predicted_tokens,
+                sigma=group.predicted_sigma,
+                num_samples=group.num_samples,
+            )
+            for group in command.groups
+        ),
+        instances=tuple(
+            Instance(
+                worker_id=worker.worker_id,
+                cost=settings.decode_cost.scaled(worker.slowdown),
+                max_running=max(1, worker.capacity),
+                in_hand=_in_hand(worker),
+            )
+            for worker in command.workers
+        ),
         prompt_tokens=command.prompt_tokens,
         max_tokens=settings.max_response_tokens or math.inf,
         train_token_s=settings.train_token_s if synchronous else 0.0,
@@ -50,14 +85,10 @@ def problem_of(command: ComputePlan, settings: CoreSettings) -> Problem:
     )
 
 
-def _instance(worker: PlannedWorker, cost: DecodeCost) -> Instance:
-    """What is in hand is its longest sample and the others' mean."""
-    others = max(0, worker.in_hand - 1)
-    rest = (worker.in_hand_tokens - worker.in_hand_longest) / others if others else 0.0
-    in_hand = (worker.in_hand_longest, *[rest] * others) if worker.in_hand else ()
-    return Instance(
-        worker_id=worker.worker_id,
-        cost=cost.scaled(worker.slowdown),
-        max_running=max(1, worker.capacity),
-        in_hand=in_hand,
-    )
+def _in_hand(worker: PlannedWorker) -> tuple[float, ...]:
+    """Expected tokens of each sample: the longest, and the others' mean."""
+    if not worker.in_hand:
+        return ()
+    others = worker.in_hand - 1
+    rest = (worker.in_hand_tokens - worker.in_hand_longest) / max(1, others)
+    return (worker.in_hand_longest, *[rest] * others)

@@ -23,16 +23,21 @@ from __future__ import annotations
 
 import heapq
 
-from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
+from orchestrator.core.model.groups import Group, Lane, Outcome
 from orchestrator.core.model.lanes import Attempt, Evaluation
 from orchestrator.core.model.outbox import HeldOutPromptsKey
 from orchestrator.core.model.workers import Worker, age
-from orchestrator.core.rollout.attempts import announce, confirm_admission, start, take_back
-from orchestrator.core.rollout.lifecycle import UNWANTED, Cause, GroupLane
+from orchestrator.core.rollout.lifecycle import (
+    UNWANTED,
+    Cause,
+    GroupLane,
+    announce,
+    start,
+    withdraw,
+)
 from transport.contracts.messages import (
     DropRows,
     GroupScored,
-    HeldOutPromptsArrived,
     RequestHeldOutPrompts,
     RolloutFinished,
     ScoringFailed,
@@ -50,8 +55,6 @@ class EvaluationLane(GroupLane):
         assert self._p.evaluations.current is not None
         return self._p.evaluations.current
 
-    # -- when an evaluation begins
-
     def advance(self) -> None:
         """End what is over, begin what is due. Before weights and dispatch, which respect the pin."""
         p = self._p
@@ -64,7 +67,7 @@ class EvaluationLane(GroupLane):
         newest = self._p.fleet.newest
         if self._p.finished:
             self.give_up("the run is over")
-        elif current.over:
+        elif not current.waiting and not current.attempts:
             whole = current.answered == current.num_problems
             self._close("" if whole else "attempts at some problems are used up")
         elif current.newer_s is None and newest is not None and age(newest) > age(current.weights):
@@ -75,7 +78,8 @@ class EvaluationLane(GroupLane):
         newest = p.fleet.newest
         return (
             newest is not None
-            and p.evaluations.due(newest.version, p.settings.eval_every)
+            # the first of all is due, then the first at or after each multiple
+            and newest.version // p.settings.eval_every > p.evaluations.reached // p.settings.eval_every
             and p.evaluations.problems != []
             and not (p.finished or p.stopping or p.paused or p.settings.service)
             and p.training.finish_id is None
@@ -99,22 +103,13 @@ class EvaluationLane(GroupLane):
         evaluations.num_opened += 1
         p.fleet.pin_to(evaluations.current.weights, wanted=bool(longest_first))
 
-    def problems_arrived(self, event: HeldOutPromptsArrived) -> None:
-        """They are the same for the whole run."""
-        evaluations = self._p.evaluations
-        self._p.outbox.confirm(HeldOutPromptsKey())
-        if evaluations.problems is None:
-            evaluations.problems = list(event.prompts)
-
-    # -- problems go out
-
     def dispatch(self) -> None:
         """Hand out problems, to the worker with the most room first. After training's dispatch, which goes first."""
         p, current = self._p, self._p.evaluations.current
         if current is None or not current.waiting or p.paused or p.stopping:
             return
         room = [(-self._room(worker), place, worker) for place, worker in enumerate(p.fleet.workers.values())]
-        heap = [entry for entry in room if entry[0] < 0 and self._may_take(entry[2])]
+        heap = [entry for entry in room if entry[0] < 0]
         heapq.heapify(heap)
         while heap and current.waiting:
             taken, place, worker = heap[0]
@@ -125,13 +120,12 @@ class EvaluationLane(GroupLane):
                 heapq.heappop(heap)
         self._update_pin()
 
-    def _may_take(self, worker: Worker) -> bool:
-        """It serves the pin, and is not on its way to other weights."""
-        serves = worker.loaded is not None and age(worker.loaded) == age(self.current.weights)
-        return serves and worker.loading is None and worker.healthy and worker.worker_id != self._p.fleet.next_to_load
-
     def _room(self, worker: Worker) -> int:
-        """Problems that may be given to the worker now."""
+        """Problems that may be given to the worker now: it serves the pin, and is not on its way to other weights."""
+        serves = worker.loaded is not None and age(worker.loaded) == age(self.current.weights)
+        leaves = worker.loading is not None or worker.worker_id == self._p.fleet.next_to_load
+        if leaves or not serves or not worker.healthy:
+            return 0
         allowed = max(1, int(worker.capacity * self._p.settings.eval_budget))
         if self._p.fleet.behind(worker):
             allowed = max(allowed, worker.capacity - (worker.in_flight - worker.evaluating))
@@ -140,17 +134,8 @@ class EvaluationLane(GroupLane):
     def _attempt(self, problem: int, worker: Worker) -> None:
         p, current = self._p, self.current
         assert p.evaluations.problems is not None
-        prompt = p.evaluations.problems[problem]
-        group = Group(
-            group_id=evaluation_id(current.number, current.num_attempts),
-            lane=Lane.EVAL,
-            batch=current.number,
-            prompt_id=prompt.prompt_id,
-            prompt_tokens=prompt.prompt_tokens,
-            predicted_tokens=prompt.predicted_tokens,
-            tokens=[MISSING],
-            num_missing=1,
-        )
+        name = evaluation_id(current.number, current.num_attempts)
+        group = Group.of(p.evaluations.problems[problem], name, current.number, 1, lane=Lane.EVAL)
         p.groups[group.group_id] = group
         current.num_attempts += 1
         if current.opened_s is None:
@@ -196,7 +181,12 @@ class EvaluationLane(GroupLane):
         if group.num_missing:
             self.retry(group, "its row was not reported")
             return
-        self.current.count(group.tokens[0], event)
+        current = self.current
+        current.answered += 1
+        current.reward += event.rewards[0]
+        current.response_tokens += group.tokens[0]
+        for name, value in event.components.items():
+            current.components[name] = current.components.get(name, 0.0) + value
         self._drop(group)
 
     def scoring_failed(self, group: Group, event: ScoringFailed) -> None:
@@ -227,9 +217,7 @@ class EvaluationLane(GroupLane):
     def _drop(self, group: Group) -> int:
         """Nothing of this attempt is wanted any more. Returns its problem."""
         p = self._p
-        if group.stage is Stage.RUNNING:
-            take_back(p, group, "" if p.finished else UNWANTED)
-        confirm_admission(p, group)
+        withdraw(p, group, "" if p.finished else UNWANTED)
         p.outbox.emit(DropRows(group_ids=(group.group_id,)))
         del p.groups[group.group_id]
         return self.current.attempts.pop(group.group_id).problem
@@ -237,7 +225,6 @@ class EvaluationLane(GroupLane):
     # -- the end of an evaluation
 
     def expire(self) -> None:
-        """Look at the deadlines, of each attempt and of the whole."""
         p, current = self._p, self._p.evaluations.current
         if current is None:
             return
@@ -248,18 +235,10 @@ class EvaluationLane(GroupLane):
             self._close(f"it took longer than eval.timeout_s ({p.settings.eval_timeout_s:g} s)")
         elif waited_s >= p.settings.eval_hold_s:
             self._close(f"newer weights had waited for eval.hold_s ({p.settings.eval_hold_s:g} s)")
-        elif waited_s >= 0 and current.waiting and not self._served(current):
-            self._close(f"no worker serves {current.weights} any more")
-
-    def _served(self, current: Evaluation) -> bool:
-        """Whether some worker serves the pin, or will."""
-        weights = [w for worker in self._p.fleet.workers.values() for w in (worker.loaded, worker.loading)]
-        return any(one is not None and age(one) == age(current.weights) for one in weights)
-
-    def trainer_restarted(self, version: int) -> None:
-        """The pin was of the former trainer; what is evaluated from now on is of this one, from ``version`` on."""
-        self.give_up("the trainer started again")
-        self._p.evaluations.reached = min(self._p.evaluations.reached, version)
+        elif waited_s >= 0 and current.waiting:
+            known = [w for worker in p.fleet.workers.values() for w in (worker.loaded, worker.loading)]
+            if not any(weights is not None and age(weights) == age(current.weights) for weights in known):
+                self._close(f"no worker serves {current.weights} any more")
 
     def give_up(self, reason: str) -> None:
         """End the current evaluation short, so that the same version may be evaluated again if it is still newest."""
@@ -270,7 +249,6 @@ class EvaluationLane(GroupLane):
             evaluations.reached = reached
 
     def _close(self, reason: str) -> None:
-        """Report how it went, release the pin."""
         p, current = self._p, self.current
         for name in list(current.attempts):
             self._drop(p.groups[name])

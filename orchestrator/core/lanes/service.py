@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
+from orchestrator.core.model.groups import Group, Lane, Outcome, Stage
 from orchestrator.core.model.lanes import Request
 from orchestrator.core.model.workers import age
-from orchestrator.core.rollout.attempts import announce, confirm_admission, enqueue, take_back
-from orchestrator.core.rollout.lifecycle import UNWANTED, GroupLane
+from orchestrator.core.rollout.lifecycle import UNWANTED, GroupLane, announce, enqueue, withdraw
 from transport.contracts.messages import (
     DropRows,
     PromptsSubmitted,
@@ -44,25 +43,15 @@ class ServeLane(GroupLane):
         request = Request(num_samples=len(event.prompts) * event.group_size, active_s=p.now_s)
         p.requests[event.request] = request
         for index, prompt in enumerate(event.prompts):
-            group = Group(
-                group_id=group_id(event.request, index),
-                lane=Lane.SERVE,
-                batch=event.request,
-                prompt_id=prompt.prompt_id,
-                prompt_tokens=prompt.prompt_tokens,
-                predicted_tokens=prompt.predicted_tokens,
-                tokens=[MISSING] * event.group_size,
-                num_missing=event.group_size,
-                stage=Stage.HELD,
-                sampling=event.sampling,
-            )
+            name = group_id(event.request, index)
+            group = Group.of(prompt, name, event.request, event.group_size, lane=Lane.SERVE)
+            group.stage, group.sampling = Stage.HELD, event.sampling
             p.groups[group.group_id] = group
             request.untaken[group.group_id] = event.group_size
         request.waiting = list(reversed(request.untaken))
         self._start(request)
 
     def announce(self, groups: Sequence[Group]) -> None:
-        """Each by itself."""
         for group in groups:
             announce(self._p, [group])
 
@@ -81,8 +70,6 @@ class ServeLane(GroupLane):
             started.append(group)
         self.announce(started)
 
-    # -- results
-
     def row_arrived(self, group: Group, event: RolloutFinished) -> None:
         self._note(group, event.row_id)
 
@@ -92,9 +79,7 @@ class ServeLane(GroupLane):
 
     def end(self, group: Group, outcome: Outcome, reason: str, *, free: bool = False) -> None:
         """The samples that are missing of ``group`` will not come: each is a result that says why."""
-        if group.stage is Stage.RUNNING:
-            take_back(self._p, group, reason)
-        confirm_admission(self._p, group)
+        withdraw(self._p, group, reason)
         group.move(Stage.ENDED)
         group.outcome = outcome
         request = self._p.requests[group.batch]
@@ -112,8 +97,6 @@ class ServeLane(GroupLane):
         else:
             request.results.append(row)
 
-    # -- the reader
-
     def samples_taken(self, event: SamplesTaken) -> None:
         """The reader has the first ``upto`` results: free them, and let more of the request start."""
         p = self._p
@@ -121,7 +104,12 @@ class ServeLane(GroupLane):
         if request is None:
             return
         upto = min(event.upto, len(request.results))
-        freed = [group_id for row in request.results[request.taken : upto] if (group_id := self._taken(request, row))]
+        freed: list[GroupId] = []
+        for name in (parse_row_id(row)[0] for row in request.results[request.taken : upto]):
+            request.untaken[name] -= 1
+            if not request.untaken[name]:
+                self._forget(request, name)
+                freed.append(name)
         request.taken = max(request.taken, upto)
         request.active_s = p.now_s
         if freed:
@@ -131,25 +119,11 @@ class ServeLane(GroupLane):
         elif not p.stopping:
             self._start(request)
 
-    def _taken(self, request: Request, row: RowId) -> GroupId | None:
-        """One result of a group was taken. Returns the group once it was the last."""
-        group_id = parse_row_id(row)[0]
-        request.untaken[group_id] -= 1
-        if request.untaken[group_id]:
-            return None
-        self._forget(request, group_id)
-        return group_id
-
     def _forget(self, request: Request, group_id: GroupId) -> None:
-        group = self._p.groups[group_id]
-        if group.stage is Stage.RUNNING:
-            take_back(self._p, group, UNWANTED)
-        confirm_admission(self._p, group)
+        withdraw(self._p, self._p.groups.pop(group_id), UNWANTED)
         del request.untaken[group_id]
-        del self._p.groups[group_id]
 
     def cancelled(self, event: RequestCancelled) -> None:
-        """The rest of a request is not wanted."""
         request = self._p.requests.pop(event.request, None)
         if request is None:
             return
@@ -162,16 +136,14 @@ class ServeLane(GroupLane):
         """Forget whole requests that were not read for ``service_keep_s``."""
         p = self._p
         limit_s = p.now_s - p.settings.service_keep_s
-        for number in [number for number, request in p.requests.items() if request.whole]:
-            if p.requests[number].active_s < limit_s:
+        for number, request in list(p.requests.items()):
+            if len(request.results) == request.num_samples and request.active_s < limit_s:
                 self.cancelled(RequestCancelled(request=number, reason="it was not read in time"))
 
     def reopen(self) -> None:
         """A resumed run goes on: what was held back while it stopped may start."""
         for request in self._p.requests.values():
             self._start(request)
-
-    # -- weights, the end
 
     def published(self, event: WeightsPublished) -> None:
         """Newer weights exist: what starts from now on starts with them. Nothing that was sampled is lost by it."""

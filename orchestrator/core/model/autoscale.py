@@ -62,7 +62,7 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """From so many workers to so many, after ``batch``.
 
-    delta_s: generation minus training, mean of what was judged.  before_s, after_s: an iteration now, and as predicted.
+    delta_s: mean of what was judged.  before_s, after_s: an iteration now, and as predicted.
     """
 
     batch: int
@@ -107,27 +107,29 @@ class Scaling(msgspec.Struct, kw_only=True):
             self.recent.clear()
         self.recent = [*self.recent[-(settings.confirm - 1) :], iteration] if settings.confirm > 1 else [iteration]
         wanted = self._wanted(settings, estimate)
-        return self._change(settings, wanted, estimate) if wanted != self.workers else None
-
-    def _wanted(self, settings: ScalingSettings, estimate: Estimate) -> int:
-        if not settings.min_workers <= self.workers <= settings.max_workers:
-            return min(max(self.workers, settings.min_workers), settings.max_workers)
-        if len(self.recent) < settings.confirm:
-            return self.workers
-        return agreed([gainful(settings, iteration, estimate) for iteration in self.recent], self.workers)
-
-    def _change(self, settings: ScalingSettings, wanted: int, estimate: Estimate) -> Change:
+        if wanted == self.workers:
+            return None
         change = Change(
-            batch=self.recent[-1].batch,
+            batch=iteration.batch,
             from_workers=self.workers,
             to_workers=wanted,
-            delta_s=fmean(iteration.delta_s for iteration in self.recent),
-            before_s=fmean(iteration.predicted_s(self.workers, estimate) for iteration in self.recent),
-            after_s=fmean(iteration.predicted_s(wanted, estimate) for iteration in self.recent),
+            delta_s=fmean(recent.delta_s for recent in self.recent),
+            before_s=fmean(recent.predicted_s(self.workers, estimate) for recent in self.recent),
+            after_s=fmean(recent.predicted_s(wanted, estimate) for recent in self.recent),
         )
         self.workers, self.peace = wanted, settings.rest
         self.recent.clear()
         return change
+
+    def _wanted(self, settings: ScalingSettings, estimate: Estimate) -> int:
+        """The smallest change that all iterations call for; none where they do not agree on its direction."""
+        workers = self.workers
+        if not settings.min_workers <= workers <= settings.max_workers:
+            return min(max(workers, settings.min_workers), settings.max_workers)
+        wanted = [gainful(settings, iteration, estimate) for iteration in self.recent]
+        if len(wanted) < settings.confirm or min(wanted) <= workers <= max(wanted):
+            return workers
+        return min(wanted) if min(wanted) > workers else max(wanted)
 
 
 def gainful(settings: ScalingSettings, iteration: Iteration, estimate: Estimate) -> int:
@@ -147,13 +149,6 @@ def gainful(settings: ScalingSettings, iteration: Iteration, estimate: Estimate)
     if workers > iteration.workers or fewer < settings.min_workers:
         return workers
     return fewer if iteration.predicted_s(fewer, estimate) <= (1 + settings.max_loss) * now_s else workers
-
-
-def agreed(wanted: Sequence[int], workers: int) -> int:
-    """The smallest change that all call for; none where they do not agree on its direction."""
-    if min(wanted) > workers:
-        return min(wanted)
-    return max(wanted) if max(wanted) < workers else workers
 
 
 def estimate_of(

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from orchestrator.core.model.outbox import AdmissionKey, CommandId
+from transport.contracts.messages import PromptRef
 from transport.contracts.types import GroupId, PromptId, SamplingParams, WorkerId
 
 MISSING = -1
@@ -32,6 +33,18 @@ MISSING = -1
 NO_WORKER = WorkerId("")
 
 Outcome: TypeAlias = Literal["trained", "filtered", "stale", "dead"]
+
+STABLE_S = 60.0
+"""A process that lived, or a dispatch that ran, longer resets the count: a start that fails again is far shorter."""
+
+
+def deaths_in_a_row(before: int, lived_s: float) -> int:
+    """Deaths in a row of a process that is started again, or of workers under one prompt, counting one now.
+
+    Those that are far apart have nothing to do with one another; in a row they have a cause that the next start will
+    meet again. Source: ours; as systemd's StartLimitIntervalSec and Erlang's max restart intensity, per time.
+    """
+    return 1 if lived_s > STABLE_S else before + 1
 
 
 class Lane(StrEnum):
@@ -122,6 +135,24 @@ class Group(msgspec.Struct, kw_only=True):
     predicted_sigma: float = 0.0
     rank: int = 0
 
+    @classmethod
+    def of(
+        cls, prompt: PromptRef, name: GroupId, batch: int, size: int, *, lane: Lane = Lane.TRAIN, mini_batch: int = 0
+    ) -> Group:
+        """A new one, without rows."""
+        return cls(
+            group_id=name,
+            batch=batch,
+            lane=lane,
+            mini_batch=mini_batch,
+            prompt_id=prompt.prompt_id,
+            prompt_tokens=prompt.prompt_tokens,
+            predicted_tokens=prompt.predicted_tokens,
+            predicted_sigma=prompt.predicted_sigma,
+            tokens=[MISSING] * size,
+            num_missing=size,
+        )
+
     def move(self, stage: Stage) -> None:
         """Go on to ``stage``. Raises BrokenInvariantError where it may not follow the present one."""
         if stage not in TRANSITIONS[self.stage]:
@@ -129,20 +160,13 @@ class Group(msgspec.Struct, kw_only=True):
         self.stage = stage
 
     def missing_samples(self) -> tuple[int, ...]:
-        """Sample indices without a row."""
         return tuple(sample for sample, tokens in enumerate(self.tokens) if tokens == MISSING)
 
     def lacks(self, sample: int) -> bool:
         """Whether it has such a sample, and no row of it."""
         return sample < len(self.tokens) and self.tokens[sample] == MISSING
 
-    def note_start(self, version: int) -> None:
-        """What is missing of it starts under ``version``; the other rows keep theirs."""
-        fresh = self.num_missing == len(self.tokens)
-        self.oldest_version = version if fresh else min(self.oldest_version, version)
-
     def score(self, rewards: tuple[float, ...]) -> None:
-        """All rows are there and scored."""
         self.move(Stage.READY)
         self.rewards = rewards
         self.loss_tokens = sum(self.tokens)
@@ -159,13 +183,10 @@ class PendingEntry(NamedTuple):
 
 
 class Exchangeable(NamedTuple):
-    """A running group in the heap of those that a finished one may replace in its batch (``rollout/membership.py``)."""
+    """A running group in the heap of those that a finished one may replace in its batch (``rollout/admission.py``)."""
 
     order_key: float
     group_id: GroupId
-
-
-# -- batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,25 +252,9 @@ class Batch(msgspec.Struct, kw_only=True):
     num_moved: int = 0
     moved_tokens: float = 0.0
 
-    @property
-    def started(self) -> bool:
-        """Whether the trainer has been sent anything of it."""
-        return self.num_rounds > 0 or self.phase > 0
-
-    def settled(self, phase: Phase) -> bool:
-        """Whether no further group can join ``phase``."""
-        return self.whole() if phase.mini_batch is None else not self.unsettled[phase.mini_batch]
-
     def whole(self) -> bool:
         """Whether no further group can join it."""
         return not any(self.unsettled)
-
-    def add_member(self, group: Group, phase: Phase) -> None:
-        """The group became ready."""
-        self.unsettled[group.mini_batch] -= 1
-        self.members[group.group_id] = None
-        if phase.mini_batch is None or phase.mini_batch == group.mini_batch:
-            self.queue[group.group_id] = None
 
     def remove_member(self, group: Group) -> None:
         """The group, not yet in any round, will not be trained as it is."""

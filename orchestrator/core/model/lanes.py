@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transport.contracts.messages import EvaluationOutcome, GroupScored, PromptRef
+from transport.contracts.messages import EvaluationOutcome, PromptRef
 from transport.contracts.types import GroupId, RowId, WeightIdentity
 
 
@@ -45,19 +45,6 @@ class Evaluation(msgspec.Struct, kw_only=True):
     tokens: int = 0
     engine_s: float = 0.0
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        return not self.waiting and not self.attempts
-
-    def count(self, tokens: int, event: GroupScored) -> None:
-        """An answer of so many tokens is scored."""
-        self.answered += 1
-        self.reward += event.rewards[0]
-        self.response_tokens += tokens
-        for name, value in event.components.items():
-            self.components[name] = self.components.get(name, 0.0) + value
-
     def outcome(self, now_s: float, reason: str) -> EvaluationOutcome:
         """What is reported of it. A component that an answer does not have counts as 0."""
         answered = max(1, self.answered)
@@ -89,10 +76,6 @@ class Evaluations(msgspec.Struct, kw_only=True):
     num_opened: int = 0
     current: Evaluation | None = None
 
-    def due(self, version: int, every: int) -> bool:
-        """Whether ``version`` is to be evaluated: the first of all, then the first at or after each multiple."""
-        return every > 0 and version // every > self.reached // every
-
 
 class Request(msgspec.Struct, kw_only=True):
     """One request of a service run that is not all taken.
@@ -123,8 +106,3 @@ class Request(msgspec.Struct, kw_only=True):
             "failed": len(self.failed),
             "taken": self.taken,
         }
-
-    @property
-    def whole(self) -> bool:
-        """Whether every sample has ended."""
-        return len(self.results) == self.num_samples

@@ -23,13 +23,8 @@ class CommandId(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """The id that the command's entry has on its stream."""
-        return entry_id(self.seq, self.number)
-
-
-def entry_id(seq: int, number: int) -> str:
-    """``(12, 3)`` -> ``"12-3"``."""
-    return f"{seq}-{number}"
+        """The id that the command's entry has on its stream: ``(12, 3)`` -> ``"12-3"``."""
+        return f"{self.seq}-{self.number}"
 
 
 def parse_entry_id(entry: str) -> CommandId:
@@ -105,8 +100,6 @@ Key: TypeAlias = (
 
 
 class Issued(NamedTuple):
-    """A command and the id it was issued under."""
-
     id: CommandId
     command: Command
 
@@ -130,17 +123,11 @@ class Outbox(msgspec.Struct, kw_only=True):
     open: dict[Key, Open] = msgspec.field(default_factory=dict[Key, Open])
     rounds: list[Issued] = msgspec.field(default_factory=list[Issued])
 
-    def begin(self) -> None:
-        """Start the next event."""
-        self.seq += 1
-
     @property
     def next_id(self) -> CommandId:
-        """The id of the command that is decided next."""
         return CommandId(self.seq, len(self.emitted))
 
     def emit(self, command: Command) -> CommandId:
-        """Decide ``command``."""
         self.emitted.append(command)
         return CommandId(self.seq, len(self.emitted) - 1)
 
@@ -165,16 +152,9 @@ class Outbox(msgspec.Struct, kw_only=True):
         if entry.holders <= 0:
             del self.open[key]
 
-    def trim_rounds(self, cursor: CommandId) -> None:
-        """Forget entries of the rounds log up to and including ``cursor``."""
-        kept = next((place for place, issued in enumerate(self.rounds) if issued.id > cursor), len(self.rounds))
-        del self.rounds[:kept]
-
     def take(self) -> list[Command]:
-        """Commands of this event, in order; their index is their place."""
         emitted, self.emitted = self.emitted, []
         return emitted
 
     def outstanding(self) -> list[Issued]:
-        """Everything whose effect is not certain, in order of issue."""
         return sorted([*(entry.issued for entry in self.open.values()), *self.rounds], key=lambda issued: issued.id)

@@ -17,7 +17,6 @@ from transport.contracts.settings import (
     BrokerSettings,
     DecodeCostSettings,
     EvalSettings,
-    GenerationSettings,
     PipelineSettings,
     ServiceSettings,
     Settings,
@@ -72,7 +71,6 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_cost_of(cost: DecodeCostSettings) -> DecodeCost:
-    """The cost model that the section describes."""
     named: dict[str, Any] = {field.name: getattr(cost, field.name) for field in msgspec.structs.fields(DecodeCost)}
     named["kv_capacity_tokens"] = cost.kv_capacity_tokens or math.inf
     return DecodeCost(**named)
@@ -88,11 +86,12 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     oversampled_groups: groups of each batch beyond groups_per_batch; when enough are ready the others end unused.
     micro_batch_tokens: packed tokens a rank takes in one round.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
+    lr_schedule: "constant" or how the trainer's rate falls until the last batch, which only the core knows.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
     eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
-    dispatch: policy, see ``dispatch/policies/registry.py``.  plan_wait_s: a batch waits so long for its plan.
+    dispatch: policy, see ``dispatch/compute.py``.  plan_wait_s: a batch waits so long for its plan.
     migrate_running: running groups of slow workers start over on idle ones, see ``dispatch/handout.py``.
     decode_cost: of a worker without slowdown.  train_token_s: of the trainer, 0 where unknown.
     max_response_tokens: no response is longer, 0 where unknown.
@@ -120,6 +119,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     mini_batches: int = _TRAINER.mini_batches
     epochs: int = _TRAINER.epochs
     record_logprobs: bool = False
+    lr_schedule: str = _TRAINER.lr_schedule
     checkpoint_every: int = _TRAINER.checkpoint_every
     keep_checkpoints: int = _TRAINER.keep_checkpoints
     max_retained_bytes: int = BrokerSettings().max_retained_bytes
@@ -151,7 +151,9 @@ def core_settings(settings: Settings) -> CoreSettings:
     Logprobs are recorded only when a batch takes several steps: with one step the policy that trains is still the one
     that the logprobs would be recorded under, so the trainer's own forward pass already has them.
     """
-    trainer = settings.trainer
+    trainer, generation = settings.trainer, settings.generation
+    low, high = generation.min_workers or generation.workers, generation.max_workers or generation.workers
+    scaling = ScalingSettings(min_workers=low, max_workers=high, min_gain=generation.min_gain) if low < high else None
     sections = {"": settings.trainer, "eval_": settings.eval, "service_": settings.service}
     named: dict[str, Any] = msgspec.structs.asdict(settings.pipeline)
     for prefix, section in sections.items():
@@ -167,7 +169,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "decode_cost": decode_cost_of(settings.decode_cost),
         "train_token_s": settings.decode_cost.train_token_s,
         "max_response_tokens": settings.sampling.max_new_tokens,
-        "scaling": _scaling(settings.generation),
+        "scaling": scaling,
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})
@@ -199,11 +201,6 @@ def default_dispatch(*, max_staleness: int, update: UpdateMode, num_workers: int
     return "paced" if steady else LEAST_LOADED
 
 
-def _scaling(generation: GenerationSettings) -> ScalingSettings | None:
-    low, high = generation.min_workers or generation.workers, generation.max_workers or generation.workers
-    return ScalingSettings(min_workers=low, max_workers=high, min_gain=generation.min_gain) if low < high else None
-
-
 CHANGEABLE = {
     "run.batches": "num_batches",
     "pipeline.max_staleness": "max_staleness",
@@ -221,20 +218,17 @@ def changed(settings: CoreSettings, key: str, value: object) -> CoreSettings | N
     """``settings`` with another value of ``key``; None where it cannot change, or not to that."""
     if key not in CHANGEABLE:
         return None
-    section, _, name = key.partition(".")
+    field_type: Any = Settings
+    for name in key.split("."):  # with its range
+        field_type = next(field.type for field in msgspec.structs.fields(field_type) if field.name == name)
     try:
-        converted = msgspec.convert(value, _field_type(_field_type(Settings, section), name))
+        converted = msgspec.convert(value, field_type)
     except msgspec.ValidationError:
         return None
     if converted == math.inf:
         return None
     wanted = msgspec.structs.replace(settings, **{CHANGEABLE[key]: converted})
     return wanted if wanted.rollout_batches <= wanted.max_staleness + 1 else None  # none of them could be admitted
-
-
-def _field_type(struct: Any, name: str) -> Any:
-    """With its range."""
-    return next(field.type for field in msgspec.structs.fields(struct) if field.name == name)
 
 
 def changeable(settings: CoreSettings) -> dict[str, int | float | str]:

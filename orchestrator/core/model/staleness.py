@@ -52,10 +52,6 @@ class Lineage(msgspec.Struct, kw_only=True):
     survived: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     lossy: list[int] = msgspec.field(default_factory=list[int])
 
-    def publish(self, version: int) -> None:
-        """The current epoch made ``version``."""
-        self.version = version
-
     def restart(self, weights: WeightIdentity) -> bool:
         """A trainer of a higher epoch goes on from ``weights``. Returns whether versions were lost."""
         lost = weights.version < self.version

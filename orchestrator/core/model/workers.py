@@ -47,11 +47,9 @@ class Worker(msgspec.Struct, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        """Whether it can be expected to generate what is dispatched to it."""
         return self.load_failures < MAX_LOAD_ATTEMPTS and not self.draining
 
     def take(self, group: Group) -> None:
-        """The missing samples of ``group`` will come from here."""
         self.groups[group.group_id] = None
         self.in_flight += group.num_missing
         self.predicted_load += group.num_missing * group.predicted_tokens
@@ -61,17 +59,13 @@ class Worker(msgspec.Struct, kw_only=True):
             self.batch = max(self.batch, group.batch)
 
     def release(self, group: Group) -> None:
-        """Nothing more of ``group`` is expected from here."""
         del self.groups[group.group_id]
-        self._subtract(group, group.num_missing)
+        self.subtract(group, group.num_missing)
         if group.lane is EVAL:
             self.evaluating -= 1
 
-    def finish_sample(self, group: Group) -> None:
-        """One sample of ``group`` came."""
-        self._subtract(group, 1)
-
-    def _subtract(self, group: Group, num_samples: int) -> None:
+    def subtract(self, group: Group, num_samples: int) -> None:
+        """So many samples of ``group`` came, or will not come from here."""
         self.in_flight -= num_samples
         self.predicted_load -= num_samples * group.predicted_tokens
         if not self.in_flight:
@@ -102,20 +96,14 @@ class Fleet(msgspec.Struct, kw_only=True):
         for worker in self.workers.values():
             worker.load_failures = 0
 
-    def change_update(self) -> None:
-        """Workers take versions in another way from now on."""
-        self.next_to_load = NO_WORKER
-        self.loads_pending = True
-
     def pin_to(self, weights: WeightIdentity | None, *, wanted: bool) -> None:
         """An evaluation needs workers that serve ``weights``, None: no more. wanted: also those without an attempt."""
         self.pin, self.pin_wanted = weights, wanted
         self.loads_pending = True
 
-    def join(self, worker: Worker) -> None:
-        """A worker arrived."""
-        self.workers[worker.worker_id] = worker
-        self.loads_pending = True
+    def ids(self) -> list[WorkerId]:
+        """Every worker that the core counts on, of all kinds."""
+        return [*self.workers, *self.others]
 
     def serving(self) -> list[Worker]:
         """Workers that may take groups, in order of joining."""
@@ -145,7 +133,7 @@ class Fleet(msgspec.Struct, kw_only=True):
         if not self.loads_pending:
             return
         for worker in self.workers.values():
-            if self._may_load(worker) and (self._must_load(worker) or self._is_ready(worker, update)):
+            if self._may_load(worker) and self._is_ready(worker, update):
                 yield worker
         waiting = any(self._may_load(worker) for worker in self.workers.values())
         self.loads_pending = bool(self.next_to_load) or waiting
@@ -156,32 +144,31 @@ class Fleet(msgspec.Struct, kw_only=True):
             return False
         return worker.loading is None or worker.loading.epoch != self.newest.epoch
 
-    def _must_load(self, worker: Worker) -> bool:
-        """It cannot be given work with what it serves: nothing, or weights of a former epoch."""
-        return worker.loaded is None or self.newest is None or worker.loaded.epoch != self.newest.epoch
-
     def _is_ready(self, worker: Worker, update: UpdateMode) -> bool:
-        if update is UpdateMode.IN_FLIGHT:
+        """Whether it may stop for a load; at once where it serves nothing, or a former epoch: it gets no work then."""
+        if update is UpdateMode.IN_FLIGHT or worker.loaded is None or self.newest is None:
+            return True
+        if worker.loaded.epoch != self.newest.epoch:
             return True
         finished = len(worker.groups) == worker.evaluating
         return finished and (update is UpdateMode.BARRIER or worker.worker_id == self.next_to_load)
 
     def choose_next_to_load(self) -> None:
         """The next of those that are behind: the oldest weights first, those that failed last."""
+
+        def order(worker: Worker) -> tuple[int, tuple[int, int], int]:
+            return worker.load_failures, age(worker.loaded) if worker.loaded else (0, 0), worker.in_flight
+
         if not self.loads_pending:
             return
         holder = self.workers.get(self.next_to_load)
         if holder is not None and self.behind(holder) and not holder.load_failures and not self.keeps(holder):
             return
         waiting = [w for w in self.workers.values() if w.healthy and self.behind(w) and not self.keeps(w)]
-        following = min(waiting, key=_load_order, default=None)
+        following = min(waiting, key=order, default=None)
         self.next_to_load = following.worker_id if following is not None else NO_WORKER
 
 
 def age(weights: WeightIdentity) -> tuple[int, int]:
     """Sort key, older first. The digest is left out: one epoch publishes a version once."""
     return weights.epoch, weights.version
-
-
-def _load_order(worker: Worker) -> tuple[int, tuple[int, int], int]:
-    return worker.load_failures, age(worker.loaded) if worker.loaded else (0, 0), worker.in_flight

@@ -24,27 +24,24 @@ from orchestrator.core.model.groups import MISSING, Batch, Group, Outcome, Phase
 from orchestrator.core.model.outbox import PromptsKey
 from orchestrator.core.model.pipeline import Pipeline, WaitingPrompt
 from orchestrator.core.model.staleness import is_too_old, may_admit
-from orchestrator.core.rollout.attempts import (
+from orchestrator.core.rollout.lifecycle import (
+    Cause,
+    GroupLane,
     announce,
-    confirm_admission,
     enqueue,
     mark_exchangeable,
     requeue,
-    take_back,
+    withdraw,
 )
-from orchestrator.core.rollout.lifecycle import Cause, GroupLane
 from transport.contracts.messages import (
     DropRows,
     GroupScored,
     PromptRef,
-    PromptsArrived,
     RequestPrompts,
     RolloutFinished,
     SlotOutcome,
 )
 from transport.contracts.types import group_id
-
-OVERSAMPLED = "over-sampled: its batch was full before it was ready"
 
 
 class TrainLane(GroupLane):
@@ -56,45 +53,33 @@ class TrainLane(GroupLane):
 
     # -- admission
 
-    def prompts_arrived(self, event: PromptsArrived) -> None:
-        """The prompt source answers."""
-        if self._p.prompts.arrive(event):
-            self._p.outbox.confirm(PromptsKey())
-
     def admit(self) -> None:
         """Bind waiting prompts to slots: first to pending refills, then to the next batches; request more.
 
         A batch is admitted whole. At the end of the data the last one is admitted with what there is.
         """
-        p = self._p
-        short = self._short_batches()
+        p, per_batch = self._p, self._p.settings.groups_per_batch + self._p.settings.oversampled_groups
+        batches = (p.batches[index] for index in range(p.training.batch, p.next_batch))
+        short = [batch for batch in batches if batch.pending_refills and not p.frozen(batch.index)]
         admitted = self._refill_pending(short)
-        while self._batch_may_open():
-            admitted += self._open_batch(p.prompts.take(self._per_batch))
+        while self._batch_may_open(per_batch):
+            admitted += self._open_batch(p.prompts.take(per_batch))
         announce(p, admitted)
-        self._request_prompts(short)
+        self._request_prompts(short, per_batch)
 
-    @property
-    def _per_batch(self) -> int:
-        """Groups that a batch is admitted with."""
-        return self._p.settings.groups_per_batch + self._p.settings.oversampled_groups
-
-    def _batch_may_open(self) -> bool:
+    def _batch_may_open(self, per_batch: int) -> bool:
         p = self._p
         settings, prompts = p.settings, p.prompts
-        enough = len(prompts.waiting) >= self._per_batch or (prompts.exhausted and bool(prompts.waiting))
+        enough = len(prompts.waiting) >= per_batch or (prompts.exhausted and bool(prompts.waiting))
         return (
             enough
             and p.next_batch < settings.num_batches
             and p.lineage.epoch > 0
             and not p.stopping
             and may_admit(p.next_batch, p.training.trained_version, settings.max_staleness, settings.rollout_batches)
-            and not self._closed_by_bytes()
+            # over budget it waits for the batches in hand; with none in hand nothing else could free bytes
+            and not (p.retention.over_budget and p.next_batch > p.training.trained_version)
         )
-
-    def _closed_by_bytes(self) -> bool:
-        """Over budget, admission waits for the batches in hand; with none in hand nothing else could free bytes."""
-        return self._p.retention.over_budget and self._p.next_batch > self._p.training.trained_version
 
     def _open_batch(self, prompts: list[WaitingPrompt]) -> list[Group]:
         p, num_mini_batches = self._p, self._p.settings.mini_batches
@@ -114,32 +99,15 @@ class TrainLane(GroupLane):
         return [self._fill(batch, mini_batch, waiting.prompt) for mini_batch, waiting in slots]
 
     def _fill(self, batch: Batch, mini_batch: int, prompt: PromptRef) -> Group:
-        """Put a prompt into the next unused slot."""
-        size = self._p.settings.group_size
-        group = Group(
-            group_id=group_id(batch.index, len(batch.group_ids)),
-            batch=batch.index,
-            mini_batch=mini_batch,
-            prompt_id=prompt.prompt_id,
-            prompt_tokens=prompt.prompt_tokens,
-            predicted_tokens=prompt.predicted_tokens,
-            predicted_sigma=prompt.predicted_sigma,
-            tokens=[MISSING] * size,
-            num_missing=size,
-        )
+        name, size = group_id(batch.index, len(batch.group_ids)), self._p.settings.group_size
+        group = Group.of(prompt, name, batch.index, size, mini_batch=mini_batch)
         batch.group_ids.append(group.group_id)
         self._p.groups[group.group_id] = group
         enqueue(self._p, group)
         return group
 
-    def _short_batches(self) -> list[Batch]:
-        """Open batches with refills that wait for a prompt, oldest first. Frozen ones stay as they are."""
-        p = self._p
-        indices = range(p.training.batch, p.next_batch)
-        return [p.batches[index] for index in indices if p.batches[index].pending_refills and not p.frozen(index)]
-
     def _refill_pending(self, short: list[Batch]) -> list[Group]:
-        """Give prompts to pending refills; cancel them when no prompt will come."""
+        """Give prompts to the pending refills of open batches; cancel them when no prompt will come."""
         p = self._p
         admitted: list[Group] = []
         for batch in short:
@@ -157,14 +125,14 @@ class TrainLane(GroupLane):
             batch.unsettled[mini_batch] -= 1
         batch.pending_refills.clear()
 
-    def _request_prompts(self, short: list[Batch]) -> None:
+    def _request_prompts(self, short: list[Batch], per_batch: int) -> None:
         """Keep one batch of prompts waiting beyond what could be admitted now, so that dispatch never starves."""
         p = self._p
         if p.prompts.requested or p.prompts.exhausted or p.stopping or p.finished:
             return
         reachable = min(p.training.trained_version + p.settings.max_staleness + 2, p.settings.num_batches)
         refills = sum(len(batch.pending_refills) for batch in short)
-        count = max(0, reachable - p.next_batch) * self._per_batch + refills - len(p.prompts.waiting)
+        count = max(0, reachable - p.next_batch) * per_batch + refills - len(p.prompts.waiting)
         if count > 0:
             p.prompts.requested = count
             p.outbox.emit_until(PromptsKey(), RequestPrompts(count=count))
@@ -190,7 +158,8 @@ class TrainLane(GroupLane):
         if group.stage is Stage.READY or not len(event.response_tokens) == len(event.rewards) == len(group.tokens):
             return
         if group.num_missing:
-            self._adopt(group, event)
+            withdraw(p, group, "its rows exist")
+            group.tokens, group.num_missing = list(event.response_tokens), 0
         p.plans.remove(group)
         group.score(event.rewards)
         if group.sent:
@@ -199,17 +168,14 @@ class TrainLane(GroupLane):
         if not filtered:
             self._pull_forward(group)
         batch = p.batches[group.batch]
-        batch.add_member(group, self._phases[batch.phase])
+        batch.unsettled[group.mini_batch] -= 1
+        batch.members[group.group_id] = None
+        if self._phases[batch.phase].mini_batch in (None, group.mini_batch):
+            batch.queue[group.group_id] = None
         if filtered:
             self.end(group, "filtered", "all rewards are equal")
         elif batch.num_wanted and len(batch.members) >= batch.num_wanted:
             self._close_full(batch)
-
-    def _adopt(self, group: Group, event: GroupScored) -> None:
-        if group.stage is Stage.RUNNING:
-            take_back(self._p, group, "its rows exist")
-        confirm_admission(self._p, group)
-        group.tokens, group.num_missing = list(event.response_tokens), 0
 
     # -- the end of a slot
 
@@ -223,10 +189,7 @@ class TrainLane(GroupLane):
 
     def _end(self, group: Group, outcome: Outcome, reason: str) -> None:
         p = self._p
-        if group.stage is Stage.RUNNING:
-            take_back(p, group, reason)
-        confirm_admission(p, group)
-        p.plans.remove(group)
+        withdraw(p, group, reason)
         group.move(Stage.ENDED)
         group.outcome = outcome
         p.outbox.emit(outcome_of(group, reason))
@@ -239,7 +202,7 @@ class TrainLane(GroupLane):
         """
         for group in [self._p.groups[name] for name in batch.group_ids]:
             if group.stage in (Stage.PENDING, Stage.RUNNING, Stage.SCORING) and not group.sent:
-                self._end(group, "filtered", OVERSAMPLED)
+                self._end(group, "filtered", "over-sampled: its batch was full before it was ready")
                 batch.unsettled[group.mini_batch] -= 1
         self._cancel_refills(batch)
 
@@ -271,7 +234,7 @@ class TrainLane(GroupLane):
         are in a round stay: the trainer replays the log as it is, with the logprobs recorded at generation.
         """
         p = self._p
-        for group in self._running():
+        for group in p.running_groups():
             requeue(p, group, Cause.LOST_WEIGHTS)
         for index in range(p.training.batch, p.next_batch):
             for name in list(p.batches[index].group_ids):
@@ -281,12 +244,9 @@ class TrainLane(GroupLane):
 
     def suspend(self) -> None:
         """The run stops: what runs for frozen batches is stopped and waits for a resumed run."""
-        for group in self._running():
+        for group in self._p.running_groups():
             if self._p.frozen(group.batch):
                 requeue(self._p, group, "the run stops")
-
-    def _running(self) -> list[Group]:
-        return [self._p.groups[name] for worker in self._p.fleet.workers.values() for name in worker.groups]
 
     # -- rolling membership
 
@@ -305,7 +265,7 @@ class TrainLane(GroupLane):
         """The running group of ``batch`` that is expected to end last, if it may be trained with ``later``."""
         max_staleness = self._p.settings.max_staleness
         while batch.exchangeable:
-            group = self._p.groups.get(batch.exchangeable[0].group_id)
+            group = self._p.live(batch.exchangeable[0].group_id)
             runs = group is not None and group.stage is Stage.RUNNING and group.batch == batch.index and not group.sent
             if group is not None and runs and not is_too_old(batch.index + 1, group.oldest_version, max_staleness):
                 return None if is_too_old(later, group.oldest_version, max_staleness) else group
@@ -327,7 +287,6 @@ class TrainLane(GroupLane):
 
 
 def outcome_of(group: Group, reason: str = "") -> SlotOutcome:
-    """How the slot ended, for the prompt source."""
     return SlotOutcome(
         group_id=group.group_id,
         prompt_id=group.prompt_id,

@@ -1,7 +1,9 @@
-"""The life of a group, the same in every lane, and what generation workers and scoring report of it.
+"""The life of a group, the same in every lane: it waits, a worker gets it, its rows come, or it is taken back.
 
-Owns: arrival of rows, failures, losses, deadlines. Never: rounds. Invariant: only missing samples are ever generated
-again; every rule holds for late, repeated and reordered reports.
+Owns: the links between groups and workers, the queue of groups that wait for any of them; arrival of rows, failures,
+losses, deadlines. Never: which worker gets which group (``dispatch/``), rounds. Invariant: a group is running if and
+only if exactly one worker lists it, and then all of its missing samples are expected from that worker; only missing
+samples are ever generated again, also after late, repeated and reordered reports.
 
 ``GroupLane`` is that life. A lane is one subclass, which says what differs there: which rows it can use, what a row and
 a score mean, and how a group ends. ``Lifecycle`` takes an event to the lane of its group.
@@ -13,20 +15,31 @@ import heapq
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from orchestrator.core.model.deaths import deaths_in_a_row
-from orchestrator.core.model.groups import MISSING, Group, Lane, Outcome, Stage
-from orchestrator.core.model.outbox import parse_entry_id
-from orchestrator.core.model.pipeline import Pipeline
-from orchestrator.core.model.workers import Worker
-from orchestrator.core.rollout.attempts import (
-    announce,
-    confirm_admission,
-    forget_aborts,
-    remove_worker,
-    requeue,
-    take_back,
+from orchestrator.core.model.groups import (
+    EVAL,
+    MISSING,
+    NO_WORKER,
+    SERVE,
+    TRAIN,
+    Exchangeable,
+    Group,
+    Lane,
+    Outcome,
+    PendingEntry,
+    Stage,
+    deaths_in_a_row,
 )
+from orchestrator.core.model.outbox import AbortKey, AdmissionKey, DispatchKey, parse_entry_id
+from orchestrator.core.model.pipeline import Deadline, Pipeline
+from orchestrator.core.model.staleness import may_dispatch
+from orchestrator.core.model.workers import Worker
 from transport.contracts.messages import (
+    EVALUATION,
+    AbortRollouts,
+    AdmitGroups,
+    DispatchGroups,
+    GroupAdmitted,
+    GroupPlan,
     GroupScored,
     RolloutFailed,
     RolloutFinished,
@@ -35,14 +48,180 @@ from transport.contracts.messages import (
     WorkerLost,
     WorkerReported,
 )
-from transport.contracts.types import FinishReason, RowId, parse_row_id
+from transport.contracts.types import FinishReason, GroupId, RowId, WorkerId, parse_row_id
 
-MIN_OBSOLETE_DEADLINES = 64
-"""Fewer are not worth a look."""
-MAX_DEATHS_FACTOR = 2
-"""Deaths that are far apart mostly have causes of their own; but so many times max_deaths under one prompt have that
-one."""
-TIMED_OUT = "rollout timed out"
+BATCH_PRIORITY_TOKENS = 10_000_000
+"""Longer than any response: one batch earlier outranks any difference of predicted lengths."""
+EVALUATION_PRIORITY = 1e12
+"""Above that of any group of any batch."""
+
+
+def announce(p: Pipeline, groups: Sequence[Group]) -> None:
+    """Have the prompt columns of these groups written; outstanding until a row of each is seen."""
+    if not groups:
+        return
+    key = AdmissionKey(p.outbox.next_id)
+    for group in groups:
+        confirm_admission(p, group)
+        group.admission = key
+    admitted = [GroupAdmitted(group_id=g.group_id, prompt_id=g.prompt_id, group_size=len(g.tokens)) for g in groups]
+    p.outbox.emit_until(key, AdmitGroups(groups=tuple(admitted)), holders=len(groups))
+
+
+def confirm_admission(p: Pipeline, group: Group) -> None:
+    """Its columns exist, or no longer matter."""
+    if group.admission is not None:
+        p.outbox.confirm(group.admission)
+        group.admission = None
+
+
+def enqueue(p: Pipeline, group: Group) -> None:
+    """The group waits for any worker: earlier batch first, then the longest prediction, then who came first.
+
+    Longest first is list scheduling: each to the worker with least to do (``handout.least_loaded``), groups end on M
+    equal workers within 4/3 - 1/(3M) of the best there is. Source: StreamRL sec. 5.3; the bound is Graham's (1969).
+    """
+    group.move(Stage.PENDING)
+    p.plans.remove(group)
+    heapq.heappush(p.pending, _entry(p, group, -group.predicted_tokens))
+
+
+def enqueue_for(p: Pipeline, worker_id: WorkerId, group: Group, rank: int) -> None:
+    """The pending group waits for this worker, as its ``rank``-th of the batch, or for one that is done sooner."""
+    p.plans.put(worker_id, _entry(p, group, float(rank)), group.num_missing * group.predicted_tokens)
+
+
+def _entry(p: Pipeline, group: Group, order_key: float) -> PendingEntry:
+    p.num_enqueued += 1
+    return PendingEntry(group.batch, order_key, p.num_enqueued - 1, group.group_id)
+
+
+def head(p: Pipeline) -> Group | None:
+    """The group that is next of those that wait for any worker, or None. Drops obsolete entries."""
+    while p.pending:
+        group = p.groups.get(p.pending[0].group_id)
+        if group is not None and group.stage is Stage.PENDING and group.group_id not in p.plans.planned:
+            return group
+        heapq.heappop(p.pending)
+    return None
+
+
+# -- an attempt begins
+
+
+def may_take(p: Pipeline, worker: Worker, group: Group) -> bool:
+    """The gate, for a worker with room: fresh enough, healthy, not on its way to newer weights."""
+    settings = p.settings
+    return (
+        worker.healthy
+        and is_fresh(p, worker, group)
+        and not p.fleet.holds_back(worker, group.batch, settings.update, settings.rollout_batches)
+    )
+
+
+def is_fresh(p: Pipeline, worker: Worker, group: Group) -> bool:
+    """Whether what the worker serves is new enough for the group; a request is served with the newest weights."""
+    if group.lane is SERVE:
+        return worker.loaded is not None and worker.loaded.epoch == p.lineage.epoch and not p.fleet.behind(worker)
+    return may_dispatch(group.batch, worker.loaded, p.lineage.epoch, p.settings.max_staleness)
+
+
+def assign(p: Pipeline, group: Group, worker: Worker) -> None:
+    """The worker generates what is missing of ``group``, which was next; it must be whole by a deadline."""
+    p.plans.remove(group)
+    start(p, group, worker)
+    mark_exchangeable(p, group)
+    deadline = Deadline(p.now_s + p.settings.rollout_timeout_s, group.group_id, group.attempt)
+    heapq.heappush(p.deadlines, deadline)
+
+
+def start(p: Pipeline, group: Group, worker: Worker) -> None:
+    """Bind ``group`` to the worker and dispatch it: one command for each group, so that each is confirmed by itself."""
+    if group.group_id in worker.aborting:
+        _forget_abort(p, worker, group.group_id)
+    worker.take(group)
+    group.move(Stage.RUNNING)
+    group.worker_id = worker.worker_id
+    group.started_s = p.now_s
+    version = worker.loaded.version if worker.loaded else 0
+    fresh = group.num_missing == len(group.tokens)  # else rows that are there keep theirs
+    group.oldest_version = version if fresh else min(group.oldest_version, version)
+    plan = GroupPlan(
+        group_id=group.group_id,
+        batch=EVALUATION if group.lane is EVAL else group.batch,
+        prompt_id=group.prompt_id,
+        samples=group.missing_samples(),
+        group_size=len(group.tokens),
+        predicted_tokens=group.predicted_tokens,
+        priority=plan_priority(group),
+        attempt=group.attempt,
+        sampling=group.sampling,
+    )
+    command = DispatchGroups(worker_id=group.worker_id, plans=(plan,))
+    group.dispatched = p.outbox.emit_until(DispatchKey(group.group_id), command)
+
+
+def mark_exchangeable(p: Pipeline, group: Group) -> None:
+    """The group runs: with rolling membership, one that is ready before it may take its place."""
+    if p.settings.membership == "rolling" and group.lane is TRAIN and not group.sent:
+        heapq.heappush(p.batches[group.batch].exchangeable, Exchangeable(-group.predicted_tokens, group.group_id))
+
+
+def plan_priority(group: Group) -> float:
+    """Priority inside an engine, higher first: evaluations, then the earlier batch, then the longest prediction."""
+    if group.lane is EVAL:
+        return EVALUATION_PRIORITY + group.predicted_tokens
+    return group.predicted_tokens - group.batch * BATCH_PRIORITY_TOKENS
+
+
+# -- an attempt ends
+
+
+def take_back(p: Pipeline, group: Group, reason: str = "") -> None:
+    """Nothing more is expected of the worker that runs ``group``; with a reason it is asked to stop."""
+    worker = p.fleet.workers[group.worker_id]
+    worker.release(group)
+    p.outbox.confirm(DispatchKey(group.group_id))
+    if reason:  # named with its attempt: a later dispatch of the same group to this worker must survive the abort
+        abort = AbortRollouts(
+            worker_id=worker.worker_id, group_ids=(group.group_id,), reason=reason, attempts=(group.attempt,)
+        )
+        p.outbox.emit_until(AbortKey(worker.worker_id, group.group_id), abort)
+        worker.aborting[group.group_id] = None
+    group.worker_id = NO_WORKER
+    if group.lane is EVAL:
+        p.fleet.loads_pending = True
+
+
+def withdraw(p: Pipeline, group: Group, reason: str) -> None:
+    """Nothing of ``group`` is wanted any more, of a worker, a plan or the writer of its prompt columns."""
+    if group.stage is Stage.RUNNING:
+        take_back(p, group, reason)
+    confirm_admission(p, group)
+    p.plans.remove(group)
+
+
+def requeue(p: Pipeline, group: Group, reason: str = "") -> None:
+    if group.stage is Stage.RUNNING:
+        take_back(p, group, reason)
+    if group.stage is not Stage.PENDING:
+        group.attempt += 1
+    enqueue(p, group)
+
+
+def _forget_abort(p: Pipeline, worker: Worker, group_id: GroupId) -> None:
+    del worker.aborting[group_id]
+    p.outbox.confirm(AbortKey(worker.worker_id, group_id))
+
+
+def release_plan(p: Pipeline, worker_id: WorkerId) -> None:
+    """The worker starts nothing any more: what was planned for it goes to any worker."""
+    for group_id in p.plans.forget_worker(worker_id):
+        group = p.groups.get(group_id)
+        if group is not None and group.stage is Stage.PENDING:
+            enqueue(p, group)
+
+
 UNWANTED = "not wanted any more"
 
 
@@ -64,7 +243,6 @@ class GroupLane:
     # -- what a lane decides
 
     def why_unusable(self, group: Group, event: RolloutFinished) -> Cause | None:
-        """Why this row is of no use, None if it is."""
         if event.finish_reason is FinishReason.ABORT:
             return Cause.ABORTED
         return None if self._p.lineage.contains_row(event.oldest, event.newest) else Cause.LOST_WEIGHTS
@@ -83,7 +261,6 @@ class GroupLane:
         raise NotImplementedError
 
     def announce(self, groups: Sequence[Group]) -> None:
-        """Have the prompt columns of these groups written."""
         announce(self._p, groups)
 
     # -- rows
@@ -95,13 +272,9 @@ class GroupLane:
         if cause is not None:
             self.end(group, "stale", cause.value, free=cause is Cause.LOST_WEIGHTS)
             return
-        self._record(group, sample, event)
-        self.row_arrived(group, event)
-
-    def _record(self, group: Group, sample: int, event: RolloutFinished) -> None:
         p, runs = self._p, group.stage is Stage.RUNNING
         if runs:
-            p.fleet.workers[group.worker_id].finish_sample(group)
+            p.fleet.workers[group.worker_id].subtract(group, 1)
         group.tokens[sample] = event.response_tokens
         group.num_missing -= 1
         group.deaths = group.all_deaths = 0
@@ -111,6 +284,7 @@ class GroupLane:
                 take_back(p, group)
             p.plans.remove(group)
             group.move(Stage.SCORING)
+        self.row_arrived(group, event)
 
     def vanished(self, group: Group, sample: int, row: RowId) -> bool:
         """A row went missing with the broker's tail. Returns whether the group is to be generated again."""
@@ -121,18 +295,9 @@ class GroupLane:
         self.row_vanished(group, row)
         return True
 
-    def generate_again(self, groups: Sequence[Group]) -> None:
-        """Rows of these went missing, and perhaps their prompt columns, too."""
-        for group in groups:
-            if group.stage is Stage.READY and not group.sent:
-                self._p.batches[group.batch].remove_member(group)
-            requeue(self._p, group)
-        self.announce(groups)
-
     # -- failures
 
     def failed(self, group: Group, event: RolloutFailed) -> None:
-        """Samples will not come from the worker that runs the group."""
         if event.retryable or group.sent:
             self.retry(group, event.reason, exclude_worker=True, abort="another of its samples failed")
         else:
@@ -156,8 +321,8 @@ class GroupLane:
 
         A worker may die of anything, so its death is not counted as an attempt of the group. But a group that kills
         every worker must be given up before the workers' restarts are used up. So deaths in a row are counted, and the
-        count starts again once a sample of the group arrived or it ran for STABLE_S. A group that kills late is given
-        up after MAX_DEATHS_FACTOR times as many.
+        count starts again once a sample of the group arrived or it ran for STABLE_S. Deaths that are far apart mostly
+        have causes of their own, but twice max_deaths under one prompt have that one.
         """
         p = self._p
         if lost.left:
@@ -166,7 +331,7 @@ class GroupLane:
         group.deaths = deaths_in_a_row(group.deaths, p.now_s - group.started_s)
         group.all_deaths += 1
         max_deaths = p.settings.max_deaths
-        kills = group.deaths >= max_deaths or group.all_deaths >= MAX_DEATHS_FACTOR * max_deaths
+        kills = group.deaths >= max_deaths or group.all_deaths >= 2 * max_deaths
         if kills and not group.sent:
             reason = f"{lost.worker_id} lost: {lost.reason}, as were all {group.all_deaths} workers that ran it last"
             self.end(group, "dead", reason)
@@ -174,7 +339,6 @@ class GroupLane:
             requeue(p, group)
 
     def scoring_failed(self, group: Group, event: ScoringFailed) -> None:
-        """The group will never be whole."""
         if group.stage in (Stage.PENDING, Stage.RUNNING, Stage.SCORING) and not group.sent:
             self.end(group, "dead", event.reason)
 
@@ -213,45 +377,48 @@ class Lifecycle:
 
     def missing(self, event: RowsMissing) -> None:
         """Rows vanished with the broker's tail: what is missing is generated and scored again, in the same place."""
-        again: dict[str, Group] = {}
+        p, again = self._p, dict[Lane, dict[GroupId, Group]]()
         for row in event.row_ids:
             group_id, sample = parse_row_id(row)
-            group = self._p.live(group_id)
+            group = p.live(group_id)
             exists = group is not None and sample < len(group.tokens) and not group.lacks(sample)
             if group is not None and exists and self._lanes[group.lane].vanished(group, sample, row):
-                again[group_id] = group
-        for lane in {group.lane: None for group in again.values()}:
-            self._lanes[lane].generate_again([group for group in again.values() if group.lane is lane])
+                again.setdefault(group.lane, {})[group_id] = group
+        for lane, groups in again.items():
+            for group in groups.values():
+                if group.stage is Stage.READY and not group.sent:
+                    p.batches[group.batch].remove_member(group)
+                requeue(p, group)
+            self._lanes[lane].announce([*groups.values()])  # their prompt columns may be gone too
 
     def worker_lost(self, worker: Worker, lost: WorkerLost) -> None:
         """What the worker had not finished goes to others, problems of an evaluation first."""
         held = [self._p.groups[group_id] for group_id in worker.groups]
         for group in sorted(held, key=lambda group: group.lane is not Lane.EVAL):
             self._lanes[group.lane].worker_lost(group, lost)
-        remove_worker(self._p, worker)
+        for group_id in list(worker.aborting):
+            _forget_abort(self._p, worker, group_id)
+        del self._p.fleet.workers[worker.worker_id]
+        release_plan(self._p, worker.worker_id)
 
     def reconcile(self, worker: Worker, event: WorkerReported) -> None:
         """A group whose plan the worker claimed, which it does not hold and did not finish, was lost on the way."""
         held = frozenset(event.held)
-        forget_aborts(self._p, worker, held)
+        for group_id in [group_id for group_id in worker.aborting if group_id not in held]:
+            _forget_abort(self._p, worker, group_id)  # the abort is done
         claimed = parse_entry_id(event.plans_cursor)
         for group in [self._p.groups[group_id] for group_id in worker.groups if group_id not in held]:
             if group.dispatched <= claimed:
                 self._lanes[group.lane].retry(group, f"{worker.worker_id} lost it")
 
     def expire(self) -> None:
-        """Take back groups whose deadline passed."""
         p = self._p
-        self._forget_deadlines()
+        running = sum(len(worker.groups) for worker in p.fleet.workers.values())
+        if len(p.deadlines) > 2 * running + 64:  # keep as many as run, not as all that ever ran
+            p.deadlines = [deadline for deadline in p.deadlines if p.awaited_by(deadline) is not None]
+            heapq.heapify(p.deadlines)
         while p.deadlines and p.deadlines[0].at_s <= p.now_s:
             group = p.awaited_by(heapq.heappop(p.deadlines))
             if group is not None:
-                self._lanes[group.lane].retry(group, TIMED_OUT, exclude_worker=True, abort=TIMED_OUT)
-
-    def _forget_deadlines(self) -> None:
-        """Once most deadlines are of groups that are whole, keep the others: so many as run, not of all that ran."""
-        p = self._p
-        running = sum(len(worker.groups) for worker in p.fleet.workers.values())
-        if len(p.deadlines) > 2 * running + MIN_OBSOLETE_DEADLINES:
-            p.deadlines = [deadline for deadline in p.deadlines if p.awaited_by(deadline) is not None]
-            heapq.heapify(p.deadlines)
+                reason = "rollout timed out"
+                self._lanes[group.lane].retry(group, reason, exclude_worker=True, abort=reason)

@@ -1,17 +1,7 @@
-"""What can be asked over HTTP, and the answers.
+"""What can be asked over HTTP, and the answers; README.md has the table.
 
 Invariant: an answer costs no broker round trip, so that asking often cannot slow the run; every route requires the key
 unless the guard lists it as open.
-
-    GET /health           200 while the orchestrator decides and the broker answers, else 503; JSON
-    GET /status           what the run is doing now (the form is in status.py), and ``age_s``; JSON
-    GET /history          what the live page draws of the past (page_history.py); JSON
-    GET /batches?from=N   lines N, N+1, ... of metrics.jsonl: {"from": N, "batches": [...]}; JSON
-    GET /metrics          the same numbers for Prometheus
-    GET /                 the live page, static files: open, and empty until it is given the key
-    POST /control/pause | resume | drain | checkpoint
-    POST /control/set     {"key": "run.batches", "value": 80}
-    POST /generate, /update   see serving/http.py
 
 A request to change the run is answered with 202 {"asked": ..., "entry": id}: it is on the events log, and applied once
 ``events_cursor`` in ``/status`` has reached the entry. 400: it cannot be asked, and why. 503: the broker does not
@@ -21,13 +11,17 @@ answer, and whether the request was taken is not known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -36,23 +30,18 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from orchestrator.core.observe.view import PipelineView
+from orchestrator.core.view import PipelineView
 from orchestrator.errors import ConfigError
-from orchestrator.loop.control import REQUESTS, append_event, change
-from orchestrator.observability.http.answers import answer, name_error, number_of
-from orchestrator.observability.http.exposition import exposition
-from orchestrator.observability.http.guard import BodyLimit, Guard
+from orchestrator.http import BodyLimit, Guard, answer, name_error, number_of
+from orchestrator.loop.intake import REQUESTS, append_event, change
 from orchestrator.observability.http.status import StatusBoard
-from orchestrator.observability.metrics_file import BatchLines
+from orchestrator.observability.metrics import BatchLines
 from transport.broker.base import Broker
-from transport.contracts.messages import Event
 from transport.contracts.settings import Settings
 from transport.errors import TransientError
 
-HEALTHY_AGE_S = 5.0
-"""A status is made twice a second; one that is older says that deciding or the broker stands still."""
-MAX_BATCHES = 1000
-"""Lines in one answer; a page asks on from where the answer ended."""
+HEALTHY_AGE_S = 5.0  # a status is made twice a second; one that is older says that deciding or the broker stands still
+MAX_BATCHES = 1000  # lines in one answer; a page asks on from where the answer ended
 STATIC = Path(str(files("orchestrator.observability.http") / "static"))
 
 
@@ -60,7 +49,6 @@ class Api:
     """The read-only routes over one board."""
 
     def __init__(self, board: StatusBoard, metrics: Path, page_history: Callable[[], Mapping[str, Any]]) -> None:
-        """metrics: metrics.jsonl.  page_history: the answer to /history, made when it is asked for."""
         self._board = board
         self._lines = BatchLines(metrics)
         self._page_history = page_history
@@ -101,22 +89,18 @@ class Api:
 
 # --- requests to change the run ---------------------------------------------------------------------------------------
 
-APPEND_S = 5.0
-"""How long a client waits for a broker that is away."""
+APPEND_S = 5.0  # how long a client waits for a broker that is away
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of ``set``."""
-
     key: str
     value: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] | float | str
 
 
 class ControlRoutes:
-    """The route that appends requests to the events log; what may be asked is in ``loop/control.py``."""
+    """The route that appends requests to the events log; what may be asked is in ``loop/intake.py``."""
 
     def __init__(self, broker: Broker, settings: Settings, view: Callable[[], PipelineView]) -> None:
-        """view: the run as it is now."""
         self._broker = broker
         self._settings = settings
         self._view = view
@@ -126,25 +110,23 @@ class ControlRoutes:
 
     async def ask(self, request: Request) -> Response:
         name = request.path_params["request"]
-        event = await self._event(name, request)
+        if name in REQUESTS:
+            event = REQUESTS[name]()
+        elif name != "set":
+            raise HTTPException(404, f"there is no {name!r}; there are {', '.join([*REQUESTS, 'set'])}")
+        else:
+            try:
+                wanted = msgspec.json.decode(await request.body(), type=Change)
+                view = self._view()
+                event = change(self._settings, view.settings, view.num_admitted, wanted.key, wanted.value)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+                raise HTTPException(400, str(error)) from error
         try:
             async with asyncio.timeout(APPEND_S):
                 entry_id = await append_event(self._broker, event, by="http")
         except (TimeoutError, TransientError) as error:
             raise HTTPException(503, "the broker does not answer") from error
         return answer({"asked": name, "entry": entry_id}, 202)
-
-    async def _event(self, name: str, request: Request) -> Event:
-        if name in REQUESTS:
-            return REQUESTS[name]()
-        if name != "set":
-            raise HTTPException(404, f"there is no {name!r}; there are {', '.join([*REQUESTS, 'set'])}")
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=Change)
-            view = self._view()
-            return change(self._settings, view.settings, view.num_admitted, wanted.key, wanted.value)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
-            raise HTTPException(400, str(error)) from error
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -154,11 +136,102 @@ def build_app(
     routes: Sequence[BaseRoute], *, host: str, key: str, body_limits: Mapping[str, BodyLimit] | None = None
 ) -> ASGIApp:
     """``routes`` and the live page, behind the guard, whose arguments the others are."""
+    open_paths = ["/", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*") if file.is_file())]
     page = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, page], exception_handlers={HTTPException: name_error})
-    return Guard(app, host=host, key=key, open_paths=page_paths(), body_limits=body_limits)
+    return Guard(app, host=host, key=key, open_paths=open_paths, body_limits=body_limits)
 
 
-def page_paths() -> list[str]:
-    """Of the files that make the live page."""
-    return ["/", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*") if file.is_file())]
+# --- for Prometheus: each number is read off the status when it is asked for; nothing is counted twice, nothing kept --
+
+OF_LAST_BATCH = {
+    "reward": "Mean reward of the last trained batch.",
+    "reward_std": "Standard deviation of the rewards of the last trained batch.",
+    "no_signal": "Share of its groups, and of those filtered beside it, whose rewards are all equal.",
+    "truncated": "Share of its samples that were cut at the limit.",
+    "samples_generated": "Samples generated since the batch before it.",
+    "samples_trained": "Samples that the last trained batch holds.",
+    "tokens_generated": "Response tokens generated since the batch before it.",
+    "tokens_trained": "Response tokens that the last trained batch holds.",
+    "response_tokens": "Mean response length of the last trained batch, tokens.",
+    "response_tokens_max": "Longest response of the last trained batch, tokens.",
+    "staleness": "Mean staleness of the last trained batch, versions.",
+    "staleness_max": "Largest staleness of the last trained batch, versions.",
+    "ranker_recall_20": "Of the longest 20% of responses, how many were among the predicted longest.",
+    "ranker_trusted": "1 while dispatch may rely on predicted lengths.",
+    "samples_per_s": "Trained samples a second over the last trained batch.",
+    "tokens_per_s": "Trained response tokens a second over the last trained batch.",
+}
+GAUGES = {
+    "num_batches": "Batches that the run trains.",
+    "in_flight_samples": "Samples that generation workers owe.",
+    "retained_bytes": "Bytes of rows that the broker retains.",
+    "paused": "1 while dispatch is paused.",
+    "elapsed_s": "Seconds on the run's clock.",
+}
+REQUEST_SAMPLES = ("samples", "started", "ended", "failed", "taken")
+GROUP_STAGES = ("pending", "running", "scoring", "ready")
+
+
+def exposition(status: Mapping[str, Any]) -> bytes:
+    """The text of ``/metrics``; only ``streamrl_up 0`` before there is a status."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Status(status))
+    return generate_latest(registry)
+
+
+class _Status(Collector):
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield GaugeMetricFamily("streamrl_up", "1 once the run has a status.", value=float(bool(status)))
+        if not status:
+            return
+        yield CounterMetricFamily("streamrl_trained_batches", "Batches trained.", value=status["trained_version"])
+        for name, text in GAUGES.items():
+            if name in status:
+                yield GaugeMetricFamily(f"streamrl_{name}", text, value=float(status[name]))
+        for name, text in OF_LAST_BATCH.items():
+            if name in status["last"]:
+                yield GaugeMetricFamily(f"streamrl_batch_{name}", text, value=float(status["last"][name]))
+        if status.get("num_requests") is not None:
+            yield from _requests(status["num_requests"], status["requests"].values())
+        blocked = status.get("blocked")
+        still_s = {blocked["stage"]: blocked["still_s"]} if blocked else {}
+        yield _labelled("streamrl_blocked_seconds", "Seconds without progress, past the first limit.", "stage", still_s)
+        stages = {stage: status[stage] for stage in GROUP_STAGES}
+        yield _labelled("streamrl_groups", "Groups by stage.", "stage", stages)
+        yield _labelled("streamrl_queue_entries", "Entries of each stream.", "stream", status["queues"])
+        yield from _workers(status["workers"])
+
+
+def _requests(num_requests: int, open_ones: Collection[Mapping[str, float]]) -> Iterator[Metric]:
+    """Of a service run. open_ones: how many samples of each open request there are, and how far they are."""
+    yield CounterMetricFamily("streamrl_requests", "Requests that came.", value=num_requests)
+    yield GaugeMetricFamily("streamrl_open_requests", "Requests that are not all taken.", value=len(open_ones))
+    sums = {name: sum(each[name] for each in open_ones) for name in REQUEST_SAMPLES}
+    text = "Samples of open requests: all, let pass by the window, ended, of those failed, taken by the reader."
+    yield _labelled("streamrl_request_samples", text, "are", sums)
+
+
+def _workers(workers: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    kinds = Counter(worker["kind"] for worker in workers)
+    yield _labelled("streamrl_workers", "Live workers by kind.", "kind", kinds)
+    idle = {worker["worker"]: worker["idle"] for worker in workers if "idle" in worker}
+    yield _labelled("streamrl_worker_idle_ratio", "Share of the last 10 s without work.", "worker", idle)
+    running = {worker["worker"]: worker["running"] for worker in workers}
+    yield _labelled("streamrl_worker_running_samples", "Samples that a worker decodes now.", "worker", running)
+    tokens = CounterMetricFamily("streamrl_worker_tokens", "Tokens since the worker started.", labels=["worker"])
+    for worker in workers:
+        if "tokens" in worker["counters"]:
+            tokens.add_metric([worker["worker"]], worker["counters"]["tokens"])
+    yield tokens
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in sorted(values.items()):
+        family.add_metric([key], value)
+    return family

@@ -7,7 +7,8 @@ events_cursor        id of the last entry of the events log that is applied
                      rounds_outstanding, retained_bytes, paused, checkpoint_requested, stop_reason, finish_reason,
                      settings {key: value} of those that may change, ...
                      num_requests: that a service run got so far, null where the run trains
-                     batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, owed, closed, trained}]
+                     batches: [{batch, stages {stage: groups}, ended {outcome: groups}, sent, pending_refills,
+                     closed, trained}]
                      evaluation: null, or the one under way: {number, weights, problems, waiting, running, scoring,
                      answered, seconds, held}
                      ranker: null, or how right predictions of lengths were: {state (not_yet_measured, trusted,
@@ -18,7 +19,7 @@ events_cursor        id of the last entry of the events log that is applied
 wait                 null, or what is waited for now, also when all is well: {stage, waits_for, owner, waited_s}
 blocked              null, or the same once nothing progressed for liveness.warn_s, with still_s, seconds since then
 generation           the core's side of each generation worker: [{worker_id, capacity, in_flight, groups, loaded,
-                     loading, fit}]
+                     loading, healthy}]
 longest              groups that have been generated for the longest: [{group_id, worker_id, running_s, missing
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
@@ -27,71 +28,122 @@ workers              every live worker, by its lease: [{worker, kind, doing, sin
                      two are missing in the first seconds
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
+warnings             what is wrong with that batch: [sentence]
+num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
+                     [{worker, reason, at_s}]; those that were asked to go do not count
+given_up             why the oldest dead letter was given up, "" where there is none
+
+And what the live page shows of the past, gathered while the run goes on (``/history``):
+
+lanes        {cell_s, cells, until_s, states [name], lanes [{place, kind, doing, busy}], lanes_left_out}
+             doing, busy: a character a cell, the newest last: the state's letter (a is states[0], a space: not there),
+             and the share of the cell in which it computed, in ninths
+curves       {name: [number or null]}, one list a number of metrics.jsonl, a point a batch (thinned)
+bubbles      {batches [first, last], stages {generation, trainer: {"computing" or a cause: seconds}}}, {} at first
+evaluations  the newest lines of evaluations in metrics.jsonl, oldest first
+components   names of the reward's components among the curves
+samples      newest first: [{row, reward, components, worker, tokens, finish, versions, engine_s, question, expected,
+             prompt, prompt_cut, response, response_cut, response_end}]; cuts are characters that were left out before
+             the prompt, and between response and its end; what a model wrote is there as it is: the page escapes it
+
+Invariant: what is kept does not grow with the length of the run. After a restart lanes and events begin anew, curves
+come from ``metrics.jsonl``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from orchestrator.core.state import PipelineState
+from orchestrator.core.view import longest_running
 from orchestrator.loop.decide import Decider
-from orchestrator.loop.membership import Membership
+from orchestrator.loop.intake import Membership
 from orchestrator.loop.watchdog import Watchdog, shown_wait
-from orchestrator.observability.metrics import MetricsLog
+from orchestrator.observability.live import warnings_of
+from orchestrator.observability.metrics import MetricsLog, NewLines
+from orchestrator.observability.report.bubbles import stages, total, usage_by_window
+from orchestrator.observability.report.spans import build_timeline
+from orchestrator.observability.samples import RecentSamples
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.contracts.messages import WorkerStatus
-from transport.contracts.types import WorkerId
+from transport.contracts.messages import (
+    CheckpointSaved,
+    Event,
+    GroupScored,
+    JournalRecord,
+    RolloutFinished,
+    RoundDone,
+    StepDone,
+    TrainerReady,
+    WeightsLoaded,
+    WorkerJoined,
+    WorkerLost,
+    WorkerStatus,
+)
+from transport.contracts.types import WorkerId, is_evaluation, natural_order
 from transport.process.clock import Clock
 
-RATE_WINDOW_S = 10.0
-"""Rates and idle shares are taken over this long."""
+RATE_WINDOW_S = 10.0  # rates and idle shares are taken over this long
 PUBLISH_S = 0.5
-MAX_SHARE = 0.005
-"""Of one core that making the status may take: with a thousand workers or ten thousand groups it comes every second or
-two instead."""
-TIME_TO_LIVE_S = 10.0
-"""A status older than this is none: the orchestrator is away."""
+MAX_SHARE = 0.005  # of one core, to make the status: with ten thousand groups it comes every second or two
+TIME_TO_LIVE_S = 10.0  # a status older than this is none: the orchestrator is away
+
+
+MAX_LOST = 8  # workers that are named
 
 
 class StatusBoard:
-    """The newest status, and how old it is. ``latest`` is empty before the first."""
+    """The newest status, and how old it is; who was lost. ``latest`` is empty before the first."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._at_s = clock.now_s()
         self.latest: dict[str, Any] = {}
+        self.num_lost = 0
+        self.lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST)
+
+    def observe(self, event: Event, now_s: float) -> None:
+        if isinstance(event, WorkerLost) and not event.left:
+            self.num_lost += 1
+            self.lost.append({"worker": event.worker_id, "reason": event.reason, "at_s": round(now_s, 1)})
 
     def put(self, status: dict[str, Any]) -> None:
         self.latest = status
-        self._at_s = self._clock.now_s()
+        self._at_s = self.clock.now_s()
 
     @property
     def age_s(self) -> float:
         """Seconds since the newest status, or since the start where there was none."""
-        return self._clock.now_s() - self._at_s
+        return self.clock.now_s() - self._at_s
 
 
 async def publish_status(
-    broker: Broker,
-    state: PipelineState,
-    membership: Membership,
-    metrics: MetricsLog,
-    watchdog: Watchdog,
-    clock: Clock,
     board: StatusBoard,
+    broker: Broker,
     decider: Decider,
+    membership: Membership,
+    watchdog: Watchdog,
+    metrics: MetricsLog,
+    mismatch_limit: float,
 ) -> None:
     """Make the status, on the board and in the broker, forever."""
+    state, clock = decider.state, board.clock
     usage = UsageWindow()
+    dead, given_up = 0, ""
     while True:
         queues = await broker.streams()
+        if queues.get(keys.DEAD, 0) != dead:
+            dead, letters = queues.get(keys.DEAD, 0), await broker.dead_letters(count=1)
+            given_up = letters[0].reason if letters else ""
         began_s = time.thread_time()
         view = msgspec.to_builtins(state.view())
         status = {
@@ -102,17 +154,27 @@ async def publish_status(
             "wait": shown_wait(state.wait(), clock.now_s()),
             "blocked": watchdog.blocked(state),
             "generation": view["workers"],
-            "longest": msgspec.to_builtins(state.longest_running()),
+            "longest": msgspec.to_builtins(longest_running(state.pipeline)),
             "queues": queues,
             "workers": usage.update(membership.statuses),
             "last": metrics.last_line,
-            "requests": state.request_counts(),
+            "warnings": warnings_of(metrics.last_line, mismatch_limit) if metrics.last_line else [],
+            "num_lost": board.num_lost,
+            "lost": list(board.lost),
+            "given_up": given_up,
+            "requests": {number: request.counts() for number, request in state.pipeline.requests.items()},
         }
         board.put(status)
         encoded = msgspec.json.encode(status)
         took_s = time.thread_time() - began_s
         await broker.put_meta(keys.STATUS, encoded, ttl_s=TIME_TO_LIVE_S)
         await asyncio.sleep(min(max(PUBLISH_S, took_s / MAX_SHARE), TIME_TO_LIVE_S / 4))
+
+
+async def read_status(broker: Broker) -> dict[str, Any] | None:
+    """What ``publish_status`` wrote last; None while no orchestrator is alive."""
+    raw = await broker.get_meta(keys.STATUS)
+    return None if raw is None else msgspec.json.decode(raw)
 
 
 class UsageWindow:
@@ -122,7 +184,6 @@ class UsageWindow:
         self._seen: dict[WorkerId, deque[WorkerStatus]] = {}
 
     def update(self, leases: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, Any]]:
-        """One readable row a live worker, in order of name."""
         for gone in self._seen.keys() - leases.keys():
             del self._seen[gone]
         for worker_id, status in leases.items():
@@ -131,24 +192,230 @@ class UsageWindow:
                 history.append(status)
             while history[-1].elapsed_s - history[0].elapsed_s > RATE_WINDOW_S:
                 history.popleft()
-        return [self._row(self._seen[worker_id]) for worker_id in sorted(leases)]
+        rows: list[dict[str, Any]] = []
+        for worker_id in sorted(leases):
+            first, last = self._seen[worker_id][0], self._seen[worker_id][-1]
+            row: dict[str, Any] = {
+                "worker": last.worker_id,
+                "kind": last.kind.value,
+                "doing": last.doing,
+                "since_s": round(last.since_s, 1),
+                "running": last.running,
+                "waiting": last.waiting,
+                "weights": str(last.weights) if last.weights else "",
+                "counters": last.counters,
+                "kv_use": last.kv_use,
+            }
+            if elapsed_s := max(0.0, last.elapsed_s - first.elapsed_s):
+                tokens = last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)
+                row["idle"] = round(1.0 - (last.busy_s - first.busy_s) / elapsed_s, 3) + 0.0  # never -0.0
+                row["tokens_per_s"] = tokens / elapsed_s
+            rows.append(row)
+        return rows
 
-    @staticmethod
-    def _row(history: deque[WorkerStatus]) -> dict[str, Any]:
-        first, last = history[0], history[-1]
-        elapsed_s = last.elapsed_s - first.elapsed_s
-        row: dict[str, Any] = {
-            "worker": last.worker_id,
-            "kind": last.kind.value,
-            "doing": last.doing,
-            "since_s": round(last.since_s, 1),
-            "running": last.running,
-            "waiting": last.waiting,
-            "weights": str(last.weights) if last.weights else "",
-            "counters": last.counters,
-            "kv_use": last.kv_use,
+
+# --- the past ---------------------------------------------------------------------------------------------------------
+
+LOOK_S = 0.5  # a cell of a lane is looked at twice
+LOOKS_A_BUBBLE = 4  # a page asks every two seconds; curves and bubbles are as old at most
+PATIENCE_S = 10.0  # bubbles are accounted for while a page asked not longer ago
+
+
+class PageHistory:
+    """Gathers; ``latest`` puts the answer to a page together, about 1 ms for a long run. One ``watch`` at a time."""
+
+    def __init__(self, metrics: Path, membership: Membership, samples: RecentSamples, clock: Clock) -> None:
+        self._metrics = NewLines(metrics)
+        self._membership = membership
+        self._samples = samples
+        self._clock = clock
+        self._lanes = LaneHistory()
+        self._curves = Curves()
+        self._events = RecentEvents()
+        self._evaluations: deque[Mapping[str, Any]] = deque(maxlen=MAX_POINTS)
+        self._components: set[str] = set()
+        self._bubbles: dict[str, Any] = {}
+        self._asked_s = -PATIENCE_S
+
+    def observe(self, event: Event, now_s: float) -> None:
+        self._events.add(event, now_s)
+        if isinstance(event, GroupScored) and not is_evaluation(event.group_id):
+            self._components |= event.components.keys()
+
+    async def watch(self) -> None:
+        """Note what the workers do, and account for bubbles while a page asks, forever."""
+        while True:
+            for line in await asyncio.to_thread(self._metrics.read):
+                if "batch" in line:
+                    self._curves.add(line)
+                else:
+                    self._evaluations.append(line)
+            for _ in range(LOOKS_A_BUBBLE):
+                self._lanes.note(self._membership.statuses, self._clock.now_s())
+                await asyncio.sleep(LOOK_S)
+            if self._clock.now_s() - self._asked_s < PATIENCE_S:
+                self._bubbles = await asyncio.to_thread(recent_bubbles, self._events.records())
+
+    def latest(self) -> dict[str, Any]:
+        self._asked_s = self._clock.now_s()
+        return {
+            "lanes": self._lanes.as_dict(),
+            "curves": self._curves.as_dict(),
+            "bubbles": self._bubbles,
+            "evaluations": list(self._evaluations),
+            "components": sorted(self._components),
+            "samples": list(self._samples.newest_first),
         }
-        if elapsed_s > 0:
-            row["idle"] = round(1.0 - (last.busy_s - first.busy_s) / elapsed_s, 3) + 0.0  # never -0.0
-            row["tokens_per_s"] = (last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)) / elapsed_s
-        return row
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+CELL_S = 1.0  # one cell of a lane: a heartbeat says what its worker does about once a second
+CELLS = 300  # five minutes: two or three batches of a small model on two cores, and no more than a screen is wide
+MAX_LANES = 64  # a page of more lanes cannot be read; the rest is only counted
+BLANK = (" ", "0")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of states; those beyond share the last one, since no worker has so many
+
+
+class LaneHistory:
+    """What each place in the fleet did, a cell a second: a letter for its state and a digit for its busy share."""
+
+    def __init__(self) -> None:
+        self._states: list[str] = []
+        self._lanes: dict[str, _Lane] = {}
+        self._cell = -1
+
+    def note(self, statuses: Mapping[WorkerId, WorkerStatus], now_s: float) -> None:
+        """Mark the cell of ``now_s`` with what the leases say. Call it about twice a cell."""
+        cell = int(now_s / CELL_S)
+        for lane in self._lanes.values():
+            silent = min(CELLS, cell - self._cell)
+            lane.silent_cells += silent
+            lane.cells.extend([BLANK] * silent)
+        self._cell = max(cell, self._cell)
+        for status in sorted(statuses.values(), key=lambda status: natural_order(status.worker_id)):  # by incarnation
+            place = status.worker_id.rpartition(".")[0]  # a process goes on in the lane of the one that it replaces
+            if status.doing not in self._states and len(self._states) < len(LETTERS):
+                self._states.append(status.doing)
+            known = status.doing in self._states
+            lane = self._lanes.setdefault(place, _Lane(kind=status.kind.value))
+            lane.mark(LETTERS[self._states.index(status.doing)] if known else LETTERS[-1], status)
+        self._lanes = {place: lane for place, lane in self._lanes.items() if lane.silent_cells < CELLS}
+
+    def as_dict(self) -> dict[str, Any]:
+        lanes: list[dict[str, str]] = []
+        for place in sorted(self._lanes, key=natural_order)[:MAX_LANES]:
+            doing, busy = map("".join, zip(*self._lanes[place].cells, strict=True))
+            lanes.append({"place": place, "kind": self._lanes[place].kind, "doing": doing, "busy": busy})
+        return {
+            "cell_s": CELL_S,
+            "cells": CELLS,
+            "until_s": (self._cell + 1) * CELL_S,
+            "states": self._states,
+            "lanes": lanes,
+            "lanes_left_out": max(0, len(self._lanes) - MAX_LANES),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """cells: letter and busy share of one place.  last: what its worker said last.  share: up to then."""
+
+    kind: str
+    cells: deque[tuple[str, str]] = field(default_factory=lambda: deque([BLANK] * CELLS, maxlen=CELLS))
+    last: WorkerStatus | None = None
+    share: str = "0"
+    silent_cells: int = 0
+
+    def mark(self, letter: str, status: WorkerStatus) -> None:
+        if self.last is None or self.last.worker_id != status.worker_id:
+            self.share = "0"
+        elif status.elapsed_s > self.last.elapsed_s:
+            share = (status.busy_s - self.last.busy_s) / (status.elapsed_s - self.last.elapsed_s)
+            self.share = str(round(9 * min(1.0, max(0.0, share))))
+        self.last, self.silent_cells = status, 0
+        self.cells[-1] = (letter, self.share)
+
+
+# --- bubbles ----------------------------------------------------------------------------------------------------------
+
+MAX_EVENTS = 4000  # ten batches of a small run; accounting for so many takes about 40 ms
+WORK = (RolloutFinished, GroupScored, RoundDone, StepDone, CheckpointSaved, WeightsLoaded)
+PRESENCE = (WorkerJoined, WorkerLost, TrainerReady)
+BATCHES = 10  # enough to even out one odd batch
+UNSETTLED = 2  # the newest batches are left out: samples that still run are not in any event yet, and would look idle
+
+
+class RecentEvents:
+    """The newest events of work, and of workers that joined and left."""
+
+    def __init__(self) -> None:
+        self._work: deque[tuple[float, Event]] = deque(maxlen=MAX_EVENTS)
+        self._presence: deque[tuple[float, Event]] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, event: Event, now_s: float) -> None:
+        if isinstance(event, PRESENCE):
+            self._presence.append((now_s, event))
+        elif isinstance(event, WORK):
+            self._work.append((now_s, event))
+
+    def records(self) -> list[JournalRecord]:
+        """In order of time; positions are not those of the journal."""
+        events = heapq.merge(self._presence, self._work, key=itemgetter(0))
+        return [JournalRecord(seq=seq, now_s=now_s, event=event) for seq, (now_s, event) in enumerate(events, 1)]
+
+
+def recent_bubbles(records: Sequence[JournalRecord]) -> dict[str, Any]:
+    """Seconds by cause over the last whole batches in ``records``, {} before there are any; about 10 us an event."""
+    timeline = build_timeline(records)
+    settled = timeline.trained[: len(timeline.trained) - UNSETTLED][-BATCHES - 1 :]
+    if len(settled) < 2:
+        return {}
+    before, last = settled[0], settled[-1]
+    usage = usage_by_window(timeline, [before.at_s, last.at_s])
+    by_stage: dict[str, dict[str, float]] = {}
+    for stage, tracks in stages(timeline).items():
+        of_stage = total([usage[track][0] for track in tracks])
+        idle = {cause.value: round(seconds, 3) for cause, seconds in of_stage.idle_s.items()}
+        by_stage[stage] = {"computing": round(of_stage.busy_s, 3), **idle}
+    return {"batches": [before.batch + 1, last.batch], "stages": by_stage}
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+MAX_POINTS = 240  # of a curve: about one a pixel where it is drawn small
+
+
+class Curves:
+    """One point a trained batch; of a long run every second, fourth, ... and always the newest."""
+
+    def __init__(self) -> None:
+        self._lines: list[Mapping[str, Any]] = []
+        self._stride = 1
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        def key(of: Mapping[str, Any]) -> tuple[int, int]:
+            return of.get("incarnation", 0), of["batch"]
+
+        if self._lines and key(line) < key(self._lines[-1]):
+            return  # the late line of an earlier batch
+        # A batch that is trained again after a restart removes what came after it.
+        kept = [known for known in self._lines if known["batch"] < line["batch"]]
+        if kept and kept[-1]["batch"] % self._stride:
+            kept.pop()  # it was there only as the newest
+        self._lines = [*kept, line]
+        if len(self._lines) > MAX_POINTS:
+            self._stride *= 2
+            self._lines = [known for known in kept if not known["batch"] % self._stride] + [line]
+
+    def as_dict(self) -> dict[str, list[float | None]]:
+        """Numbers by name, one list a name, all of one length; None where a batch has no such number."""
+
+        def shown(value: float | None) -> float | None:
+            """Five digits: more cannot be seen. What JSON has no number for is no point."""
+            if isinstance(value, int):
+                return value
+            return float(f"{value:.5g}") if value is not None and abs(value) < float("inf") else None
+
+        names = sorted({name for line in self._lines for name, value in line.items() if isinstance(value, int | float)})
+        return {name: [shown(line.get(name)) for line in self._lines] for name in names}

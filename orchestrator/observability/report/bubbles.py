@@ -32,14 +32,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import itemgetter
+from functools import reduce
+from operator import iadd, itemgetter
 
 from orchestrator.observability.report.spans import TRAINER, Presence, SpanKind, Timeline
 
 
 class Cause(StrEnum):
-    """Why a stage was idle."""
-
     PIPELINE = "pipeline"
     SKEW = "skew"
     WEIGHTS = "weights"
@@ -69,18 +68,20 @@ class Usage:
         return self
 
 
-NOTHING = Usage()
-"""Of a window in which a track was not there; never changed."""
+NOTHING = Usage()  # of a window in which a track was not there; never changed
 
 
 def usage_by_window(timeline: Timeline, edges: Sequence[float]) -> dict[str, list[Usage]]:
-    """Per track (generation workers and the trainer) its usage in each window [edges[i], edges[i + 1]).
-
-    Args:  edges: [W + 1] seconds of the run's clock, ascending.
-    """
-    shown = {track: _windows_of(presences, edges) for track, presences in presences_by_track(timeline).items()}
-    found = usage_within(timeline, {track: edges[first : end + 1] for track, (first, end) in shown.items()})
+    """Per track (generation workers, the trainer) its usage in each window [edges[i], edges[i + 1]), seconds."""
     num_windows = len(edges) - 1
+    shown: dict[str, tuple[int, int]] = {}
+    for track, presences in presences_by_track(timeline).items():  # other windows need not be looked at
+        first = end = 0
+        if presences:
+            first = bisect_right(edges, min(presence.start_s for presence in presences)) - 1
+            end = bisect_left(edges, max(presence.end_s for presence in presences))
+        shown[track] = min(max(first, 0), num_windows), min(end, num_windows)
+    found = usage_within(timeline, {track: edges[first : end + 1] for track, (first, end) in shown.items()})
     return {
         track: [*[NOTHING] * first, *found[track], *[NOTHING] * (num_windows - first - len(found[track]))]
         for track, (first, _) in shown.items()
@@ -99,32 +100,19 @@ def usage_within(timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> di
 
 
 def presences_by_track(timeline: Timeline) -> dict[str, list[Presence]]:
-    """Per track, generation workers by name and the trainer last, when it was there; the trainer also if it never was.
-
-    A worker that came again has another name: there are as many tracks as there were processes.
-    """
+    """Per track, workers by name (one a process) and the trainer last, when it was there; the trainer in any case."""
     by_track: dict[str, list[Presence]] = {track: [] for track in (*timeline.workers, TRAINER)}
     for presence in timeline.presences:
         by_track[presence.track].append(presence)
     return by_track
 
 
-def _windows_of(presences: Sequence[Presence], edges: Sequence[float]) -> tuple[int, int]:
-    """[first, end) of the windows in which a track was there at all: the others need not be looked at."""
-    if not presences:
-        return 0, 0
-    first = bisect_right(edges, min(presence.start_s for presence in presences)) - 1
-    end = bisect_left(edges, max(presence.end_s for presence in presences))
-    last = len(edges) - 1
-    return min(max(first, 0), last), min(end, last)
-
-
 def total(usages: Sequence[Usage]) -> Usage:
-    """Their sum."""
-    summed = Usage()
-    for usage in usages:
-        summed += usage
-    return summed
+    return reduce(iadd, usages, Usage())
+
+
+def stages(timeline: Timeline) -> Mapping[str, list[str]]:
+    return {"generation": timeline.workers, TRAINER: [TRAINER]}
 
 
 def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, float]]:
@@ -148,32 +136,16 @@ def bubbles_by_batch(timeline: Timeline) -> dict[tuple[int, int], dict[str, floa
     return lines
 
 
-def stages(timeline: Timeline) -> Mapping[str, list[str]]:
-    """Stage -> its tracks."""
-    return {"generation": timeline.workers, TRAINER: [TRAINER]}
-
-
-def most_at_once(timeline: Timeline) -> dict[str, int]:
-    """Track -> samples that it ever ran at once: their lanes are the lowest free ones."""
-    lanes: dict[str, int] = {}
-    for span in timeline.spans:
-        if span.kind is SpanKind.SAMPLE:
-            lanes[span.track] = max(lanes.get(span.track, 0), span.lane + 1)
-    return lanes
-
-
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 _Change = tuple[float, str, str, int]
-"""(when, what, track, by how much)."""
-_EDGE = "edge"
-"""What happens where a window of a track ends and the next begins."""
+"""(when, what, track, by how much); "edge": a window of the track ends and the next begins."""
 
 
 def _unordered_changes(timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> Iterator[_Change]:
     for track, of_track in edges.items():
         for edge in of_track:
-            yield edge, _EDGE, track, 1
+            yield edge, "edge", track, 1
     for presence in timeline.presences:
         yield presence.start_s, "present", presence.track, presence.capacity
         yield presence.end_s, "present", presence.track, -presence.capacity
@@ -187,13 +159,10 @@ def _unordered_changes(timeline: Timeline, edges: Mapping[str, Sequence[float]])
 
 @dataclass(slots=True)
 class _Worker:
-    """A generation worker at one instant of the sweep. settled_s, settled: up to where it is accounted for.
+    """A generation worker at one instant of the sweep. settled_s, settled: up to where it is accounted for."""
 
-    most: samples that it ever runs at once.  capacity: slots that count now, 0 while it is not there.
-    """
-
-    most: int = 1
-    capacity: int = 0
+    most: int = 1  # samples that it ever runs at once: their lanes are the lowest free ones
+    capacity: int = 0  # slots that count now, 0 while it is not there
     running: int = 0
     queued: int = 0
     loading: int = 0
@@ -211,41 +180,38 @@ class _Sweep:
     def __init__(self, timeline: Timeline, edges: Mapping[str, Sequence[float]]) -> None:
         self.usage = {track: [Usage() for _ in of_track[1:]] for track, of_track in edges.items()}
         self._window = dict.fromkeys(edges, -1)
-        most = most_at_once(timeline)
-        self._workers = {track: _Worker(most=most.get(track, 1)) for track in timeline.workers}
+        self._workers = {track: _Worker() for track in timeline.workers}
+        for span in timeline.spans:
+            if span.kind is SpanKind.SAMPLE and span.track in self._workers:
+                worker = self._workers[span.track]
+                worker.most = max(worker.most, span.lane + 1)
         self._now_s = 0.0
         self._stage_s = dict.fromkeys(Cause, 0.0)
         self._capacity = 0
         self._active: dict[str, int] = dict.fromkeys((*SpanKind, "queued", "present"), 0)
 
     def apply(self, change: _Change) -> None:
-        """Account up to the change, then make it."""
         at_s, what, track, by = change
         self._advance(at_s)
         worker = self._workers.get(track)
         if worker is not None:
             self._settle(track, worker)
-        if what == _EDGE:
+        if what == "edge":
             self._window[track] += by
-        elif worker is not None:
-            self._change_worker(worker, what, by)
+        elif worker is None:
+            self._active[what] += by
+        elif what == "present":
+            slots = min(abs(by), worker.most) * (1 if by > 0 else -1)
+            worker.capacity += slots
+            self._capacity += slots
+        elif what == "queued":
+            worker.queued += by
         else:
             self._active[what] += by
-
-    def _change_worker(self, worker: _Worker, what: str, by: int) -> None:
-        match what:
-            case "present":
-                slots = min(abs(by), worker.most) * (1 if by > 0 else -1)
-                worker.capacity += slots
-                self._capacity += slots
-            case "queued":
-                worker.queued += by
-            case SpanKind.LOAD:
+            if what == SpanKind.LOAD:
                 worker.loading += by
-                self._active[what] += by
-            case _:
+            else:
                 worker.running += by
-                self._active[what] += by
 
     def _advance(self, at_s: float) -> None:
         seconds = at_s - self._now_s
@@ -266,7 +232,6 @@ class _Sweep:
         return usages[window] if 0 <= window < len(usages) else None
 
     def _settle(self, track: str, worker: _Worker) -> None:
-        """Account what ``worker`` did since it was last looked at."""
         seconds = self._now_s - worker.settled_s
         if seconds <= 0:
             return

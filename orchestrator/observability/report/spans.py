@@ -44,18 +44,13 @@ from transport.contracts.types import (
     parse_row_id,
 )
 
-TRAINER = "trainer"
-"""Track of the trainer: rank 0 reports for all, and the ranks meet at every step."""
-SCORING = "scoring"
-"""Track of all scoring workers together."""
-ORCHESTRATOR = "orchestrator"
-"""Track of what happened to the run as a whole."""
+TRAINER = "trainer"  # track of the trainer: rank 0 reports for all, and the ranks meet at every step
+SCORING = "scoring"  # track of all scoring workers together
+ORCHESTRATOR = "orchestrator"  # track of what happened to the run as a whole
 NO_BATCH = -1
 
 
 class SpanKind(StrEnum):
-    """What was done."""
-
     SAMPLE = "sample"  # one completion in its slot, from admission to its end
     LOAD = "load"  # new weights, from the command to serving them; decoding may go on meanwhile
     SCORING = "scoring"  # a group, from its last sample to its advantages
@@ -63,26 +58,22 @@ class SpanKind(StrEnum):
     STEP = "step"  # one optimizer step
     PUBLISH = "publish"  # a version made readable to the generation workers
     CHECKPOINT = "checkpoint"
-    WAIT = "wait"  # nothing; not in a Timeline, found by trace.waits
+    WAIT = "wait"  # nothing; not in a Timeline, found by drawing.waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``kind`` on ``track`` during [start_s, end_s).
-
-    lane: row inside the track, so that spans of one row never overlap.
-    queued_s: of a sample, how long it waited in its worker before ``start_s``.  batch: NO_BATCH where there is none.
-    """
+    """``kind`` on ``track`` during [start_s, end_s)."""
 
     track: str
     kind: SpanKind
     start_s: float
     end_s: float
     name: str
-    lane: int = 0
+    lane: int = 0  # row inside the track, so that spans of one row never overlap
     batch: int = NO_BATCH
     tokens: int = 0
-    queued_s: float = 0.0
+    queued_s: float = 0.0  # of a sample, how long it waited in its worker before ``start_s``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +107,14 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One run. presences: of generation workers, in order of joining, and of the trainer.  end_s: its last event.
-
-    start_s: 0, or where the reported part of a long run begins.
-    """
+    """One run. presences: of generation workers, in order of joining, and of the trainer.  end_s: its last event."""
 
     spans: Sequence[Span]
     marks: Sequence[Mark]
     presences: Sequence[Presence]
     trained: Sequence[Trained]
     end_s: float
-    start_s: float = 0.0
+    start_s: float = 0.0  # 0, or where the reported part of a long run begins
 
     @property
     def workers(self) -> list[str]:
@@ -135,7 +123,6 @@ class Timeline:
 
 
 def build_timeline(records: Iterable[JournalRecord]) -> Timeline:
-    """The timeline of a run from its journal."""
     builder = _Builder()
     for record in records:
         builder.apply(record)
@@ -144,8 +131,6 @@ def build_timeline(records: Iterable[JournalRecord]) -> Timeline:
 
 @dataclass(slots=True)
 class _Builder:
-    """Follows the events of a run."""
-
     now_s: float = 0.0
     start_s: float | None = None
     spans: list[Span] = field(default_factory=list[Span])
@@ -171,22 +156,63 @@ class _Builder:
         )
 
     def apply(self, record: JournalRecord) -> None:
-        self.now_s = record.now_s
+        now_s = self.now_s = record.now_s
         if self.start_s is None:
-            self.start_s = record.now_s if record.seq > 1 else 0.0
+            self.start_s = now_s if record.seq > 1 else 0.0
         match record.event:
             case RolloutFinished() as event:
-                self._sample(event)
+                group_id, _ = parse_row_id(event.row_id)
+                self.last_sample_s[group_id] = now_s
+                self._span(
+                    event.worker_id,
+                    SpanKind.SAMPLE,
+                    event.engine_s,
+                    f"{event.row_id} {event.finish_reason.value}",
+                    batch=_batch(event.row_id),
+                    tokens=event.response_tokens,
+                    queued_s=event.queued_s,
+                )
             case GroupScored() as event:
-                self._scored(event)
+                since_s = self.last_sample_s.pop(event.group_id, None)
+                if since_s is not None:  # reported again after a restart of the broker: scored once
+                    name, batch = f"score {event.group_id}", _batch(event.group_id)
+                    self._span(SCORING, SpanKind.SCORING, now_s - since_s, name, batch=batch)
             case WeightsLoaded() as event:
                 self._span(event.worker_id, SpanKind.LOAD, event.seconds, f"load {event.weights}")
-            case RoundDone() | StepDone() | CheckpointSaved() as event:
-                self._trainer(event)
-            case WorkerJoined() | WorkerLost() | TrainerReady() as event:
-                self._membership(event)
-            case RolloutFailed() | ScoringFailed() | RowsMissing() | WeightsFailed() as event:
-                self._trouble(event)
+            case RoundDone() as event:
+                if self._is_new(*self.trainer_ids, event.round_id):  # a trainer of another incarnation does them anew
+                    batch = int(event.round_id.partition(".")[0])
+                    self._busy(SpanKind.STEP, event.stepped_s, "step", batch, before_s=event.busy_s)
+                    self._busy(SpanKind.ROUND, event.busy_s, f"round {event.round_id}", batch, tokens=event.num_tokens)
+            case StepDone() as event:
+                if self._is_new(event.weights.epoch, event.batch):
+                    publish_s = event.metrics.get("publish_s", 0.0)
+                    name = f"step {event.batch + 1}"
+                    self._busy(SpanKind.STEP, event.stepped_s, name, event.batch, before_s=publish_s)
+                    self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
+                    self.trained.append(Trained(incarnation=event.weights.epoch, batch=event.batch, at_s=now_s))
+            case CheckpointSaved() as event:
+                if self._is_new(event.cursor):
+                    self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
+            case WorkerJoined() as event:
+                self._mark(ORCHESTRATOR, f"{event.worker_id} joined")
+                if event.kind is WorkerKind.GENERATE:
+                    self.present.setdefault(event.worker_id, (now_s, max(1, event.capacity)))
+            case WorkerLost() as event:
+                self._mark(ORCHESTRATOR, f"{event.worker_id} lost: {event.reason}", trouble=True)
+                self._leave(TRAINER if event.worker_id in self.trainer_ids else event.worker_id)
+            case TrainerReady() as event:
+                self.trainer_ids = {event.worker_id}
+                self._mark(TRAINER, f"ready at {event.weights}")
+                self.present.setdefault(TRAINER, (now_s, 1))
+            case RolloutFailed() as event:
+                self._mark(event.worker_id, f"{event.group_id} failed: {event.reason}", trouble=True)
+            case ScoringFailed() as event:
+                self._mark(SCORING, f"{event.group_id} not scored: {event.reason}", trouble=True)
+            case RowsMissing() as event:
+                self._mark(ORCHESTRATOR, f"{len(event.row_ids)} rows lost by the broker", trouble=True)
+            case WeightsFailed() as event:
+                self._mark(event.worker_id, f"{event.weights} not loaded: {event.reason}", trouble=True)
             case RunResumed():
                 self._mark(ORCHESTRATOR, "run resumed")
             case StopRequested() as event:
@@ -194,55 +220,12 @@ class _Builder:
             case _:
                 pass
 
-    def _sample(self, event: RolloutFinished) -> None:
-        group_id, _ = parse_row_id(event.row_id)
-        self.last_sample_s[group_id] = self.now_s
-        name = f"{event.row_id} {event.finish_reason.value}"
-        self._span(
-            event.worker_id,
-            SpanKind.SAMPLE,
-            event.engine_s,
-            name,
-            batch=_batch(event.row_id),
-            tokens=event.response_tokens,
-            queued_s=event.queued_s,
-        )
-
-    def _scored(self, event: GroupScored) -> None:
-        since_s = self.last_sample_s.pop(event.group_id, None)
-        if since_s is not None:  # reported again after a restart of the broker: scored once
-            batch, name = _batch(event.group_id), f"score {event.group_id}"
-            self._span(SCORING, SpanKind.SCORING, self.now_s - since_s, name, batch=batch)
-
-    def _trainer(self, event: RoundDone | StepDone | CheckpointSaved) -> None:
-        """Spans in the order in which they ended, each once: after a restart of the broker some are reported again."""
-        key = self._key(event)
+    def _is_new(self, *key: object) -> bool:
+        """Whether this of the trainer was not heard of before: after a restart of the broker some is reported again."""
         if key in self.known:
-            return
+            return False
         self.known.add(key)
-        match event:
-            case RoundDone():
-                batch = int(event.round_id.partition(".")[0])
-                self._busy(SpanKind.STEP, event.stepped_s, "step", batch, before_s=event.busy_s)
-                name = f"round {event.round_id}"
-                self._busy(SpanKind.ROUND, event.busy_s, name, batch, tokens=event.num_tokens)
-            case StepDone():
-                publish_s = event.metrics.get("publish_s", 0.0)
-                self._busy(SpanKind.STEP, event.stepped_s, f"step {event.batch + 1}", event.batch, before_s=publish_s)
-                self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
-                self.trained.append(Trained(incarnation=event.weights.epoch, batch=event.batch, at_s=self.now_s))
-            case CheckpointSaved():
-                self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
-
-    def _key(self, event: RoundDone | StepDone | CheckpointSaved) -> tuple[object, ...]:
-        """What the event has in common with its repetitions only; a trainer of another incarnation does rounds anew."""
-        match event:
-            case RoundDone():
-                return (*self.trainer_ids, event.round_id)
-            case StepDone():
-                return (event.weights.epoch, event.batch)
-            case CheckpointSaved():
-                return (event.cursor,)
+        return True
 
     def _busy(
         self, kind: SpanKind, seconds: float, name: str, batch: int, *, before_s: float = 0.0, tokens: int = 0
@@ -252,31 +235,6 @@ class _Builder:
             end_s = self.now_s - before_s
             about = {"track": TRAINER, "kind": kind, "name": name, "batch": batch, "tokens": tokens}
             self.trainer_spans.append(Span(start_s=end_s - seconds, end_s=end_s, **about))
-
-    def _membership(self, event: WorkerJoined | WorkerLost | TrainerReady) -> None:
-        match event:
-            case WorkerJoined():
-                self._mark(ORCHESTRATOR, f"{event.worker_id} joined")
-                if event.kind is WorkerKind.GENERATE:
-                    self.present.setdefault(event.worker_id, (self.now_s, max(1, event.capacity)))
-            case WorkerLost():
-                self._mark(ORCHESTRATOR, f"{event.worker_id} lost: {event.reason}", trouble=True)
-                self._leave(TRAINER if event.worker_id in self.trainer_ids else event.worker_id)
-            case TrainerReady():
-                self.trainer_ids = {event.worker_id}
-                self._mark(TRAINER, f"ready at {event.weights}")
-                self.present.setdefault(TRAINER, (self.now_s, 1))
-
-    def _trouble(self, event: RolloutFailed | ScoringFailed | RowsMissing | WeightsFailed) -> None:
-        match event:
-            case RolloutFailed():
-                self._mark(event.worker_id, f"{event.group_id} failed: {event.reason}", trouble=True)
-            case ScoringFailed():
-                self._mark(SCORING, f"{event.group_id} not scored: {event.reason}", trouble=True)
-            case RowsMissing():
-                self._mark(ORCHESTRATOR, f"{len(event.row_ids)} rows lost by the broker", trouble=True)
-            case WeightsFailed():
-                self._mark(event.worker_id, f"{event.weights} not loaded: {event.reason}", trouble=True)
 
     def _leave(self, track: str) -> None:
         if track in self.present:
@@ -297,10 +255,7 @@ def _batch(group_or_row: str) -> int:
 
 
 def one_after_another(spans: Sequence[Span]) -> list[Span]:
-    """Spans of one thread, in order: each keeps its length and moves back to where the next one leaves room.
-
-    Events that came late, or several at once, put them too late; what follows says how much.
-    """
+    """Spans of one thread, in order: those of late events move back to where the next one leaves room."""
     moved: list[Span] = []
     limit_s = float("inf")
     for span in reversed(spans):
@@ -311,10 +266,7 @@ def one_after_another(spans: Sequence[Span]) -> list[Span]:
 
 
 def in_lanes(spans: Iterable[Span]) -> list[Span]:
-    """The spans by start, each in the lowest lane of its track that is free: as many lanes as ran at once.
-
-    Loads of weights have lanes of their own, since decoding goes on beside them.
-    """
+    """The spans by start, each in the lowest lane of its track that is free; loads apart: decoding goes on beside."""
     running: dict[tuple[str, bool], list[tuple[float, int]]] = {}
     free: dict[tuple[str, bool], list[int]] = {}
     placed: list[Span] = []

@@ -1,4 +1,4 @@
--- Put in front of every script by lua.py, after the line that names the broker's own keys (KEY).
+-- Put in front of every script by redis_link.py, after the line that names the broker's own keys (KEY).
 --
 -- KEYS[1]  the caller's session slot (or, in a script that is not sent once, any key of the run)
 -- ARGV[1]  what every key of the run starts with; they share one hash tag, hence one cluster slot

@@ -16,7 +16,6 @@ import asyncio
 import queue
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from transport.contracts.settings import GenerationSettings
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.process.clock import Clock
 from workers.errors import EngineHungError, ModelError, StreamError
-from workers.generation.embedded.forward import Forward, FusedForward, ModuleForward, can_fuse
+from workers.generation.embedded.forward import FusedForward, LoadedModel, ModuleForward, can_fuse
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import (
     BASE_WEIGHTS,
@@ -41,75 +40,18 @@ from workers.generation.engine import (
     Result,
     ResultQueue,
 )
-from workers.models.resolve import check_model_dir
+from workers.generation.stop_strings import StopStrings
+from workers.models import check_model_dir, choose_device
 from workers.weights.pull import check_tensors, shown_names
 
+CPU_MAX_CONTEXT = 2048
+"""Tokens; the default limit on a CPU, where longer samples take minutes and KV memory competes with everything else."""
 CLOSE_TIMEOUT_S = 30.0
 """A step takes well below a second; the longest thing the thread may be in is a prefill or a copy of the weights."""
 CALL_TIMEOUT_S = 120.0
 """For an abort or new weights, which wait for the step that runs: minutes mean that the device hangs."""
 
 _Command = Callable[[SlotDecoder], list[Result]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedSettings:
-    """What an embedded engine is made of; the fields are those of settings.GenerationSettings.
-
-    weights: identity of what lies in ``directory``.
-    """
-
-    directory: Path
-    slots: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "auto"
-    threads: int = 1
-    max_context: int = 0
-    trust_remote_code: bool = False
-    weights: WeightIdentity = BASE_WEIGHTS
-
-    @classmethod
-    def of(
-        cls, generation: GenerationSettings, directory: Path, *, trust_remote_code: bool = False
-    ) -> EmbeddedSettings:
-        """What a run's settings ask for."""
-        return cls(
-            directory=directory,
-            slots=generation.slots,
-            dtype=getattr(torch, generation.dtype),  # "bfloat16" or "float32": the settings were checked
-            device=generation.device,
-            threads=generation.threads,
-            max_context=generation.max_context,
-            trust_remote_code=trust_remote_code,
-        )
-
-
-CPU_MAX_CONTEXT = 2048
-"""Tokens; the default limit on a CPU, where longer samples take minutes and KV memory competes with everything else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """parameters: the model's tensors by each of their names (a tied tensor has two); writing to them changes it."""
-
-    forward: Forward
-    parameters: Mapping[str, torch.Tensor]
-    max_context: int
-    vocab_size: int
-
-
-def resolve_device(device: str) -> torch.device:
-    """``auto`` is cuda when there is one, else cpu. Raises ModelError for a device that this machine has not."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(f"generation.device {device!r} is not a device: use auto, cpu or cuda") from error
-    if resolved.type == "cuda" and not (resolved.index or 0) < torch.cuda.device_count():
-        num_gpus = torch.cuda.device_count()
-        raise ModelError(f"generation.device is {device!r}, but torch sees {num_gpus} GPUs here: use auto or cpu")
-    return resolved
 
 
 def load_model(
@@ -119,18 +61,19 @@ def load_model(
     device: torch.device,
     max_context: int = 0,
     trust_remote_code: bool = False,
-    fused: bool = True,
 ) -> LoadedModel:
     """Load a causal language model for generation.
 
     Args:   max_context: tokens of prompt + response; 0: what the model allows, at most CPU_MAX_CONTEXT on a CPU.
-            fused: use FusedForward where it can compute the model; False is for comparing the two.
     Raises: ModelError: directory or file missing, broken, of a kind that cannot run here; it says which and what to do.
     """
     check_model_dir(directory)
     model = _read(directory, dtype, trust_remote_code).to(device).eval()
-    limit = _max_context(model, device, max_context)
-    forward = FusedForward(model, max_context=limit) if fused and can_fuse(model) else ModuleForward(model)
+    allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or CPU_MAX_CONTEXT)
+    if max_context > allowed:
+        raise ModelError(f"generation.max_context is {max_context}, but the model allows {allowed} tokens")
+    limit = max_context or (min(allowed, CPU_MAX_CONTEXT) if device.type == "cpu" else allowed)
+    forward = FusedForward(model, max_context=limit) if can_fuse(model) else ModuleForward(model)
     return LoadedModel(
         forward=forward,
         parameters=dict(model.named_parameters(remove_duplicate=False)),
@@ -160,13 +103,6 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     return model
 
 
-def _max_context(model: Any, device: torch.device, asked: int) -> int:
-    allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or CPU_MAX_CONTEXT)
-    if asked > allowed:
-        raise ModelError(f"generation.max_context is {asked}, but the model allows {allowed} tokens")
-    return asked or (min(allowed, CPU_MAX_CONTEXT) if device.type == "cpu" else allowed)
-
-
 def check_memory(model: LoadedModel, slots: int) -> None:
     """Check that KV memory of ``slots`` full slots fits now, not in the middle of a run. Raises ModelError."""
     parameter = next(iter(model.parameters.values()))
@@ -185,8 +121,12 @@ def check_memory(model: LoadedModel, slots: int) -> None:
 class EmbeddedEngine:
     """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
 
-    def __init__(self, settings: EmbeddedSettings, clock: Clock) -> None:
+    def __init__(
+        self, settings: GenerationSettings, directory: Path, clock: Clock, *, trust_remote_code: bool = False
+    ) -> None:
         self._settings = settings
+        self._directory = directory
+        self._trust_remote_code = trust_remote_code
         self._clock = clock
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -195,8 +135,6 @@ class EmbeddedEngine:
         self._results = ResultQueue()
         self._outstanding = 0
         self._busy_s = 0.0
-
-    # --- the asyncio side ---------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """Load the model and start the thread. Raises ModelError."""
@@ -215,12 +153,10 @@ class EmbeddedEngine:
         self._inbox.put(lambda decoder: decoder.submit(request))
 
     async def results(self) -> list[Result]:
-        """At least one result. Raises EngineCrashedError when the thread has ended, after its last results."""
         return await self._results.take()
 
     async def abort(self, groups: Collection[tuple[GroupId, int]]) -> None:
-        keys = frozenset(groups)
-        await self._call(lambda decoder: decoder.abort(keys))
+        await self._call(lambda decoder: decoder.abort(frozenset(groups)))
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, and then the old weights are as they were."""
@@ -238,7 +174,7 @@ class EmbeddedEngine:
             running=running,
             waiting=max(self._outstanding - running, 0),
             busy_s=self._busy_s,
-            tokens=self._decoder.counters.tokens if self._decoder else 0,
+            tokens=self._decoder.tokens if self._decoder else 0,
         )
 
     async def close(self) -> None:
@@ -253,30 +189,23 @@ class EmbeddedEngine:
 
     async def _call(self, command: _Command) -> None:
         """Run ``command`` in the thread between two steps; its error is raised here and does not end the thread."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def answer(error: StreamError | None) -> None:
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
+        done: Future[None] = Future()
 
         def run(decoder: SlotDecoder) -> list[Result]:
+            if not done.set_running_or_notify_cancel():
+                return []  # its caller has gone, and with it, perhaps, the memory of new weights
             try:
                 results = command(decoder)
             except StreamError as error:
-                loop.call_soon_threadsafe(answer, error)
+                done.set_exception(error)
                 return []
-            loop.call_soon_threadsafe(answer, None)
+            done.set_result(None)
             return results
 
         self._inbox.put(run)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._results.until(done)
+                await self._results.until(asyncio.wrap_future(done))
         except TimeoutError:
             raise EngineHungError(f"the engine's thread did not answer within {CALL_TIMEOUT_S:.0f} s") from None
 
@@ -284,28 +213,19 @@ class EmbeddedEngine:
         self._outstanding -= sum(1 if isinstance(result, Completion) else len(result.samples) for result in results)
         self._results.put(*results)
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
-
     def _load(self) -> SlotDecoder:
         settings = self._settings
         torch.set_num_threads(settings.threads)
         model = load_model(
-            settings.directory,
-            dtype=settings.dtype,
-            device=resolve_device(settings.device),
+            self._directory,
+            dtype=getattr(torch, settings.dtype),  # "bfloat16" or "float32": the settings were checked
+            device=choose_device(settings.device, "generation.device"),
             max_context=settings.max_context,
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=self._trust_remote_code,
         )
         check_memory(model, settings.slots)
-        return SlotDecoder(
-            model.forward,
-            model.parameters,
-            slots=settings.slots,
-            max_context=model.max_context,
-            vocab_size=model.vocab_size,
-            weights=settings.weights,
-            clock=self._clock,
-        )
+        stops = StopStrings.of(self._directory, settings.stop)
+        return SlotDecoder(model, slots=settings.slots, weights=BASE_WEIGHTS, clock=self._clock, stops=stops)
 
     def _serve(self, decoder: SlotDecoder, loop: asyncio.AbstractEventLoop) -> None:
         """Step while there is work, sleep on the inbox while there is none; returns on close."""

@@ -1,8 +1,10 @@
-"""One step of a Llama, Qwen2 or Qwen3 model over a mixed batch: decode tokens and whole prompts together.
+"""One step of a Llama, Qwen2 or Qwen3 model over a mixed batch, decode tokens and whole prompts together, and its KV.
 
-Owns: the arithmetic of a step. Never: who is in the batch. Invariant: equal to the Hugging Face module's own forward
-(tests compare them); its parameters stay the module's parameters, as views of the fused ones, so that loading weights
-by their Hugging Face names reaches both.
+Owns: the arithmetic of a step, the memory of keys and values. Never: which sample is where (``slots.py``).
+Invariant: equal to the Hugging Face module's own forward (tests compare them); its parameters stay the module's
+parameters, as views of the fused ones, so that loading weights by their Hugging Face names reaches both. Slots
+``[0, n)`` are the running ones, so that a step reads plain slices; everything beyond a slot's length is finite, because
+a masked position still meets its value as 0 * value.
 
 Why not call the module: with q, k, v and gate, up fused, transposed keys and norms in one operation a decode step of
 SmolLM2 (bf16, 32 slots, one thread) takes less than half the module's time. Other families run on
@@ -11,8 +13,9 @@ ModuleForward, which is slower and computes the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,7 +24,99 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from workers.errors import ModelError
-from workers.generation.embedded.kv import KVShape, SlotKV
+
+FIRST_CAPACITY = 128
+"""Tokens a slot can hold at first; it doubles on demand, because with T innermost a page of every key row is touched
+however short the samples are (64 slots of SmolLM2 at 2048 tokens: 1.5 GB)."""
+ROW_PAD = 32
+"""Spare tokens at the end of a row: rows a power of two apart would fall into the same cache sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """layers: L.  heads: H, of keys and values.  head_dim: D."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+    def num_bytes(self, slots: int, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of ``slots`` slots of ``tokens`` tokens."""
+        return 2 * self.layers * self.heads * self.head_dim * slots * (tokens + ROW_PAD) * dtype.itemsize
+
+
+class SlotKV:
+    """Static KV memory of S slots. ``max_tokens`` bounds it; see KVShape.num_bytes.
+
+    keys, values: of each layer, [S, H, T, D]. Of the keys T is innermost in memory: a decode step multiplies [G, D] by
+    [D, T], and that way the product took half the time on a CPU (bf16, 32 slots, 96 tokens: 8.9 against 13.3 ms over 30
+    layers).
+    """
+
+    def __init__(
+        self, shape: KVShape, *, slots: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.slots = slots
+        self.max_tokens = max_tokens
+        self.capacity = min(FIRST_CAPACITY, max_tokens)
+        self._dtype, self._device = dtype, device
+        self.keys = [self._zeros(transposed=True) for _ in range(shape.layers)]
+        self.values = [self._zeros(transposed=False) for _ in range(shape.layers)]
+
+    def _zeros(self, *, transposed: bool) -> torch.Tensor:
+        tokens, head_dim = self.capacity + ROW_PAD, self.shape.head_dim
+        tail = (head_dim, tokens) if transposed else (tokens, head_dim)
+        memory = torch.zeros(self.slots, self.shape.heads, *tail, dtype=self._dtype, device=self._device)
+        return memory.transpose(2, 3) if transposed else memory
+
+    def reserve(self, tokens: int, num_slots: int) -> None:
+        """Make room for ``tokens`` tokens in every slot, keeping slots [0, num_slots); a layer at a time."""
+        if tokens <= self.capacity:
+            return
+        if tokens > self.max_tokens:
+            raise ValueError(f"{tokens} tokens do not fit into slots of {self.max_tokens}")
+        old = self.capacity
+        self.capacity = min(max(tokens, 2 * old), self.max_tokens)
+        for layers, transposed in ((self.keys, True), (self.values, False)):
+            for layer, memory in enumerate(layers):
+                layers[layer] = self._zeros(transposed=transposed)
+                layers[layer][:num_slots, :, :old] = memory[:num_slots, :, :old]
+
+    def append(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one token into each of the slots [0, n). positions: [n].  keys, values: [n, H, D]."""
+        rows = torch.arange(positions.shape[0], device=positions.device)
+        self.keys[layer][rows, :, positions] = keys
+        self.values[layer][rows, :, positions] = values
+
+    def fill(self, layer: int, slots: slice, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a prompt into all of ``slots``. keys, values: [P, H, D]."""
+        self.keys[layer][slots, :, : len(keys)] = keys.transpose(0, 1)
+        self.values[layer][slots, :, : len(values)] = values.transpose(0, 1)
+
+    def live(self, layer: int, num_slots: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [n, H, D, tokens] and [n, H, tokens, D] of what the running slots hold."""
+        keys, values = self.keys[layer][:num_slots, :, :tokens], self.values[layer][:num_slots, :, :tokens]
+        return keys.transpose(2, 3), values
+
+    def copy_prompt(self, slot: int, tokens: int) -> list[torch.Tensor]:
+        """A copy of the first ``tokens`` tokens of one slot: all keys, then all values, [H, P, D] each."""
+        return [memory[slot, :, :tokens].clone() for memory in (*self.keys, *self.values)]
+
+    def paste_prompt(self, slots: slice, prompt: Sequence[torch.Tensor]) -> None:
+        for memory, kept in zip((*self.keys, *self.values), prompt, strict=True):
+            memory[slots, :, : kept.shape[1]] = kept
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` tokens of one slot over another's."""
+        for memory in (*self.keys, *self.values):
+            memory[target, :, :tokens] = memory[source, :, :tokens]
+
+    def clear(self, slot: int) -> None:
+        """Zero one slot: needed where it may hold numbers that are not finite."""
+        for memory in (*self.keys, *self.values):
+            memory[slot].zero_()
+
 
 FUSED_FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 
@@ -64,6 +159,18 @@ class Forward(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """parameters: the model's tensors by each of their Hugging Face names (a tied tensor has two); writing to them
+    changes it.  max_context: tokens of prompt + response.
+    """
+
+    forward: Forward
+    parameters: Mapping[str, torch.Tensor]
+    max_context: int
+    vocab_size: int
+
+
 def can_fuse(model: PreTrainedModel) -> bool:
     """Whether FusedForward computes this model: its family, with full attention and a rope that does not change."""
     config = cast(Any, model.config)
@@ -76,16 +183,18 @@ def can_fuse(model: PreTrainedModel) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _fuse(*linears: nn.Linear) -> _Linear:
+def _linear(layer: nn.Linear) -> Operation:
+    return partial(F.linear, weight=layer.weight, bias=layer.bias)
+
+
+def _norm(norm: Any) -> Operation:
+    return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=float(norm.variance_epsilon))
+
+
+def _fuse(*linears: nn.Linear) -> Operation:
     """One linear layer for several with the same input; their parameters become views of its rows."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     bias = torch.cat([linear.bias.detach() for linear in linears]) if linears[0].bias is not None else None
@@ -96,42 +205,26 @@ def _fuse(*linears: nn.Linear) -> _Linear:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
-    return _Linear(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: torch.Tensor
-    eps: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+def _rotate(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Rope of x [N, heads, D]. cos, sin: [N, 1, D]; the sine's first half is negated, so that rotate_half is a roll."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """The parameters of one block. q_norm, k_norm: Qwen3 only."""
 
-    input_norm: _Norm
-    qkv: _Linear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
-    out: _Linear
-    mlp_norm: _Norm
-    gate_up: _Linear
-    down: _Linear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rope:
-    """cos, sin: [N, 1, D]; the sine's first half is negated, so that rotate_half is a roll."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, heads, D]."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+    input_norm: Operation
+    qkv: Operation
+    q_norm: Operation | None
+    k_norm: Operation | None
+    out: Operation
+    mlp_norm: Operation
+    gate_up: Operation
+    down: Operation
 
 
 class FusedForward:
@@ -146,27 +239,34 @@ class FusedForward:
         self.kv_shape = KVShape(layers=len(body.layers), heads=self._kv_heads, head_dim=self._head_dim)
         self._layers = [_take_layer(layer) for layer in body.layers]
         self._embedding = body.embed_tokens.weight
-        self._norm = _take_norm(body.norm)
-        self._lm_head = _Linear(cast(Any, model).lm_head.weight, cast(Any, model).lm_head.bias)
+        self._norm = _norm(body.norm)
+        self._lm_head = _linear(cast(Any, model).lm_head)
         self._cos, self._sin = _rope_table(body, self._embedding, max_context)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
         hidden = F.embedding(batch.token_ids, self._embedding)
-        rope = _Rope(cos=self._cos[batch.positions], sin=self._sin[batch.positions])
-        mask = self._decode_mask(batch)
+        rope = partial(_rotate, self._cos[batch.positions], self._sin[batch.positions])
+        # What lies beyond each sample's length: [n * H, 1, T] in the model's dtype, 0 or -inf.
+        tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
+        outside = torch.arange(tokens, device=hidden.device) > batch.positions[: batch.num_decode, None]
+        mask = torch.zeros(outside.shape, dtype=self._embedding.dtype, device=hidden.device)
+        mask = mask.masked_fill_(outside, -torch.inf).repeat_interleave(self._kv_heads, dim=0)[:, None]
         for index, layer in enumerate(self._layers):
             hidden = hidden + layer.out(self._attend(index, layer, layer.input_norm(hidden), rope, mask, batch, kv))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate) * up)
-        return self._lm_head(self._norm(hidden[_logit_rows(batch)]))
+        if batch.prompts:
+            rows = [*range(batch.num_decode), *(prompt.stop - 1 for prompt in batch.prompts)]
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        return self._lm_head(self._norm(hidden))
 
     def _attend(
         self,
         index: int,
         layer: _Layer,
         hidden: torch.Tensor,
-        rope: _Rope,
+        rope: Operation,
         mask: torch.Tensor,
         batch: StepBatch,
         kv: SlotKV,
@@ -208,42 +308,24 @@ class FusedForward:
         )
         return attended[0].transpose(0, 1).flatten(1)
 
-    def _decode_mask(self, batch: StepBatch) -> torch.Tensor:
-        """[n * H, 1, T] in the model's dtype: -inf beyond each sample's length."""
-        tokens = -(-batch.max_tokens // LIVE_MULTIPLE) * LIVE_MULTIPLE
-        outside = torch.arange(tokens, device=batch.positions.device) > batch.positions[: batch.num_decode, None]
-        mask = torch.zeros(outside.shape, dtype=self._embedding.dtype, device=outside.device)
-        return mask.masked_fill_(outside, -torch.inf).repeat_interleave(self._kv_heads, dim=0)[:, None]
-
-
-def _logit_rows(batch: StepBatch) -> torch.Tensor | slice:
-    if not batch.prompts:
-        return slice(None)
-    rows = [*range(batch.num_decode), *(prompt.stop - 1 for prompt in batch.prompts)]
-    return torch.tensor(rows, device=batch.token_ids.device)
-
-
-def _take_norm(norm: Any) -> _Norm:
-    return _Norm(norm.weight, float(norm.variance_epsilon))
-
 
 def _take_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
-        input_norm=_take_norm(layer.input_layernorm),
+        input_norm=_norm(layer.input_layernorm),
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_take_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_take_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        out=_Linear(attention.o_proj.weight, attention.o_proj.bias),
-        mlp_norm=_take_norm(layer.post_attention_layernorm),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        out=_linear(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
-        down=_Linear(mlp.down_proj.weight, mlp.down_proj.bias),
+        down=_linear(mlp.down_proj),
     )
 
 
 @torch.inference_mode()
 def _rope_table(body: Any, like: torch.Tensor, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's own cos and sin for every position: [max_context, 1, D] each; see _Rope for the sine's sign."""
+    """The module's own cos and sin for every position: [max_context, 1, D] each; see _rotate for the sine's sign."""
     cos, sin = body.rotary_emb(like[None], torch.arange(max_context, device=like.device)[None])
     half = sin.shape[-1] // 2
     return cos[0, :, None], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[0, :, None]

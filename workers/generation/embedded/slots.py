@@ -1,8 +1,10 @@
 """Continuous batching over KV slots: the synchronous core of the embedded engine, and a sample's life inside it.
 
-Owns: the slots, and the order of a step. Never: threads, asyncio, the broker.
+Owns: the slots, the order of a step, the draw of each token. Never: threads, asyncio, the broker.
 Invariant: every submitted sample comes out exactly once, as a Completion or in an EngineFailure; running samples occupy
-slots [0, n); a prompt's KV is used under the weights that made it, and under no others.
+slots [0, n); a prompt's KV is used under the weights that made it, and under no others. The number drawn for a token
+depends on (seed, sample, position) alone, so neither batch neighbours, slot numbers nor a restart change it; what
+remains of a neighbour is the rounding of a GEMM of another shape.
 
     submit ─► waiting ─► step: admit, one forward pass, draw, hand out what ended, close the gaps
                            │ the prompt of a new group is computed once and written to all its slots
@@ -25,41 +27,145 @@ from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
-from workers.generation.embedded.forward import Forward, PromptSegment, StepBatch
-from workers.generation.embedded.kv import PromptKV, SlotKV
-from workers.generation.embedded.sampling import Draw, sample_tokens, stream_key, uniforms
+from workers.generation.embedded.forward import LoadedModel, PromptSegment, SlotKV, StepBatch
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     Completion,
-    EngineFailure,
     GenerationRequest,
     Result,
 )
+from workers.generation.stop_strings import NO_STOPS, StopStrings
+
+BLOCK = 256
+"""Vocabulary entries under one step of the coarse CDF: near the square root of 50k-150k tokens, so that the two
+searches are about as long. Against one cumsum over the vocabulary this halves the time of a draw."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that passes BigCrush."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_key(seed: int, sample: int) -> np.uint64:
+    """The random stream of sample ``sample`` of a group seeded with ``seed`` (any int; taken modulo 2**64)."""
+    words = np.array([seed & 0xFFFFFFFFFFFFFFFF, sample], dtype=np.uint64)
+    return _mix(_mix(words[:1] + _GOLDEN) + (words[1:] + np.uint64(1)) * _GOLDEN)[0]
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One uniform number in [0, 1) per stream. keys: [B] of stream_key.  positions: [B] index of the token, from 0.
+
+    Source: ours; SplitMix64 with the position as its counter. torch's generators have one stream each, and one
+    generator per sample costs a Python call per sample and step.
+    """
+    words = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How to draw one token per row of a batch; all [B].
+
+    temperature: 0 is greedy.  top_p in (0, 1], 1 is off.  top_k: 0 is off.  uniforms: in [0, 1).
+    """
+
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    uniforms: NDArray[np.float64]
+
+
+def sample_tokens(logits: torch.Tensor, draw: Draw) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Draw one token per row.
+
+    Args:    logits: [B, V], any floating dtype.
+    Returns: tokens [B] int32, and their logprobs [B] float32 under log_softmax(logits / temperature) over the whole
+             vocabulary (temperature 0 counts as 1). A row whose logits are not finite has a logprob that is not finite;
+             its token means nothing.
+    Source:  order of the cuts as in transformers: top-k, renormalise, then top-p, keeping the token that crosses p.
+    """
+    inverse = 1 / np.where(draw.temperature == 0, np.float32(1), draw.temperature)
+    scaled = logits
+    if (inverse != 1).any():
+        # Times the inverse, not by the temperature: float32 comes out of one pass over bfloat16 logits.
+        scaled = logits * torch.from_numpy(inverse).to(logits.device)[:, None]
+    weights = probs = torch.softmax(scaled, dim=-1, dtype=torch.float32)
+    cut = (draw.top_p < 1) | (draw.top_k > 0)
+    if cut.any():
+        rows = torch.from_numpy(np.flatnonzero(cut)).to(probs.device)
+        kept = _truncate(probs[rows], draw.top_p[cut], draw.top_k[cut])
+        weights = probs.index_copy(0, rows, kept)
+    tokens = _inverse_cdf(weights, torch.from_numpy(draw.uniforms).to(probs.device))
+    greedy = draw.temperature == 0
+    if greedy.any():
+        tokens = torch.where(torch.from_numpy(greedy).to(probs.device), logits.argmax(-1), tokens)
+    logprobs = probs.gather(1, tokens[:, None]).log().squeeze(1)
+    return tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _truncate(probs: torch.Tensor, top_p: NDArray[np.float32], top_k: NDArray[np.int64]) -> torch.Tensor:
+    """Zero what top-k and top-p cut off; [B, V]. Exactly k tokens stay; among equals the lower token id goes first."""
+    vocabulary = probs.shape[1]
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    k = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)).to(probs.device)[:, None]
+    p = torch.from_numpy(top_p).to(probs.device)[:, None].double()
+    ranked = ranked.masked_fill(torch.arange(vocabulary, device=probs.device) >= k, 0)
+    mass = ranked.double().cumsum(-1)
+    before = mass - ranked
+    outside = (before >= p * mass[:, -1:]) & (p < 1)
+    return torch.zeros_like(probs).scatter_(1, order, ranked.masked_fill(outside, 0))
+
+
+def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token at quantile ``uniforms`` of each row. weights: [B, V] >= 0, not necessarily summing to 1.
+
+    Two searches: for the block, then within it. A token of weight zero is never drawn.
+    """
+    size = weights.shape[1]
+    if padding := -size % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.view(weights.shape[0], -1, BLOCK)
+    block, rest = _search(blocks.sum(-1), uniforms[:, None], relative=True)
+    inside = blocks[torch.arange(weights.shape[0], device=weights.device), block]
+    offset, _ = _search(inside, rest[:, None], relative=False)
+    return (block * BLOCK + offset).clamp_(max=size - 1)  # beyond the end only where no weight is a number
+
+
+def _search(weights: torch.Tensor, target: torch.Tensor, *, relative: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """First index whose cumulative weight exceeds ``target`` [B, 1] (a share of the total when ``relative``).
+
+    Returns: index [B], and what of the target lies inside that index [B]. The target is kept below the total, as the
+    sum of a block and the sums inside it round differently.
+    """
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(target * total if relative else target, below)
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
+    rest = target - (cumulative.gather(1, index) - weights.gather(1, index))
+    return index.squeeze(1), rest.squeeze(1).clamp_(min=0)
+
 
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step (at least one prompt): bounds the activations and the pause of the running samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptPrompt:
-    """A prompt already computed. logits: [1, V], of its last token."""
-
-    kv: PromptKV
-    logits: torch.Tensor
-
-
 @dataclass(slots=True, kw_only=True)
 class WaitingGroup:
-    """A group with samples that have no slot yet. samples: those, in order.  kept: its prompt, once it was computed."""
+    """A group with samples that have no slot yet. samples: those, in order.  kept: of its prompt, once it was computed:
+    keys and values, and the logits [1, V] of its last token.
+    """
 
     request: GenerationRequest
     samples: list[int]
     queued_at_s: float
-    kept: KeptPrompt | None = None
-
-    def failure(self, reason: str, *, retryable: bool) -> EngineFailure:
-        """All its waiting samples, as a failure."""
-        return self.request.failure(self.samples, reason, retryable=retryable)
+    kept: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None
 
 
 class WaitingGroups:
@@ -72,19 +178,19 @@ class WaitingGroups:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, WaitingGroup]] = []
         self._order = itertools.count()
-        self._started: WaitingGroup | None = None
+        self.started: WaitingGroup | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._started or self._heap)
+        return bool(self.started or self._heap)
 
     def push(self, group: WaitingGroup) -> None:
         heapq.heappush(self._heap, (-group.request.priority, next(self._order), group))
 
     def first(self) -> WaitingGroup | None:
         """The group to admit next; from now on it is the started one."""
-        if self._started is None and self._heap:
-            self._started = heapq.heappop(self._heap)[2]
-        return self._started
+        if self.started is None and self._heap:
+            self.started = heapq.heappop(self._heap)[2]
+        return self.started
 
     def take(self, count: int) -> list[int]:
         """Up to ``count`` samples of the started group; once it has none left, it is gone from here."""
@@ -93,25 +199,18 @@ class WaitingGroups:
             raise ValueError("no group is waiting")
         taken, group.samples = group.samples[:count], group.samples[count:]
         if not group.samples:
-            self._started = None
+            self.started = None
         return taken
-
-    def forget_kept_prompt(self) -> None:
-        """The weights have changed: what was computed of a prompt must not be used again."""
-        if self._started is not None:
-            self._started.kept = None
 
     def remove(self, keys: Collection[tuple[GroupId, int]]) -> list[WaitingGroup]:
         """Take these (group, attempt)s out."""
-        removed = [group for group in self._all() if group.request.key in keys]
-        if self._started in removed:
-            self._started = None
+        waiting = ([self.started] if self.started else []) + [group for _, _, group in self._heap]
+        removed = [group for group in waiting if group.request.key in keys]
+        if self.started in removed:
+            self.started = None
         self._heap = [entry for entry in self._heap if entry[2].request.key not in keys]
         heapq.heapify(self._heap)
         return removed
-
-    def _all(self) -> list[WaitingGroup]:
-        return ([self._started] if self._started else []) + [group for _, _, group in self._heap]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,10 +237,12 @@ class RunningSample:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
 
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self, stops: StopStrings) -> FinishReason | None:
         """Why its last token ends it; None when it goes on."""
         sampling = self.request.sampling
-        if not sampling.ignore_eos and self.token_ids[-1] in sampling.stop_token_ids:
+        if not sampling.ignore_eos and (
+            self.token_ids[-1] in sampling.stop_token_ids or stops.end(self.token_ids, len(self.token_ids) - 1)
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
 
@@ -162,71 +263,20 @@ class RunningSample:
             engine_s=now_s - self.admitted_at_s,
         )
 
-    def failure(self, reason: str) -> EngineFailure:
-        return self.request.failure((self.sample,), reason)
 
-
-class SlotTable:
-    """What a step needs to know of every slot, as columns. Rows [0, n) are the running samples."""
-
-    def __init__(self, slots: int) -> None:
-        self._temperature: NDArray[np.float32] = np.ones(slots, np.float32)
-        self._top_p: NDArray[np.float32] = np.ones(slots, np.float32)
-        self._top_k: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._streams: NDArray[np.uint64] = np.zeros(slots, np.uint64)
-        self._prompt_tokens: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._generated: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._last_token: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._columns = (
-            self._temperature,
-            self._top_p,
-            self._top_k,
-            self._streams,
-            self._prompt_tokens,
-            self._generated,
-            self._last_token,
-        )
-
-    def enter(self, slot: int, request: GenerationRequest, sample: int) -> None:
-        sampling = request.sampling
-        row = (sampling.temperature, sampling.top_p, sampling.top_k, stream_key(sampling.seed, sample))
-        for column, value in zip(self._columns, (*row, len(request.prompt_ids), 0, 0), strict=True):
-            column[slot] = value
-
-    def move(self, source: int, target: int) -> None:
-        for column in self._columns:
-            column[target] = column[source]
-
-    def decode_inputs(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Last token and its position, of slots [0, count): what the next step reads."""
-        return self._last_token[:count], self._prompt_tokens[:count] + self._generated[:count] - 1
-
-    def draw(self, count: int) -> Draw:
-        return Draw(
-            temperature=self._temperature[:count],
-            top_p=self._top_p[:count],
-            top_k=self._top_k[:count],
-            uniforms=uniforms(self._streams[:count], self._generated[:count]),
-        )
-
-    def record(self, token_ids: NDArray[np.int32]) -> None:
-        """One token was drawn for each of the slots [0, len(token_ids))."""
-        self._last_token[: len(token_ids)] = token_ids
-        self._generated[: len(token_ids)] += 1
-
-
-def token_array(tokens: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:
-    """One int64 tensor of all of them."""
-    return torch.from_numpy(np.concatenate(tokens)).to(device)
-
-
-@dataclass(slots=True, kw_only=True)
-class DecoderCounters:
-    """Cumulative. tokens: drawn, of all samples.  prefill_tokens: prompt tokens computed; a kept prompt costs none."""
-
-    steps: int = 0
-    tokens: int = 0
-    prefill_tokens: int = 0
+SLOT = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("stream", np.uint64),
+        ("prompt_tokens", np.int64),
+        ("generated", np.int64),
+        ("last_token", np.int64),
+    ],
+    align=True,
+)
+"""What a step needs to know of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,31 +294,31 @@ class _Admission:
 class SlotDecoder:
     """``slots`` samples at once over one model. Not thread-safe: one thread calls everything.
 
-    parameters: the model's tensors by each of their Hugging Face names; ``load_weights`` writes into them.
-    weights: the identity of what they hold now.
+    weights: the identity of what the model's parameters hold; ``load_weights`` writes into them.
+    tokens: drawn so far, of all samples.  prefill_tokens: of prompts, computed so far; a kept prompt costs none.
     """
 
     def __init__(
         self,
-        forward: Forward,
-        parameters: Mapping[str, torch.Tensor],
+        model: LoadedModel,
         *,
         slots: int,
-        max_context: int,
-        vocab_size: int,
         weights: WeightIdentity,
         clock: Clock,
+        stops: StopStrings = NO_STOPS,
     ) -> None:
-        like = next(iter(parameters.values()))
-        self.slots, self.max_context, self.vocab_size = slots, max_context, vocab_size
-        self.weights = weights
-        self.counters = DecoderCounters()
-        self._forward, self.parameters, self._clock = forward, parameters, clock
+        like = next(iter(model.parameters.values()))
+        self.slots, self.max_context, self.vocab_size = slots, model.max_context, model.vocab_size
+        self.weights, self._stops = weights, stops
+        self.tokens = self.prefill_tokens = 0
+        self._forward, self.parameters, self._clock = model.forward, model.parameters, clock
         self._device = like.device
-        self._kv = SlotKV(forward.kv_shape, slots=slots, max_tokens=max_context, dtype=like.dtype, device=like.device)
+        self._kv = SlotKV(
+            model.forward.kv_shape, slots=slots, max_tokens=model.max_context, dtype=like.dtype, device=like.device
+        )
         self._waiting = WaitingGroups()
         self._running: list[RunningSample] = []
-        self._table = SlotTable(slots)
+        self._table = np.zeros(slots, SLOT)
 
     @property
     def num_running(self) -> int:
@@ -280,17 +330,17 @@ class SlotDecoder:
 
     def submit(self, request: GenerationRequest) -> list[Result]:
         """Queue a group. A request that can never run comes back at once, as a failure that is not retryable."""
-        group = WaitingGroup(request=request, samples=list(request.samples), queued_at_s=self._clock.now_s())
         reason = request.why_impossible(max_context=self.max_context, vocab_size=self.vocab_size)
         if reason:
-            return [group.failure(reason, retryable=False)]
-        self._waiting.push(group)
+            return [request.failure(request.samples, reason, retryable=False)]
+        now_s = self._clock.now_s()
+        self._waiting.push(WaitingGroup(request=request, samples=list(request.samples), queued_at_s=now_s))
         return []
 
     def abort(self, keys: Collection[tuple[GroupId, int]]) -> list[Result]:
         """Stop these (group, attempt)s: running samples come out with what they have, waiting ones as a failure."""
         waiting = self._waiting.remove(keys)
-        results: list[Result] = [group.failure(ABORTED_UNSTARTED, retryable=True) for group in waiting]
+        results: list[Result] = [group.request.failure(group.samples, ABORTED_UNSTARTED) for group in waiting]
         now_s = self._clock.now_s()
         stopped = [slot for slot, sample in enumerate(self._running) if sample.request.key in keys]
         results += [self._leave(slot).completion(FinishReason.ABORT, now_s) for slot in reversed(stopped)]
@@ -305,7 +355,8 @@ class SlotDecoder:
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)
         self.weights = weights
-        self._waiting.forget_kept_prompt()
+        if self._waiting.started is not None:
+            self._waiting.started.kept = None
 
     @torch.inference_mode()
     def step(self) -> list[Result]:
@@ -315,15 +366,20 @@ class SlotDecoder:
         if not self._running:
             return []
         logits = self._compute(num_decode, admitted)
-        token_ids, logprobs = sample_tokens(logits, self._table.draw(len(self._running)))
-        self._table.record(token_ids)
-        self.counters.steps += 1
-        self.counters.tokens += len(token_ids)
+        running = self._table[: len(self._running)]
+        draw = Draw(
+            temperature=running["temperature"],
+            top_p=running["top_p"],
+            top_k=running["top_k"],
+            uniforms=uniforms(running["stream"], running["generated"]),
+        )
+        token_ids, logprobs = sample_tokens(logits, draw)
+        running["last_token"] = token_ids
+        running["generated"] += 1
+        self.tokens += len(token_ids)
         for sample, token_id, logprob in zip(self._running, token_ids.tolist(), logprobs.tolist(), strict=True):
             sample.add(token_id, logprob, self.weights)
         return self._hand_out(np.isfinite(logprobs).tolist())
-
-    # --- the parts of a step ------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[_Admission]:
         """Give the free slots to waiting samples, a group at a time; they are running from now on."""
@@ -333,24 +389,23 @@ class SlotDecoder:
             prefill_tokens += len(group.request.prompt_ids) if group.kept is None else 0
             if prefill_tokens > MAX_PREFILL_TOKENS and admitted:
                 break
-            first = len(self._running)
+            first, now_s = len(self._running), self._clock.now_s()
             for sample in self._waiting.take(self.slots - first):
-                self._enter(group, sample)
+                drawn, tokens = group.request.sampling, len(group.request.prompt_ids)
+                stream = stream_key(drawn.seed, sample)
+                row = (drawn.temperature, drawn.top_p, drawn.top_k, stream, tokens, 0, 0)
+                self._table[len(self._running)] = row
+                self._running.append(
+                    RunningSample(
+                        request=group.request,
+                        sample=sample,
+                        limit=group.request.limit(sample),
+                        queued_s=now_s - group.queued_at_s,
+                        admitted_at_s=now_s,
+                    )
+                )
             admitted.append(_Admission(group, slice(first, len(self._running))))
         return admitted
-
-    def _enter(self, group: WaitingGroup, sample: int) -> None:
-        now_s = self._clock.now_s()
-        self._table.enter(len(self._running), group.request, sample)
-        self._running.append(
-            RunningSample(
-                request=group.request,
-                sample=sample,
-                limit=group.request.limit(sample),
-                queued_s=now_s - group.queued_at_s,
-                admitted_at_s=now_s,
-            )
-        )
 
     def _compute(self, num_decode: int, admitted: Sequence[_Admission]) -> torch.Tensor:
         """One forward pass. Returns the logits of every running sample, [n, V], in the order of the slots."""
@@ -362,54 +417,52 @@ class SlotDecoder:
         # Only the started group can have a kept prompt, and it is admitted first: its slots precede the fresh ones.
         parts: list[torch.Tensor] = []
         for admission in kept:
-            prompt = admission.group.kept
-            assert prompt is not None
-            self._kv.paste_prompt(admission.slots, prompt.kv)
-            parts.append(prompt.logits.expand(admission.count, -1))
+            assert admission.group.kept is not None
+            prompt, logits = admission.group.kept
+            self._kv.paste_prompt(admission.slots, prompt)
+            parts.append(logits.expand(admission.count, -1))
         if not num_decode and not fresh:
             return torch.cat(parts)
         logits = self._forward.run(batch, self._kv)
         if not admitted:
             return logits
         for row, admission in enumerate(fresh, start=num_decode):
-            parts.append(logits[row : row + 1].expand(admission.count, -1))
-            self._keep_prompt(admission, logits[row : row + 1])
+            group, of_prompt = admission.group, logits[row : row + 1]
+            parts.append(of_prompt.expand(admission.count, -1))
+            if group.samples:  # they are still without a slot
+                kv = self._kv.copy_prompt(admission.slots.start, len(group.request.prompt_ids))
+                group.kept = kv, of_prompt.clone()
         return torch.cat([logits[:num_decode], *parts])
 
     def _batch(self, num_decode: int, fresh: Sequence[_Admission]) -> StepBatch:
-        token_ids, positions = self._table.decode_inputs(num_decode)
-        tokens, places, segments, start = [token_ids], [positions], list[PromptSegment](), num_decode
+        running = self._table[:num_decode]
+        positions = running["prompt_tokens"] + running["generated"] - 1
+        tokens, places, segments, start = [running["last_token"]], [positions], list[PromptSegment](), num_decode
         for admission in fresh:
             prompt = admission.group.request.prompt_ids.astype(np.int64)
             tokens.append(prompt)
             places.append(np.arange(len(prompt)))
             segments.append(PromptSegment(start=start, stop=start + len(prompt), slots=admission.slots))
             start += len(prompt)
-        self.counters.prefill_tokens += start - num_decode
+        self.prefill_tokens += start - num_decode
         return StepBatch(
-            token_ids=token_array(tokens, self._device),
-            positions=token_array(places, self._device),
+            token_ids=torch.from_numpy(np.concatenate(tokens)).to(self._device),
+            positions=torch.from_numpy(np.concatenate(places)).to(self._device),
             num_decode=num_decode,
             max_tokens=int(positions.max()) + 1 if num_decode else 0,
             prompts=segments,
         )
-
-    def _keep_prompt(self, admission: _Admission, logits: torch.Tensor) -> None:
-        """Keep a prompt just computed, if samples of its group are still without a slot."""
-        group = admission.group
-        if group.samples:
-            prompt = self._kv.copy_prompt(admission.slots.start, len(group.request.prompt_ids))
-            group.kept = KeptPrompt(prompt, logits.clone())
 
     def _hand_out(self, finite: Sequence[bool]) -> list[Result]:
         """Free the slots of the samples whose last token ended them. finite: per slot, whether its logprob was."""
         results: list[Result] = []
         now_s = self._clock.now_s()
         for slot in reversed(range(len(self._running))):
-            reason = self._running[slot].finish_reason()
+            reason = self._running[slot].finish_reason(self._stops)
             if not finite[slot]:
                 self._kv.clear(slot)  # a masked position still meets its value as 0 * value, and 0 * NaN is NaN
-                results.append(self._leave(slot).failure(f"logits are not finite under weights {self.weights}"))
+                left, why = self._leave(slot), f"logits are not finite under weights {self.weights}"
+                results.append(left.request.failure((left.sample,), why))
             elif reason is not None:
                 results.append(self._leave(slot).completion(reason, now_s))
         return results
@@ -420,5 +473,5 @@ class SlotDecoder:
         if leaving is not last:
             self._running[slot] = last
             self._kv.move(len(self._running), slot, last.kv_tokens)
-            self._table.move(len(self._running), slot)
+            self._table[slot] = self._table[len(self._running)]
         return leaving

@@ -1,10 +1,5 @@
 """What the engine needs of an inference server: the calls each kind makes in its own words, and the HTTP they share.
 
-    ServerKind      how a server of one kind is started and checked; one constant in the file of its client
-    ServerClient    one server: its facts and health, samples, weights
-
-A further kind of server is one file with a ServerClient and a ServerKind (sglang.py, vllm.py), and a line in engine.py.
-
 Owns: connections, deadlines, errors. Never: decides when to call, retries. Invariant: whatever the server does, a call
 ends with an answer, ServerAnswerError (it answers, but not this) or ServerUnavailableError, of which
 ServerUnreachableError says that it never got the call.
@@ -26,10 +21,11 @@ import aiohttp
 import msgspec
 
 from transport.contracts.types import SamplingParams
+from transport.errors import PeerUnavailableError
 from transport.process.secret import ENGINE_KEY
-from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError
+from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnreachableError, WeightsMismatchError
 from workers.generation.engine import GenerationRequest
-from workers.generation.server.order import LoadOrder, Outcome
+from workers.generation.server.loader import LoadOrder, LoadResult
 
 CALL_S = 10.0
 """For what the server answers from memory."""
@@ -40,18 +36,13 @@ KEEP_ALIVE_S = 2.0
 """Less than the five seconds of uvicorn, or a request meets a connection that is just being closed."""
 CONTROL_CONNECTIONS = 8
 SHOWN_CHARACTERS = 300
-UNIX = "unix:"
-UNAUTHORIZED = 401
-EVENT = b"data: "
-LAST_EVENT = b"data: [DONE]"
-END_OF_EVENT = b"\n\n"
 CHUNK_AT_END = 1 << 30
 """Tokens between two chunks: the first comes with the first token, the next with the last one."""
-
 BASE_LABEL = "default"
 """What servers call the weights that they were started with."""
 
 T = TypeVar("T")
+E = TypeVar("E", bound="Event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +50,9 @@ class ServerSettings:
     """What an engine on a server is made of.
 
     directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
-    command: program and first arguments of our own server.  slots: samples at once.  max_context: tokens, 0: the
-    model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it hangs.  request_s: of one
-    sample.
+    command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
+    max_context: tokens, 0: the model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it
+    hangs.  request_s: of one sample.
     """
 
     directory: Path
@@ -70,6 +61,7 @@ class ServerSettings:
     key: str = ""
     command: Sequence[str] = ()
     slots: int = 64
+    stop: Sequence[str] = ()
     dtype: str = "bfloat16"
     max_context: int = 0
     trust_remote_code: bool = False
@@ -81,25 +73,41 @@ class ServerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
     """tested: versions; the interface has changed between minor ones before, so another is warned of.
-    client: makes one of (url, settings, key).  command: starts one of this Python.  arguments: what follows it.
-    loader: of ours, which a server has to have; ``loader_option`` names it.  refusal: why a request cannot be answered
-    by any server of this kind, "" when it can.  environment: that our own server needs.  Our own server finds its key
-    in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config`` names; ``socket_option``
-    is for the path of a socket to listen on instead of a port.
+    client: makes one of (url, settings, key).  command: starts one of this Python.  flags: what it always gets, and
+    ``*_option``: how it is told the model, the samples at once, the tokens of one, and the loader of ours, which a
+    server elsewhere has to have, too.  refusal: why a request cannot be answered by any server of this kind, "" when
+    it can.  environment: that our own server needs.  Our own server finds its key in the variable ``key_variable``, or
+    as ``key_option`` in the file that its ``--config`` names; ``socket_option`` is for the path of a socket to listen
+    on instead of a port.
     """
 
     name: str
     tested: tuple[str, ...]
     client: Callable[[str, ServerSettings, str], ServerClient]
     command: tuple[str, ...]
-    arguments: Callable[[ServerSettings], list[str]]
-    loader: str
+    model_option: str
+    slots_option: str
+    context_option: str
     loader_option: str
+    loader: str
+    flags: tuple[str, ...]
     refusal: Callable[[GenerationRequest], str] = lambda request: ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     key_variable: str = ""
     key_option: str = ""
     socket_option: str = ""
+
+    def arguments(self, settings: ServerSettings) -> list[str]:
+        """Of a server of our own."""
+        return [
+            *(self.model_option, str(settings.directory)),
+            *("--dtype", settings.dtype),
+            *(self.slots_option, str(settings.slots)),
+            *(self.loader_option, self.loader),
+            *self.flags,
+            *((self.context_option, str(settings.max_context)) if settings.max_context else ()),
+            *(("--trust-remote-code",) if settings.trust_remote_code else ()),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +169,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what a server answers; fields that we do not read are ignored."""
 
 
+class _ErrorDetail(Answer, frozen=True, kw_only=True):
+    message: str
+    code: int = 0
+
+
+class Event(Answer, frozen=True, kw_only=True):
+    """Base of one event of a sample's stream."""
+
+    error: _ErrorDetail | None = None
+
+
 class ServerClient(ABC):
     """The server at ``url``. ``open`` before the first call, ``close`` at the end.
 
@@ -169,27 +188,23 @@ class ServerClient(ABC):
 
     def __init__(self, url: str, settings: ServerSettings, key: str = "") -> None:
         self.url = url.rstrip("/")
-        self._socket = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
-        self._base = "http://localhost" if self._socket else self.url
+        self._base = "http://localhost" if self.url.startswith("unix:") else self.url
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._connections = settings.slots
+        self._max_connections = settings.slots + CONTROL_CONNECTIONS
         self._request_s = settings.request_s
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        limit = self._connections + CONTROL_CONNECTIONS
-        connector = (
-            aiohttp.UnixConnector(self._socket, limit=limit, keepalive_timeout=KEEP_ALIVE_S)
-            if self._socket
-            else aiohttp.TCPConnector(limit=limit, keepalive_timeout=KEEP_ALIVE_S)
-        )
+        if self.url.startswith("unix:"):
+            path = self.url.removeprefix("unix:")
+            connector = aiohttp.UnixConnector(path, limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
+        else:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-    # --- what it is and how it is -------------------------------------------------------------------------------------
 
     async def health(self, deadline_s: float) -> None:
         """Have it compute, or be at it."""
@@ -202,8 +217,6 @@ class ServerClient(ABC):
     @abstractmethod
     async def kv_use(self) -> float:
         """Part of its KV memory in use, 0 to 1."""
-
-    # --- samples ------------------------------------------------------------------------------------------------------
 
     async def generate(self, sample: SampleRequest) -> AsyncGenerator[Chunk, None]:
         """The chunks of one sample; the last one has a finish_reason. Raises also when the stream ends before it."""
@@ -228,8 +241,6 @@ class ServerClient(ABC):
     async def abort(self, rid: str) -> None:
         """Stop one sample: its stream ends with what it has."""
 
-    # --- weights ------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     async def pause(self) -> None:
         """Stop between two steps; running samples keep their KV."""
@@ -241,8 +252,35 @@ class ServerClient(ABC):
         """Undo what a worker that died in the middle of an update left behind."""
         await self.resume()
 
+    async def update(self, order: LoadOrder, label: str, *, served: str, processes: int) -> None:
+        """Have ``order`` carried out: running samples wait between two steps meanwhile, and go on from their KV.
+
+        label: of tokens from then on, "" where nothing is loaded.  served: their label until now.
+        Raises: WeightsMismatchError: the weights do not fit its model.  PeerUnavailableError: it cannot get them. In
+                both cases it serves what it served.  ServerUnavailableError, ServerAnswerError: what it serves is
+                unknown.
+        """
+        await self.pause()
+        spoiled = False
+        try:
+            result = await self.load(order, label or None, processes)
+            if result.number != order.number:
+                raise ServerAnswerError(self.url, 0, f"its loader reports order {result.number}, not {order.number}")
+            spoiled = result.spoiled
+            if result.error and label and not spoiled:
+                await self.set_label(served)
+        finally:
+            if not spoiled:  # or its samples would go on under weights that nothing names
+                await self.resume()
+        if spoiled:
+            raise ServerAnswerError(self.url, 0, f"{label} was loaded half-way: {result.error}")
+        if result.mismatch:
+            raise WeightsMismatchError(result.error)
+        if result.error:
+            raise PeerUnavailableError(self.url, f"it cannot load {label}: {result.error}")
+
     @abstractmethod
-    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> LoadResult:
         """Have the loader carry out ``order`` in each of the server's ``processes``. label: of tokens from then on;
         None: as before.
         """
@@ -254,8 +292,6 @@ class ServerClient(ABC):
     @abstractmethod
     async def set_label(self, label: str) -> None:
         """Tokens sampled from now on are of weights ``label``."""
-
-    # --- the wire -----------------------------------------------------------------------------------------------------
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = CALL_S
@@ -275,7 +311,7 @@ class ServerClient(ABC):
             async with self._session.request(method, self._base + path, data=data, timeout=timeout) as response:
                 if response.status != 200:
                     reason = _shown(await response.read())
-                    if response.status == UNAUTHORIZED:
+                    if response.status == 401:
                         reason += f" (it requires a key; set {ENGINE_KEY} for a server that runs elsewhere)"
                     raise ServerAnswerError(self.url, response.status, f"{path}: {reason}")
                 yield response
@@ -292,6 +328,19 @@ class ServerClient(ABC):
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ServerAnswerError(self.url, 0, f"{error}: {_shown(raw)}") from error
 
+    def _read_field(self, name: str, kind: type[T], raw: bytes) -> T:
+        """One field of an object; the others are ignored."""
+        fields = self._read(dict[str, msgspec.Raw], raw)
+        if name not in fields:
+            raise ServerAnswerError(self.url, 0, f"no {name!r}: {_shown(raw)}")
+        return self._read(kind, fields[name])
+
+    def _read_event(self, kind: type[E], raw: bytes) -> E:
+        event = self._read(kind, raw)
+        if event.error is not None:
+            raise ServerAnswerError(self.url, event.error.code, event.error.message)
+        return event
+
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of each server-sent event. Split here: aiohttp's own lines are limited, a long sample's chunk is not."""
@@ -299,12 +348,12 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     async for piece in response.content.iter_any():
         searched = max(0, len(buffer) - 1)
         buffer += piece
-        while (end := buffer.find(END_OF_EVENT, searched)) >= 0:
+        while (end := buffer.find(b"\n\n", searched)) >= 0:
             event = bytes(buffer[:end])
-            del buffer[: end + len(END_OF_EVENT)]
+            del buffer[: end + 2]
             searched = 0
-            if event.startswith(EVENT) and not event.startswith(LAST_EVENT):
-                yield event[len(EVENT) :]
+            if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
+                yield event.removeprefix(b"data: ")
 
 
 def _shown(raw: bytes) -> str:

@@ -3,25 +3,30 @@
     push ─► queue ─► gate ─► one request a sample, as many as the server runs at once ─► delivery, as each sample ends
                 └◄─ sent again: withdrawn for an update, or at a server that was lost
 
-Nothing is sent while the gate is closed, nor from the first connection that is cut or refused until the server answers
-again, or another one is up. A sample fails only when it was at two servers when they were lost.
+Only as many are sent as the server runs at once, so that the order of admission stays ours, and so that few wait there
+when new weights come: a prompt that waits at the server would find the old weights' cache. Of a group one sample goes
+first; once it has started, the group's prompt is in the server's cache, and the others take it from there. Nothing is
+sent while the gate is closed, nor from the first connection that is cut or refused until the server answers again, or
+another one is up. A sample fails only when it was at two servers when they were lost.
 
 Owns: the queue, those tasks, how many samples fit, the labels of weights that are known. Never: weights; the server's
-life. Invariant: a sample is sent under the label of what the server holds; every token of a completion is of weights
-that are known.
+life. Invariant: a sample is in one place, and leaves it once; it is sent under the label of what the server holds, and
+every token of a completion is of weights that are known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
@@ -30,13 +35,14 @@ from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
     Completion,
+    EngineFailure,
     EngineLoad,
     GenerationRequest,
     ResultQueue,
 )
-from workers.generation.server.client import BASE_LABEL, Chunk, SampleRequest, ServedSpan
-from workers.generation.server.queue import SampleQueue, SentSample
+from workers.generation.server.client import BASE_LABEL, CHUNK_AT_END, Chunk, SampleRequest, ServedSpan
 from workers.generation.server.upkeep import ServerUpkeep
+from workers.generation.stop_strings import NO_STOPS
 
 MAX_SENDINGS = 2
 """A sample that was at two servers when they were lost may be why."""
@@ -44,40 +50,149 @@ MAX_STRIKES = 8
 """Broken answers in a row, after which a server is as good as lost."""
 SETTLE_S = 0.5
 """Before an update, for what was just sent to start: a few decode steps."""
+STOP_TOKENS = 32
+"""Between two looks for a stop string: as many may be generated in vain; SGLang says all tokens again in each chunk."""
 STUCK_S = 3.0
 """A sample that has not started by then waits for memory: prompts take less."""
 KNOWN_LABELS = 256
 """Versions that a running sample may have begun with."""
 
 
-@dataclass(slots=True, kw_only=True)
-class SenderCounters:
-    """Cumulative. recomputed: samples that an update sent again although they had started.  tokens: of ended samples.
-    cached_tokens: of prompts, taken from the server's cache.
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueuedGroup:
+    """prompt: its token ids as JSON.  waiting: samples not sent.  leader: the sample that computes the prompt now.
+    cached: label of the weights under which the server has computed it.  losses: per sample, sendings that came to
+    nothing.
     """
 
-    recomputed: int = 0
-    tokens: int = 0
-    cached_tokens: int = 0
+    request: GenerationRequest
+    prompt: msgspec.Raw
+    order: tuple[float, int]
+    queued_at_s: float
+    waiting: list[int]
+    leader: int | None = None
+    cached: str = ""
+    losses: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SentSample:
+    """A sample at the server. rid: of this sending.  label: weights at that time.  withdrawn: called back to be sent
+    anew.  aborted: called off for good.  ends_at: tokens with which a stop string ends it; what the server adds is cut.
+    """
+
+    group: QueuedGroup
+    sample: int
+    rid: str
+    label: str
+    queued_at_s: float
+    sent_at_s: float
+    started_at_s: float | None = None
+    withdrawn: bool = False
+    aborted: bool = False
+    ends_at: int | None = None
+
+    def failure(self, reason: str, *, retryable: bool = True) -> EngineFailure:
+        return self.group.request.failure((self.sample,), reason, retryable=retryable)
+
+
+@dataclass(slots=True)
+class SampleQueue:
+    """What waits and what is sent. token: begins every rid, so that workers of one server cannot mean each other's."""
+
+    token: str
+    sent: dict[str, SentSample] = field(default_factory=dict[str, SentSample])
+    _groups: list[QueuedGroup] = field(default_factory=list[QueuedGroup])
+    _serial: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(group.waiting) for group in self._groups)
+
+    @property
+    def num_started(self) -> int:
+        return sum(1 for sample in self.sent.values() if sample.started_at_s is not None)
+
+    def push(self, request: GenerationRequest, now_s: float) -> None:
+        """Queue a group: higher priorities first, then as they came."""
+        group = QueuedGroup(
+            request=request,
+            prompt=msgspec.Raw(msgspec.json.encode(request.prompt_ids.tolist())),
+            order=(-request.priority, next(self._serial)),
+            queued_at_s=now_s,
+            waiting=list(request.samples),
+        )
+        bisect.insort(self._groups, group, key=lambda group: group.order)
+
+    def next(self, label: str, now_s: float) -> SentSample | None:
+        """The sample to send next under weights ``label``; it counts as sent from now on. None: none may go now."""
+        ready = (group for group in self._groups if group.waiting and (group.cached == label or group.leader is None))
+        if (group := next(ready, None)) is None:
+            return None
+        sample = group.waiting.pop(0)
+        if group.cached != label:
+            group.leader = sample
+        if not group.waiting:
+            self._groups.remove(group)
+        group_id, attempt = group.request.key
+        # The server aborts every rid that begins with the one it is given: the closing sign makes none a prefix.
+        rid = f"{self.token}:{group_id}:{attempt}:{sample}:{next(self._serial)};"
+        self.sent[rid] = SentSample(
+            group=group, sample=sample, rid=rid, label=label, queued_at_s=group.queued_at_s, sent_at_s=now_s
+        )
+        return self.sent[rid]
+
+    def started(self, sent: SentSample, now_s: float) -> None:
+        """Its first token came: its prompt is in the server's cache, under the label it was sent with."""
+        sent.started_at_s = now_s
+        if sent.group.leader == sent.sample:
+            sent.group.leader = None
+            sent.group.cached = sent.label
+
+    def ended(self, sent: SentSample) -> None:
+        """It is no longer at the server."""
+        del self.sent[sent.rid]
+        if sent.group.leader == sent.sample:
+            sent.group.leader = None
+
+    def back(self, sent: SentSample) -> None:
+        """It waits again, before what came after it."""
+        self.ended(sent)
+        if sent.group not in self._groups:
+            bisect.insort(self._groups, sent.group, key=lambda group: group.order)
+        sent.group.waiting.insert(0, sent.sample)
+
+    def forget_cached(self) -> None:
+        """The server has started anew: it has no prompt of ours."""
+        for group in (*self._groups, *(sent.group for sent in self.sent.values())):
+            group.cached = ""
+
+    def take_out(self, keys: Collection[tuple[GroupId, int]]) -> list[EngineFailure]:
+        """Waiting samples of these (group, attempt)s leave, as failures."""
+        taken = [group for group in self._groups if group.request.key in keys]
+        self._groups = [group for group in self._groups if group.request.key not in keys]
+        return [group.request.failure(group.waiting, ABORTED_UNSTARTED) for group in taken]
 
 
 class SampleSender:
     """Of one engine. capacity: samples at once.  lost: why the server is, "" while it is not.  wake: set when the
-    server should be looked at.
+    server should be looked at.  recomputed: samples that an update sent again although they had started.
+    stops: strings that end a sample, which is looked at every STOP_TOKENS and then called off.
     """
 
     def __init__(self, server: ServerUpkeep, results: ResultQueue, capacity: int, clock: Clock) -> None:
         self._server = server
         self._results = results
         self._clock = clock
-        self.counters = SenderCounters()
+        self.recomputed = self._tokens = self._cached_tokens = 0
         self.capacity = capacity
+        self.stops = NO_STOPS
         self.lost = ""
         self.wake = asyncio.Event()
         self._queue = SampleQueue(secrets.token_hex(4))
         self._known = {BASE_LABEL: BASE_WEIGHTS}
         self._fits = capacity
-        self._gate = asyncio.Event()
+        self.gate = asyncio.Event()
         self._doubted = False
         self._moved = asyncio.Event()
         self._strikes = 0
@@ -105,17 +220,11 @@ class SampleSender:
             running=running,
             waiting=self._queue.num_waiting + sent - running,
             busy_s=self._busy_s,
-            tokens=self.counters.tokens,
+            tokens=self._tokens,
             capacity=self._fits,
-            cached_tokens=self.counters.cached_tokens,
+            cached_tokens=self._cached_tokens,
             kv_use=self._server.kv_use,
         )
-
-    # --- the gate -----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_open(self) -> bool:
-        return self._gate.is_set()
 
     def start(self, group: asyncio.TaskGroup, capacity: int) -> None:
         """Open the gate; samples run in ``group``."""
@@ -125,29 +234,20 @@ class SampleSender:
 
     def open_gate(self) -> None:
         """The server holds what it has to."""
-        self._gate.set()
+        self.gate.set()
         self.send()
-
-    async def until_open(self) -> None:
-        await self._gate.wait()
-
-    async def close_gate(self) -> None:
-        """Close the gate once it is open."""
-        await self._gate.wait()
-        self._gate.clear()
 
     def lose(self, reason: str) -> None:
         """The server is lost: nothing more is sent, and the engine brings up another one."""
-        self._gate.clear()
+        self.gate.clear()
         self.lost = self.lost or reason
         self.wake.set()
 
     async def withdraw(self) -> None:
         """The server was lost: what it had waits again."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for sent in list(self._queue.sent.values()):
             self._failed(sent, f"the server was lost: {self.lost}")
         self._queue.forget_cached()
@@ -188,11 +288,9 @@ class SampleSender:
                     self._moved.clear()
                     await self._moved.wait()
 
-    # --- what passes it -----------------------------------------------------------------------------------------------
-
     def send(self) -> None:
         """Send what the server has room for."""
-        may_send = self._gate.is_set() and not self._doubted and not self.lost
+        may_send = self.gate.is_set() and not self._doubted and not self.lost
         while may_send and len(self._queue.sent) < self._fits:
             sent = self._queue.next(self._server.label, self._clock.now_s())
             if sent is None:
@@ -212,42 +310,51 @@ class SampleSender:
         """One sample, from its request to its result."""
         last = Chunk(token_ids=[])
         try:
-            async with aclosing(self._server.client.generate(sample_request(sent))) as chunks:
+            sampling = sent.group.request.sampling
+            stops = NO_STOPS if sampling.ignore_eos else self.stops
+            asked = sample_request(sent, STOP_TOKENS if stops else CHUNK_AT_END)
+            async with aclosing(self._server.client.generate(asked)) as chunks:
                 async for chunk in chunks:
-                    last = chunk
+                    checked, last = len(last.token_ids), chunk
                     if sent.started_at_s is None and chunk.token_ids:
-                        await self._started(sent)
+                        self._queue.started(sent, self._clock.now_s())
+                        self._moved.set()
+                        self.send()
+                        if sent.aborted:  # the server may not have known it yet when the abort came
+                            await self._call_off([sent])
+                    if sent.ends_at is None and (end := stops.end(chunk.token_ids, checked)) is not None:
+                        sent.ends_at = end
+                        if not chunk.finish_reason:
+                            await self._call_off([sent])  # and read on: only the last chunk says all of its weights
             self._ended(sent, last)
         except ServerAnswerError as error:
-            self._refused(sent, error)
-        except ServerUnreachableError as error:
-            self._doubted = True  # until the watch's next look: at once, it would be asked all the time
-            self._failed(sent, str(error), lost=False)
+            if 400 <= error.status < 500:
+                self._queue.ended(sent)
+                self._results.put(sent.failure(error.reason, retryable=False))
+            else:
+                self._failed(sent, str(error), strike=True)
         except ServerUnavailableError as error:
+            never_sent = isinstance(error, ServerUnreachableError)
             self._doubted = True
-            self._failed(sent, str(error))
-            self.wake.set()
+            self._failed(sent, str(error), lost=not never_sent)
+            if not never_sent:  # else at the watch's next look: at once, it would be asked all the time
+                self.wake.set()
         finally:
             self._tasks.pop(sent.rid, None)
         self._moved.set()
         self.send()
 
-    async def _started(self, sent: SentSample) -> None:
-        self._queue.started(sent, self._clock.now_s())
-        self._moved.set()
-        self.send()
-        if sent.aborted:  # the server may not have known it yet when the abort came
-            await self._call_off([sent])
-
     def _ended(self, sent: SentSample, chunk: Chunk) -> None:
         """The server is done with it, one way or another."""
+        if sent.ends_at is not None:
+            chunk = cut(chunk, sent.ends_at)
         stopped = chunk.finish_reason == FinishReason.ABORT
         if stopped and not sent.aborted:
             if not sent.withdrawn:
                 self._failed(sent, f"the server gave it up: {chunk.message or 'no reason'}")
                 return
-            self.counters.recomputed += 1 if chunk.token_ids else 0
-            self._queue.back(sent, lost=False)
+            self.recomputed += 1 if chunk.token_ids else 0
+            self._queue.back(sent)
             return
         if stopped and not chunk.token_ids:
             self._queue.ended(sent)
@@ -259,17 +366,10 @@ class SampleSender:
             self._failed(sent, str(error), strike=True)
             return
         self._strikes = 0
-        self.counters.tokens += len(result.response_ids)
-        self.counters.cached_tokens += chunk.cached_tokens
+        self._tokens += len(result.response_ids)
+        self._cached_tokens += chunk.cached_tokens
         self._queue.ended(sent)
         self._results.put(result)
-
-    def _refused(self, sent: SentSample, error: ServerAnswerError) -> None:
-        if error.is_refusal:
-            self._queue.ended(sent)
-            self._results.put(sent.failure(error.reason, retryable=False))
-        else:
-            self._failed(sent, str(error), strike=True)
 
     def _failed(self, sent: SentSample, reason: str, *, strike: bool = False, lost: bool = True) -> None:
         """Its sending came to nothing: it is sent once more, or it fails. lost: it was at the server."""
@@ -277,10 +377,13 @@ class SampleSender:
             self._strikes += 1
             if self._strikes >= MAX_STRIKES:
                 self.lose(f"{MAX_STRIKES} broken answers in a row, the last: {reason}")
-        losses = self._queue.back(sent, lost=lost)
-        if sent.aborted or losses >= MAX_SENDINGS:
-            self._queue.give_up(sent)
+        losses = sent.group.losses
+        losses[sent.sample] = losses.get(sent.sample, 0) + lost
+        if sent.aborted or losses[sent.sample] >= MAX_SENDINGS:
+            self._queue.ended(sent)
             self._results.put(sent.failure(reason))
+        else:
+            self._queue.back(sent)
 
     async def _call_off(self, meant: Sequence[SentSample]) -> None:
         """All at once: a server that hangs costs one deadline, and then the watch finds it lost."""
@@ -312,22 +415,34 @@ class BadAnswerError(ValueError):
     """The last chunk of a sample contradicts itself; the message says how."""
 
 
-def sample_request(sent: SentSample) -> SampleRequest:
+def sample_request(sent: SentSample, chunk_tokens: int = CHUNK_AT_END) -> SampleRequest:
+    """Each sample of a group gets a stream of random numbers of its own."""
     request = sent.group.request
+    seed = np.random.SeedSequence((request.sampling.seed, sent.sample)).generate_state(1)[0]
     return SampleRequest(
         rid=sent.rid,
         prompt=sent.group.prompt,
         label=sent.label,
         sampling=request.sampling,
         max_new_tokens=request.limit(sent.sample),
-        seed=_seed(request.sampling.seed, sent.sample),
+        seed=int(seed) >> (32 - SEED_BITS),
         priority=request.priority,
+        chunk_tokens=chunk_tokens,
     )
 
 
-def _seed(seed: int, sample: int) -> int:
-    """A stream of its own for each sample of a group."""
-    return int(np.random.SeedSequence((seed, sample)).generate_state(1)[0]) >> (32 - SEED_BITS)
+def cut(chunk: Chunk, tokens: int) -> Chunk:
+    """A last chunk without what came after a stop string."""
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[:tokens],
+        logprobs=chunk.logprobs[:tokens],
+        spans=[
+            ServedSpan(version=span.version, start=min(span.start, tokens), end=min(span.end, tokens))
+            for span in chunk.spans
+        ],
+        finish_reason=FinishReason.STOP,
+    )
 
 
 def completion(sent: SentSample, chunk: Chunk, known: dict[str, WeightIdentity], now_s: float) -> Completion:
@@ -335,31 +450,24 @@ def completion(sent: SentSample, chunk: Chunk, known: dict[str, WeightIdentity],
     if chunk.finish_reason not in _REASONS:
         raise BadAnswerError("it says nothing of how the sample ended")
     started_at_s = now_s if sent.started_at_s is None else sent.started_at_s
-    return Completion(
-        group_id=sent.group.request.group_id,
-        sample=sent.sample,
-        attempt=sent.group.request.attempt,
-        response_ids=np.array(chunk.token_ids, dtype=np.int32),
-        logprobs=_logprobs(chunk),
-        finish_reason=_REASONS[chunk.finish_reason],
-        spans=_spans(chunk.spans, len(chunk.token_ids), _loaded(known, sent.label)),
-        queued_s=started_at_s - sent.queued_at_s,
-        engine_s=now_s - started_at_s,
-    )
-
-
-def _logprobs(chunk: Chunk) -> NDArray[np.float32]:
+    if sent.label != BASE_LABEL:  # it cannot have tokens of the weights that a server starts with: it was another one
+        known = {label: weights for label, weights in known.items() if label != BASE_LABEL}
     if [token for _, token in chunk.logprobs] != chunk.token_ids:
         raise BadAnswerError(f"its {len(chunk.logprobs)} logprobs are not of its {len(chunk.token_ids)} tokens")
     logprobs = np.array([logprob for logprob, _ in chunk.logprobs], dtype=np.float32)  # None becomes NaN
     if not np.isfinite(logprobs).all():
         raise BadAnswerError("a logprob is not finite")
-    return logprobs
-
-
-def _loaded(known: dict[str, WeightIdentity], label: str) -> dict[str, WeightIdentity]:
-    """A sample sent under weights of ours cannot have tokens of those that a server starts with: it was another one."""
-    return {name: weights for name, weights in known.items() if label == BASE_LABEL or name != BASE_LABEL}
+    return Completion(
+        group_id=sent.group.request.group_id,
+        sample=sent.sample,
+        attempt=sent.group.request.attempt,
+        response_ids=np.array(chunk.token_ids, dtype=np.int32),
+        logprobs=logprobs,
+        finish_reason=_REASONS[chunk.finish_reason],
+        spans=_spans(chunk.spans, len(chunk.token_ids), known),
+        queued_s=started_at_s - sent.queued_at_s,
+        engine_s=now_s - started_at_s,
+    )
 
 
 def _spans(served: Sequence[ServedSpan], tokens: int, known: dict[str, WeightIdentity]) -> tuple[VersionSpan, ...]:

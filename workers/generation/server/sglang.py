@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from transport.process.spawn import python_module
+from transport.process.programs import python_module
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.server.client import (
     UPDATE_S,
     Answer,
     Chunk,
+    Event,
     SampleRequest,
     ServedSpan,
     ServerClient,
@@ -22,10 +23,9 @@ from workers.generation.server.client import (
     ServerKind,
     ServerSettings,
 )
-from workers.generation.server.order import LoadOrder, Outcome, read_outcome
-from workers.generation.server.sglang_loader import outcome_name, to_payload
+from workers.generation.server.loader import RESULT, LoadOrder, LoadResult, read_result, to_payload
 
-LOADER = "workers.generation.server.sglang_loader.load"
+LOADER = "workers.generation.server.loader.load_into_sglang"
 
 
 class _FinishedBy(Answer, frozen=True, kw_only=True):
@@ -44,17 +44,11 @@ class _MetaInfo(Answer, frozen=True, kw_only=True):
     )
 
 
-class _ErrorDetail(Answer, frozen=True, kw_only=True):
-    message: str
-    code: int = 0
-
-
-class _Event(Answer, frozen=True, kw_only=True):
-    """One event of a stream: everything so far, not only what is new."""
+class _Event(Event, frozen=True, kw_only=True):
+    """Everything so far, not only what is new."""
 
     output_ids: list[int] = msgspec.field(default_factory=list[int])
     meta_info: _MetaInfo = msgspec.field(default_factory=_MetaInfo)
-    error: _ErrorDetail | None = None
 
 
 class _SamplingBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,15 +107,13 @@ class _Loads(Answer, frozen=True, kw_only=True):
 
 
 class SglangClient(ServerClient):
-    """The server at ``url``."""
-
     def __init__(self, url: str, settings: ServerSettings, key: str = "") -> None:
         super().__init__(url, settings, key)
         self._has_priorities = False
         self._is_deterministic = False
 
     async def facts(self) -> ServerFacts:
-        model = await self._model_info()
+        model = self._read(_ModelInfo, await self._call("GET", "/model_info"))
         if not model.is_generation:
             raise ModelError(f"{self.url} serves {model.model_path!r}, which generates nothing")
         info = self._read(_ServerInfo, await self._call("GET", "/server_info"))
@@ -139,15 +131,10 @@ class SglangClient(ServerClient):
             loaders=info.custom_weight_loader or (),
         )
 
-    async def _model_info(self) -> _ModelInfo:
-        return self._read(_ModelInfo, await self._call("GET", "/model_info"))
-
     async def kv_use(self) -> float:
         """Of its first scheduler; several (data parallel) cannot take new weights together."""
         loads = self._read(_Loads, await self._call("GET", "/v1/loads?include=core")).loads
         return loads[0].token_usage if loads else 0.0
-
-    # --- samples ------------------------------------------------------------------------------------------------------
 
     def _sample_call(self, sample: SampleRequest) -> tuple[str, object]:
         sampling = sample.sampling
@@ -172,9 +159,7 @@ class SglangClient(ServerClient):
 
     async def _chunks(self, events: AsyncIterator[bytes]) -> AsyncGenerator[Chunk, None]:
         async for raw in events:
-            event = self._read(_Event, raw)
-            if event.error is not None:
-                raise ServerAnswerError(self.url, event.error.code, event.error.message)
+            event = self._read_event(_Event, raw)
             meta = event.meta_info
             yield Chunk(
                 token_ids=event.output_ids,
@@ -189,8 +174,6 @@ class SglangClient(ServerClient):
         """The server stops every rid that begins with ``rid``."""
         await self._call("POST", "/abort_request", {"rid": rid})
 
-    # --- weights ------------------------------------------------------------------------------------------------------
-
     async def pause(self) -> None:
         """In place: the server's default would abort what runs."""
         await self._call("POST", "/pause_generation", {"mode": "in_place"})
@@ -204,22 +187,8 @@ class SglangClient(ServerClient):
             await self._end_update()
         await self.resume()
 
-    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> LoadResult:
         """As few calls one after another as can be: samples wait for each."""
-        await self._call("POST", "/begin_weight_update", {}, UPDATE_S)
-        try:
-            await self._update(order, label, processes)
-        except BaseException:
-            await self._end_update()
-            raise
-        outcome, ended = await asyncio.gather(self._outcome(order.number), self._end_update(), return_exceptions=True)
-        for failure in (ended, outcome):
-            if isinstance(failure, BaseException):
-                raise failure
-        assert isinstance(outcome, Outcome)
-        return outcome
-
-    async def _update(self, order: LoadOrder, label: str | None, processes: int) -> None:
         body = {
             "serialized_named_tensors": [to_payload(order)] * processes,
             "load_format": LOADER,
@@ -227,36 +196,30 @@ class SglangClient(ServerClient):
             "abort_all_requests": False,
             "weight_version": label,
         }
-        await self._call("POST", "/update_weights_from_tensor", body, UPDATE_S)
+        await self._call("POST", "/begin_weight_update", {}, UPDATE_S)
+        try:
+            await self._call("POST", "/update_weights_from_tensor", body, UPDATE_S)
+        except BaseException:
+            await self._end_update()
+            raise
+        asked = {"name": f"{RESULT}{order.number}", "truncate_size": 1}
+        raw, ended = await asyncio.gather(
+            self._call("POST", "/get_weights_by_name", asked), self._end_update(), return_exceptions=True
+        )
+        if isinstance(ended, BaseException):
+            raise ended
+        if isinstance(raw, BaseException):
+            raise raw
+        return read_result(self._read(list[int], raw))
 
     async def _end_update(self) -> None:
         await self._call("POST", "/end_weight_update", {}, UPDATE_S)
 
-    async def _outcome(self, number: int) -> Outcome:
-        """What the loader left to be asked for of the order ``number``."""
-        raw = await self._call("POST", "/get_weights_by_name", {"name": outcome_name(number), "truncate_size": 1})
-        return read_outcome(self._read(list[int], raw))
-
     async def label(self) -> str:
-        return (await self._model_info()).weight_version
+        return self._read(_ModelInfo, await self._call("GET", "/model_info")).weight_version
 
     async def set_label(self, label: str) -> None:
         await self._call("POST", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
-
-
-def arguments(settings: ServerSettings) -> list[str]:
-    """Of a server of our own."""
-    made = [
-        *("--model-path", str(settings.directory)),
-        *("--dtype", settings.dtype),
-        *("--max-running-requests", str(settings.slots)),
-        *("--custom-weight-loader", LOADER),
-        "--enable-priority-scheduling",
-        "--disable-priority-preemption",  # it would recompute what runs
-        "--skip-tokenizer-init",  # token ids in, token ids out
-    ]
-    made += ["--context-length", str(settings.max_context)] if settings.max_context else []
-    return made + (["--trust-remote-code"] if settings.trust_remote_code else [])
 
 
 SGLANG = ServerKind(
@@ -264,8 +227,15 @@ SGLANG = ServerKind(
     tested=("0.5.23",),
     client=SglangClient,
     command=tuple(python_module("sglang.launch_server")),
-    arguments=arguments,
-    loader=LOADER,
+    model_option="--model-path",
+    slots_option="--max-running-requests",
+    context_option="--context-length",
     loader_option="--custom-weight-loader",
+    loader=LOADER,
+    flags=(
+        "--enable-priority-scheduling",
+        "--disable-priority-preemption",  # it would recompute what runs
+        "--skip-tokenizer-init",  # token ids in, token ids out
+    ),
     key_option="api-key",
 )

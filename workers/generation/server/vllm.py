@@ -1,43 +1,40 @@
 """A vLLM server: how it is started, its paths, bodies and answers, of the tested version.
 
-- The loader is called by ``/collective_rpc`` (vllm_loader.py), which also says what the server is.
+- The loader is called by ``/collective_rpc`` (loader.py), which also says what the server is.
 - Logprobs are of the distribution that was sampled from, so top-p and top-k, which cut it, are refused.
 - A chunk brings what is new, not everything so far.
 
-Needs of the server, beside its usual arguments: those of ``arguments`` and VLLM_SERVER_DEV_MODE=1, which opens the
+Needs of the server, beside its usual arguments: those of ``VLLM.flags`` and VLLM_SERVER_DEV_MODE=1, which opens the
 calls for weights to whatever reaches it: a server of the worker's own therefore listens on a socket in a directory of
 its user's, and one elsewhere belongs into a network of your own.
 """
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
-from transport.contracts.messages import encode
-from transport.process.spawn import python_module
-from workers.errors import ModelError, ServerAnswerError
+from transport.process.programs import python_module
+from workers.errors import ModelError
 from workers.generation.engine import GenerationRequest
 from workers.generation.server.client import (
     CALL_S,
     UPDATE_S,
     Answer,
     Chunk,
+    Event,
     SampleRequest,
     ServedSpan,
     ServerClient,
     ServerFacts,
     ServerKind,
-    ServerSettings,
 )
-from workers.generation.server.order import LoadOrder, Outcome, read_outcome
+from workers.generation.server.loader import LoadOrder, LoadResult, read_result, to_name
 
-LOADER = "workers.generation.server.vllm_loader.Loader"
+LOADER = "workers.generation.server.loader.VllmLoader"
 LOGPROBS_MODE = "processed_logprobs"
 """After the temperature; vLLM's default is before it."""
 CUTS_THE_TAIL = "vLLM's logprobs are of what top-p and top-k leave over: sampling.top_p must be 1 and sampling.top_k 0"
@@ -45,7 +42,7 @@ _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.M)
 
 
 class _About(Answer, frozen=True, kw_only=True):
-    """What the loader says of the server (vllm_loader.py). kv_tokens: that its KV memory holds.  processes: of it."""
+    """What the loader says of the server (loader.py). kv_tokens: that its KV memory holds.  processes: of it."""
 
     model_type: str
     logprobs_mode: str
@@ -53,22 +50,6 @@ class _About(Answer, frozen=True, kw_only=True):
     kv_tokens: int
     slots: int
     processes: int
-
-
-class _Version(Answer, frozen=True, kw_only=True):
-    version: str
-
-
-class _WeightInfo(Answer, frozen=True, kw_only=True):
-    weight_version: str
-
-
-class _Abouts(Answer, frozen=True, kw_only=True):
-    results: tuple[_About, ...]
-
-
-class _Outcomes(Answer, frozen=True, kw_only=True):
-    results: tuple[list[int], ...]
 
 
 class _TokenLogprob(Answer, frozen=True, kw_only=True):
@@ -97,24 +78,14 @@ class _Usage(Answer, frozen=True, kw_only=True):
     prompt_tokens_details: _PromptDetails | None = None
 
 
-class _ErrorDetail(Answer, frozen=True, kw_only=True):
-    message: str
-    code: int = 0
-
-
-class _Event(Answer, frozen=True, kw_only=True):
-    """One event of a stream; the last has no choice, but the usage."""
+class _Event(Event, frozen=True, kw_only=True):
+    """The last has no choice, but the usage."""
 
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    error: _ErrorDetail | None = None
 
 
 class VllmClient(ServerClient):
-    """The server at ``url``."""
-
-    # --- what it is and how it is -------------------------------------------------------------------------------------
-
     async def health(self, deadline_s: float) -> None:
         """/health alone is answered by a process that computes nothing."""
         await super().health(deadline_s)
@@ -122,11 +93,11 @@ class VllmClient(ServerClient):
 
     async def facts(self) -> ServerFacts:
         """Raises ModelError when its logprobs are not those that training needs."""
-        about = self._read(_Abouts, await self._rpc("streamrl_about")).results[0]
+        about = self._read_field("results", list[_About], await self._rpc("streamrl_about"))[0]
         if about.logprobs_mode != LOGPROBS_MODE:
             raise ModelError(f"{self.url} has to be started with --logprobs-mode {LOGPROBS_MODE}")
         return ServerFacts(
-            version=self._read(_Version, await self._call("GET", "/version")).version,
+            version=self._read_field("version", str, await self._call("GET", "/version")),
             model=self.url,
             model_type=about.model_type,
             label=await self.label(),
@@ -141,23 +112,20 @@ class VllmClient(ServerClient):
         found = _KV_USE.search(await self._call("GET", "/metrics"))
         return float(found[1]) if found else 0.0
 
-    # --- samples ------------------------------------------------------------------------------------------------------
-
     def _sample_call(self, sample: SampleRequest) -> tuple[str, object]:
-        asked = sample.sampling
-        sampling: dict[str, Any] = {
-            "max_tokens": sample.max_new_tokens,
-            "temperature": asked.temperature,
-            "stop_token_ids": () if asked.ignore_eos else asked.stop_token_ids,
-            "ignore_eos": asked.ignore_eos,
-            "stream_interval": sample.chunk_tokens,
-            "logprobs": 0,  # none but the sampled token's
-            "detokenize": False,
-        }
+        sampling = sample.sampling
         return "/inference/v1/generate", {
             "request_id": sample.rid,
             "token_ids": sample.prompt,
-            "sampling_params": sampling,
+            "sampling_params": {
+                "max_tokens": sample.max_new_tokens,
+                "temperature": sampling.temperature,
+                "stop_token_ids": () if sampling.ignore_eos else sampling.stop_token_ids,
+                "ignore_eos": sampling.ignore_eos,
+                "stream_interval": sample.chunk_tokens,
+                "logprobs": 0,  # none but the sampled token's
+                "detokenize": False,
+            },
             "cache_salt": sample.label,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -167,11 +135,16 @@ class VllmClient(ServerClient):
         """Everything so far, from what is new each time. The last event is held back for the usage that follows it."""
         so_far = Chunk(token_ids=[])
         async for raw in events:
-            event = self._read(_Event, raw)
-            if event.error is not None:
-                raise ServerAnswerError(self.url, event.error.code, event.error.message)
+            event = self._read_event(_Event, raw)
             if event.choices:
-                so_far = _with(so_far, event.choices[0])
+                new = event.choices[0]
+                logprobs = [(one.logprob, one.token_id) for one in new.logprobs.content] if new.logprobs else []
+                so_far = Chunk(
+                    token_ids=so_far.token_ids + new.token_ids,
+                    logprobs=so_far.logprobs + logprobs,
+                    spans=new.weight_versions or (),
+                    finish_reason=new.finish_reason or "",
+                )
                 if not so_far.finish_reason:
                     yield so_far
             elif event.usage is not None:
@@ -181,25 +154,23 @@ class VllmClient(ServerClient):
     async def abort(self, rid: str) -> None:
         await self._call("POST", "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{rid}"]})
 
-    # --- weights ------------------------------------------------------------------------------------------------------
-
     async def pause(self) -> None:
         await self._call("POST", "/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
-    async def load(self, order: LoadOrder, label: str | None, processes: int) -> Outcome:
+    async def load(self, order: LoadOrder, label: str | None, processes: int) -> LoadResult:
         """All processes say how it went; the first that failed counts."""
-        raw = await self._rpc("streamrl_load", base64.b64encode(encode(order)).decode(), deadline_s=UPDATE_S)
-        outcomes = [read_outcome(numbers) for numbers in self._read(_Outcomes, raw).results]
-        outcome = next((one for one in outcomes if one.error), outcomes[0])
-        if label is not None and not outcome.error:
+        raw = await self._rpc("streamrl_load", to_name(order), deadline_s=UPDATE_S)
+        results = [read_result(numbers) for numbers in self._read_field("results", list[list[int]], raw)]
+        result = next((one for one in results if one.error), results[0])
+        if label is not None and not result.error:
             await self.set_label(label)
-        return outcome
+        return result
 
     async def label(self) -> str:
-        return self._read(_WeightInfo, await self._call("GET", "/weight_info")).weight_version
+        return self._read_field("weight_version", str, await self._call("GET", "/weight_info"))
 
     async def set_label(self, label: str) -> None:
         await self._call("POST", "/update_weight_version", {"new_version": label})
@@ -208,35 +179,8 @@ class VllmClient(ServerClient):
         return await self._call("POST", "/collective_rpc", {"method": method, "args": args}, deadline_s)
 
 
-def _with(so_far: Chunk, new: _Choice) -> Chunk:
-    logprobs = [(one.logprob, one.token_id) for one in new.logprobs.content] if new.logprobs else []
-    return Chunk(
-        token_ids=so_far.token_ids + new.token_ids,
-        logprobs=so_far.logprobs + logprobs,
-        spans=new.weight_versions or (),
-        finish_reason=new.finish_reason or "",
-    )
-
-
 def refusal(request: GenerationRequest) -> str:
     return CUTS_THE_TAIL if request.sampling.top_p < 1 or request.sampling.top_k else ""
-
-
-def arguments(settings: ServerSettings) -> list[str]:
-    """Of a server of our own."""
-    made = [
-        *("--model", str(settings.directory)),
-        *("--dtype", settings.dtype),
-        *("--max-num-seqs", str(settings.slots)),
-        *("--worker-extension-cls", LOADER),
-        *("--logprobs-mode", LOGPROBS_MODE),
-        *("--generation-config", "vllm"),  # what a sample is drawn with, we say
-        "--enable-scale-out",  # token ids in, token ids out
-        "--enable-prompt-tokens-details",  # how many of them came from its cache
-        "--skip-tokenizer-init",
-    ]
-    made += ["--max-model-len", str(settings.max_context)] if settings.max_context else []
-    return made + (["--trust-remote-code"] if settings.trust_remote_code else [])
 
 
 VLLM = ServerKind(
@@ -244,9 +188,18 @@ VLLM = ServerKind(
     tested=("0.32.0",),
     client=VllmClient,
     command=tuple(python_module("vllm.entrypoints.openai.api_server")),
-    arguments=arguments,
-    loader=LOADER,
+    model_option="--model",
+    slots_option="--max-num-seqs",
+    context_option="--max-model-len",
     loader_option="--worker-extension-cls",
+    loader=LOADER,
+    flags=(
+        *("--logprobs-mode", LOGPROBS_MODE),
+        *("--generation-config", "vllm"),  # what a sample is drawn with, we say
+        "--enable-scale-out",  # token ids in, token ids out
+        "--enable-prompt-tokens-details",  # how many of them came from its cache
+        "--skip-tokenizer-init",
+    ),
     refusal=refusal,
     environment={"VLLM_SERVER_DEV_MODE": "1"},
     key_variable="VLLM_API_KEY",

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.types import RowId
 from workers.algorithms.loss import Aggregation, TokenBatch, token_weight
@@ -67,10 +66,6 @@ class PackedBatch:
     tokens: TokenBatch
     row_ids: tuple[RowId, ...]
     row_lengths: tuple[int, ...]
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.target_N.numel())
 
 
 def pack(groups: Sequence[PromptGroup], aggregation: Aggregation, device: torch.device | str = "cpu") -> PackedBatch:
@@ -120,7 +115,7 @@ def split_by_tokens(groups: Sequence[PromptGroup], max_tokens: int) -> list[list
     room = 0
     for group in groups:
         for part in _split_group(group, max_tokens):
-            size = _input_tokens(part)
+            size = len(part.prompt_ids) + sum(len(sample.response_ids) - 1 for sample in part.samples)
             if not pieces or size > room:
                 pieces.append([])
                 room = max_tokens
@@ -142,25 +137,13 @@ def _split_group(group: PromptGroup, max_tokens: int) -> list[PromptGroup]:
     return [PromptGroup(group_id=group.group_id, prompt_ids=group.prompt_ids, samples=part) for part in parts if part]
 
 
-def _input_tokens(group: PromptGroup) -> int:
-    return len(group.prompt_ids) + sum(len(sample.response_ids) - 1 for sample in group.samples)
-
-
 def _check(group: PromptGroup) -> None:
     if not group.samples or len(group.prompt_ids) == 0:
         raise ValueError(f"group {group.group_id} has no samples or no prompt")
     for sample in group.samples:
-        lengths = {
-            len(column)
-            for column in (
-                sample.response_ids,
-                sample.rollout_logprobs,
-                sample.loss_mask,
-                sample.reference_logprobs,
-                sample.old_logprobs,
-            )
-            if column is not None
-        }
+        optional = (sample.loss_mask, sample.reference_logprobs, sample.old_logprobs)
+        columns = (sample.response_ids, sample.rollout_logprobs, *optional)
+        lengths = {len(column) for column in columns if column is not None}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"row {sample.row_id} has columns of {sorted(lengths)} tokens; they must be equal and > 0")
 
@@ -249,7 +232,8 @@ def shared_prompt_attention(
     Returns: ([1, T, H, D], None), as transformers expects.
     Raises:  ModelError: the model asks for a sliding window shorter than a sample, or for soft-capped scores.
     """
-    if kwargs.get("softcap") is not None or (sliding_window is not None and _longest(groups) > sliding_window):
+    longest = max((group.prompt_tokens + group.query_index.shape[1] for group in groups), default=0)
+    if kwargs.get("softcap") is not None or (sliding_window is not None and longest > sliding_window):
         raise ModelError(f"{type(module).__name__} needs sliding-window or soft-capped attention; not supported here")
     sizes = [group.num_tokens for group in groups]
     outputs: list[Tensor] = []
@@ -257,18 +241,11 @@ def shared_prompt_attention(
         p = group.prompt_tokens
         outputs.append(_attend(q[:, :, :p], k[:, :, :p], v[:, :, :p], None, scaling))
         if group.num_tokens > p:
-            outputs.append(_attend_responses(group, q[:, :, p:], k, v, scaling))
+            responses = _gather(q[:, :, p:], group.query_index)
+            keys, values = _gather(k, group.key_index), _gather(v, group.key_index)
+            out = _attend(responses, keys, values, group.mask, scaling).transpose(0, 1)
+            outputs.append(out.reshape(1, q.shape[1], -1, q.shape[3]).index_select(2, group.real))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-def _attend_responses(
-    group: GroupAttention, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-) -> Tensor:
-    """query: [1, H, sum of response inputs, D] -> the same shape."""
-    q = _gather(query, group.query_index)
-    out = _attend(q, _gather(key, group.key_index), _gather(value, group.key_index), group.mask, scaling)
-    num_heads, head_dim = query.shape[1], query.shape[3]
-    return out.transpose(0, 1).reshape(1, num_heads, -1, head_dim).index_select(2, group.real)
 
 
 def _gather(tensor: Tensor, index: Tensor) -> Tensor:
@@ -279,32 +256,16 @@ def _gather(tensor: Tensor, index: Tensor) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """query: [S, H, R, D]; key, value: [S, K, L, D]; mask: [..., R, L] True where a query may look, None for causal."""
-    num_heads, length = query.shape[1:3]
-    if query.is_cuda or query.shape[0] * num_heads * length * key.shape[2] > MAX_SCORES:
+    batch, num_heads, length, head_dim = query.shape
+    if query.is_cuda or batch * num_heads * length * key.shape[2] > MAX_SCORES:
         repeats = num_heads // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scaling)
-    return _attend_small(query, key, value, _causal(length, query.device) if mask is None else mask, scaling)
-
-
-def _attend_small(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Plain attention; the queries of the heads that share a key head are stacked, so that no key is repeated."""
-    batch, num_heads, length, head_dim = query.shape
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    # plain; the queries of the heads that share a key head are stacked, so that no key is repeated
     shared = query.reshape(batch, key.shape[1], -1, head_dim)
     scores = (shared @ key.transpose(2, 3)).view(batch, num_heads, length, -1).float()
     bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
     weights = (scores * (scaling or head_dim**-0.5) + bias).softmax(-1).to(query.dtype)
     return (weights.view(batch, key.shape[1], -1, key.shape[2]) @ value).view(batch, num_heads, length, head_dim)
-
-
-def _causal(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
-
-
-def _longest(groups: tuple[GroupAttention, ...]) -> int:
-    return max((group.prompt_tokens + group.query_index.shape[1] for group in groups), default=0)
-
-
-def register_attention() -> None:
-    """Make the function known to transformers under ATTENTION. Idempotent."""
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = shared_prompt_attention

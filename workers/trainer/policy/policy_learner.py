@@ -1,42 +1,87 @@
 """The learner that learns: a torch policy, its optimizer, and the ranks that it shares gradients with.
 
-Owns: which parts a rank's learner is made of; what of it is in a checkpoint, and in the final model, which transformers
-and SGLang load. Never: the log, the broker beyond the ranks' rendezvous. Invariant: the final model's directory is
-there whole or not at all, and a trainer that was killed in between writes it again when the run is resumed.
+    accumulate(groups)  any number of times   gradient += d(loss sum)       the batch may still be generated
+    close(rows, tokens) once a mini-batch     gradient / normaliser, clip, AdamW, fresh compute weights
+
+Owns: which parts a rank's learner is made of; the optimizer and the old-policy logprobs of the open batch; what is in a
+checkpoint. Never: which rows, when, the log. Invariants: whatever the pieces and their order, the gradient at the close
+is that of the whole mini-batch (to rounding), and a gradient that is not finite never reaches the weights.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+import structlog
 import torch
-from safetensors import SafetensorError
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest
-from transport.contracts.settings import AlgorithmSettings, Settings
-from transport.process import faults
-from workers.algorithms.loss import Objective
-from workers.errors import CheckpointError
+from transport.contracts.settings import Settings, TrainerSettings
+from transport.contracts.types import RowId
+from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
+from workers.algorithms.schedule import learning_rate
+from workers.errors import RowsChangedError
+from workers.models import choose_device
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
-from workers.trainer.learner import InThread, PieceDone, PromptGroup
-from workers.trainer.meeting import Meeting
-from workers.trainer.policy.load import choose_device, choose_dtype, load_module
-from workers.trainer.policy.model import PolicyModel
-from workers.trainer.policy.parallel import GradientReducer, SingleRank, meet_ranks
-from workers.trainer.policy.step import TrainStep
+from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
+from workers.trainer.policy.export import Exporter, check_names
+from workers.trainer.policy.model import PolicyModel, choose_dtype, load_module, row_logprobs
+from workers.trainer.policy.packing import pack, split_by_tokens
+from workers.trainer.policy.ranks import Meeting, meet_ranks
 from workers.weights.publish import WeightPublisher
+
+log = structlog.get_logger(__name__)
+
+RANDOM_STATE = "torch_random_state"
+ADAM_EPSILON = 1e-8
+NORM_PIECE = 1 << 16
+"""Elements whose squares are summed in fp32."""
+
+
+class GradientReducer(Protocol):
+    """What a step needs of the other ranks. Raises RanksError when one of them went away."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
+        """Sum ``gradient`` over ranks in place and return the metrics of all."""
+        ...
+
+    def agree(self, value: int) -> int:
+        """Rank 0's value."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """There are no others."""
+
+    world_size: int = 1
+
+    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
+        return metrics
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        pass
 
 
 class PolicyLearner:
-    """A Learner (learner.py).
+    """A Learner (workers/trainer/learner.py).
 
     model_dir: the base model.  rank: which of the ``trainer.ranks`` this is.  meeting_dir: where those of one machine
     meet; one rank needs none.
@@ -84,7 +129,7 @@ class PolicyLearner:
             ranks,
             in_thread,
             directory=self._meeting_dir,
-            device=choose_device(self._settings.trainer.device),
+            device=choose_device(self._settings.trainer.device, "trainer.device"),
             join_timeout_s=liveness.startup_s,
             reduce_timeout_s=liveness.stall_s,
         )
@@ -97,12 +142,17 @@ class PolicyLearner:
         return self._reducer.agree(value)
 
     def load(self, checkpoint: Checkpoint | None) -> None:
-        torch.set_num_threads(self._settings.trainer.threads)
-        step = build_step(
-            self._settings, self._model_dir, reducer=self._reducer, trust_remote_code=self._trust_remote_code
+        settings = self._settings
+        torch.set_num_threads(settings.trainer.threads)
+        device = choose_device(settings.trainer.device, "trainer.device")
+        module = load_module(self._model_dir, device=device, trust_remote_code=self._trust_remote_code)
+        policy = PolicyModel(
+            module, dtype=choose_dtype(settings.trainer.dtype, device), temperature=settings.sampling.temperature
         )
+        objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
+        step = TrainStep(policy, settings.trainer, objective, self._reducer)
         if checkpoint is not None:
-            restore(step, checkpoint)
+            _restore(step, checkpoint)
         self._loaded = step
 
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
@@ -114,18 +164,35 @@ class PolicyLearner:
     def forget_logprobs(self) -> None:
         self._step.forget_logprobs()
 
-    def close(self, *, batch: int, num_rows: int, num_tokens: int) -> dict[str, float]:
-        return self._step.close(batch=batch, num_rows=num_rows, num_tokens=num_tokens)
+    def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
+        return self._step.close(batch=batch, num_rows=num_rows, num_tokens=num_tokens, num_batches=num_batches)
 
     def publish(self, epoch: int, version: int) -> WeightManifest:
         cast = getattr(torch, self._settings.generation.dtype)
         return self._publisher.publish(epoch, version, self._step.policy.masters, cast)
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
-        return tensor_files(self._step)
+        """The masters; the optimizer's state by parameter name, nothing of one that never stepped; the random state."""
+        masters, state = self._step.policy.masters, self._step.optimizer.state
+        optimizer = {
+            f"{key}.{name}": torch.as_tensor(value)
+            for name, parameter in masters.items()
+            for key, value in state.get(parameter, {}).items()
+        }
+        contents = {MODEL_FILE: dict(masters), OPTIMIZER_FILE: optimizer | {RANDOM_STATE: torch.get_rng_state()}}
+        return {
+            name: TensorFile(sum(tensor.nbytes for tensor in tensors.values()), partial(_write, tensors))
+            for name, tensors in contents.items()
+        }
 
     def save_final(self, target: Path) -> None:
-        save_final_model(self._step.policy, self._model_dir, target, trust_remote_code=self._trust_remote_code)
+        """A trainer that is killed in between writes it again when the run is resumed."""
+        exporter = Exporter(
+            model_dir=self._model_dir,
+            dtype=self._settings.trainer.save_dtype,
+            trust_remote_code=self._trust_remote_code,
+        )
+        exporter.write(self._step.policy.module, self._step.policy.masters, target)
 
     def leave(self) -> None:
         if self._meeting is not None:
@@ -136,70 +203,16 @@ class PolicyLearner:
         self._publisher.close()
 
 
-def objective_of(settings: AlgorithmSettings) -> Objective:
-    """The objective that the algorithm section names."""
-    return Objective(
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        kl_coef=settings.kl_coef,
-        importance_cap=settings.importance_cap,
-        aggregation=settings.aggregation,
-        old_logprobs=settings.old_logprobs,
-    )
-
-
-def build_step(
-    settings: Settings, model_dir: Path, *, reducer: GradientReducer | None = None, trust_remote_code: bool = False
-) -> TrainStep:
-    """Load the base model and make the step that trains it. Raises ModelError."""
-    device = choose_device(settings.trainer.device)
-    module = load_module(model_dir, device=device, trust_remote_code=trust_remote_code)
-    policy = PolicyModel(
-        module, dtype=choose_dtype(settings.trainer.dtype, device), temperature=settings.sampling.temperature
-    )
-    return TrainStep(policy, settings.trainer, objective_of(settings.algorithm), reducer)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-RANDOM_STATE = "torch_random_state"
-
-
-def tensor_files(step: TrainStep) -> dict[str, TensorFile]:
-    """The files that ``restore`` reads."""
-    contents = {MODEL_FILE: dict(step.policy.masters), OPTIMIZER_FILE: optimizer_tensors(step)}
-    return {
-        name: TensorFile(sum(tensor.nbytes for tensor in tensors.values()), partial(_write, tensors))
-        for name, tensors in contents.items()
-    }
-
-
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
-def optimizer_tensors(step: TrainStep) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name, and the random state. Nothing of a parameter that never stepped."""
-    state = step.optimizer.state
-    tensors = {
-        f"{key}.{name}": torch.as_tensor(value)
-        for name, parameter in step.policy.masters.items()
-        for key, value in state.get(parameter, {}).items()
-    }
-    return tensors | {RANDOM_STATE: torch.get_rng_state()}
-
-
-def restore(step: TrainStep, checkpoint: Checkpoint) -> None:
-    """Make ``step`` what it was when it was saved, bit for bit.
-
-    Raises: CheckpointError: the tensors are not those of this model.
-    """
+def _restore(step: TrainStep, checkpoint: Checkpoint) -> None:
+    """Make ``step`` what it was when it was saved, bit for bit. Raises CheckpointError: tensors of another model."""
     weights = load_file(checkpoint.path / MODEL_FILE)
     saved = load_file(checkpoint.path / OPTIMIZER_FILE)
     masters = step.policy.masters
-    wrong = sorted(weights.keys() ^ masters.keys()) or [n for n, p in masters.items() if weights[n].shape != p.shape]
-    if wrong:
-        raise CheckpointError(checkpoint.path, 0, f"its tensors are not those of this model: {', '.join(wrong[:4])}")
+    check_names(checkpoint.path, weights, masters)
     with torch.no_grad():
         for name, parameter in masters.items():
             parameter.copy_(weights[name])
@@ -210,34 +223,142 @@ def restore(step: TrainStep, checkpoint: Checkpoint) -> None:
     step.policy.refresh()
 
 
-# --- the final model --------------------------------------------------------------------------------------------------
+class TrainStep:
+    """The trainer's arithmetic for one rank: sum, sum, sum, then scale once and step. Synchronous torch, no I/O."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        settings: TrainerSettings,
+        objective: Objective,
+        reducer: GradientReducer | None = None,
+    ) -> None:
+        self.policy = policy
+        self._settings = settings
+        self._objective = objective
+        self._reducer = reducer or SingleRank()
+        self._old_logprobs: dict[RowId, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
+        self._metrics = LossMetrics()
+        # Matrices decay, vectors (norms, biases) do not, as everywhere in the field.
+        decays = {True: settings.weight_decay, False: 0.0}
+        groups = [
+            {"params": [p for p in policy.masters.values() if (p.ndim >= 2) is matrix], "weight_decay": decay}
+            for matrix, decay in decays.items()
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=ADAM_EPSILON,
+            fused=True,  # .065 s instead of .30 s for 135M parameters on one CPU core
+        )
+
+    def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
+        """Add the gradient of some rows' loss sum.
+
+        A row whose advantage is exactly zero has a zero gradient unless there is a KL term: it counts, but is not
+        computed (groups whose rewards are all equal become common as the policy improves).
+        """
+        rows = [sample for group in groups for sample in group.samples]
+        keep_all = self._objective.kl_coef > 0
+        computed = [
+            replace(group, samples=[self._with_old(s) for s in group.samples if keep_all or s.advantage != 0.0])
+            for group in groups
+        ]
+        computed = [group for group in computed if group.samples]
+        for piece in split_by_tokens(computed, self._settings.micro_batch_tokens):
+            batch = pack(piece, self._objective.aggregation, self.policy.module.device)
+            self._metrics += self.policy.backward(batch, self._objective)
+        num_tokens = sum(row.num_loss_tokens for row in rows)
+        entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
+        self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens, entropy=entropy)
+        num_computed = sum(len(group.samples) for group in computed)
+        return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=num_computed)
+
+    def _with_old(self, sample: TrainingSample) -> TrainingSample:
+        """With its old-policy logprobs."""
+        if self._objective.old_logprobs == "rollout":
+            return sample
+        if sample.row_id not in self._old_logprobs:
+            raise ValueError(f"row {sample.row_id} came to be trained before its old-policy logprobs were recorded")
+        response_ids, logprobs = self._old_logprobs[sample.row_id]
+        if not np.array_equal(response_ids, sample.response_ids):
+            raise RowsChangedError(sample.row_id)
+        return replace(sample, old_logprobs=logprobs)
+
+    def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
+        """Remember old-policy logprobs of some rows, by row id, until ``forget_logprobs``."""
+        rows = [sample for group in groups for sample in group.samples]
+        policy, max_tokens = self.policy, self._settings.micro_batch_tokens
+        found = row_logprobs(policy.module, groups, temperature=policy.temperature, max_tokens=max_tokens)
+        for row in rows:
+            logprobs = found[row.row_id]
+            if row.loss_mask is not None:  # at their places in the response; 0 where the policy chose nothing
+                logprobs = np.zeros(len(row.response_ids), dtype=np.float32)
+                logprobs[row.loss_mask.astype(bool)] = found[row.row_id]
+            self._old_logprobs[row.row_id] = row.response_ids, logprobs
+        return PieceDone(num_rows=len(rows), num_tokens=sum(r.num_loss_tokens for r in rows), computed_rows=len(rows))
+
+    def forget_logprobs(self) -> None:
+        """The batch is over: its old-policy logprobs mean nothing to the next."""
+        self._old_logprobs.clear()
+
+    def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
+        """Scale the gradient sum by the mini-batch's size, clip it, step, and start the next sum.
+
+        The size is what was accumulated here, on all ranks: rows that were generated again have other lengths than the
+        log says.
+
+        Args:    batch, num_batches: see ``learning_rate``.  num_rows, num_tokens: what the log says.
+        Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and LossMetrics.means.
+        """
+        settings, gradient = self._settings, self.policy.gradient
+        metrics = self._reducer.reduce(gradient, self._metrics)
+        held_rows, held_tokens = round(metrics.rows), round(metrics.loss_tokens)
+        if (held_rows, held_tokens) != (num_rows, num_tokens):
+            log.warning(
+                "a mini-batch held other rows than the log says; normalised by what it held",
+                batch=batch,
+                rows=held_rows,
+                tokens=held_tokens,
+                said_rows=num_rows,
+                said_tokens=num_tokens,
+            )
+        scale = 1.0 / normaliser(self._objective.aggregation, num_rows=held_rows, num_tokens=held_tokens)
+        gradient.mul_(scale)
+        grad_norm = global_norm(gradient)
+        rate = learning_rate(
+            batch,
+            num_batches,
+            lr=settings.lr,
+            schedule=settings.lr_schedule,
+            min_share=settings.lr_min_share,
+            warmup=settings.warmup_batches,
+        )
+        finite = bool(np.isfinite(grad_norm) and np.isfinite(metrics.loss))
+        if finite and held_tokens:
+            if 0 < settings.grad_clip < grad_norm:
+                gradient.mul_(settings.grad_clip / (grad_norm + 1e-6))
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = rate
+            self.optimizer.step()
+            self.policy.refresh()
+        gradient.zero_()
+        self._metrics = LossMetrics()
+        means = metrics.means()
+        if not self._objective.kl_coef:
+            means.pop("kl", None)  # there is no reference
+        return {
+            "loss": metrics.loss * scale,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "skipped_nonfinite": 0.0 if finite else 1.0,
+            **means,
+        }
 
 
-def save_final_model(policy: PolicyModel, model_dir: Path, target: Path, *, trust_remote_code: bool = False) -> None:
-    """Write weights, configuration, tokenizer and chat template to ``target``, replacing what is there.
-
-    model_dir: the base model's directory; configuration and tokenizer are its own.
-    Raises: CheckpointError: the disk is full or refuses.
-    """
-    dtype = source_dtype(model_dir)
-    weights = {name: parameter.detach().to(dtype) for name, parameter in policy.masters.items()}
-    needed = sum(tensor.nbytes for tensor in weights.values())
-    aside = target.with_name(f"{target.name}.writing")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        policy.module.save_pretrained(aside, state_dict=weights)
-        shutil.copyfile(model_dir / "config.json", aside / "config.json")  # the module's names our attention
-        AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code).save_pretrained(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        faults.point("train.model_removed")
-        aside.rename(target)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(target, needed, str(error)) from error
-
-
-def source_dtype(model_dir: Path) -> torch.dtype:
-    """The dtype that the base model's configuration names; bf16 where it names none."""
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
+def global_norm(gradient: Tensor) -> float:
+    """Its Euclidean norm. Norms of pieces, then their norm in fp64: as exact as fp64 throughout (to 1e-6), which took
+    .46 s of a step for 135M parameters instead of .02 s; one fp32 sum over all of them was off by 1.4%."""
+    pieces = torch.stack([piece.norm() for piece in gradient.split(NORM_PIECE)])
+    return float(pieces.norm(dtype=torch.float64))

@@ -1,16 +1,26 @@
-"""Every instance the same share, whatever is predicted: what dispatch is without a ranker.
+"""Shares by speed: the same for every instance whatever is predicted, or within two classes of predicted lengths.
 
-Owns: shares by speed alone. Never: lets a prediction say who gets a group. Invariant: on equal instances shares differ
-by one group at most, as long as groups are of one size.
+Owns: what dispatch is without a ranker, and StreamRL's rule with one. Invariants: on equal instances even shares differ
+by one group at most, as long as groups are of one size; the split into classes is the best of all by the paper's own
+estimate, as a brute-force test checks.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from orchestrator.core.dispatch.problem import GroupLength, Instance, Plan, Problem, longest_first
+from orchestrator.core.dispatch.policies.problem import (
+    GroupLength,
+    Instance,
+    Plan,
+    Problem,
+    Shares,
+    by_instance,
+    longest_first,
+)
 
 
 def even(problem: Problem) -> Plan:
@@ -18,7 +28,7 @@ def even(problem: Problem) -> Plan:
 
     Source: StreamRL sec. 5.1, what it calls random dispatching. Differs: instances of unequal speed get unequal shares.
     """
-    return Plan(shares=shares_by_speed(problem.groups, problem.instances, problem.num_samples), policy="even")
+    return Plan(shares=shares_by_speed(problem.groups, problem.instances), policy="even")
 
 
 def even_longest_first(problem: Problem) -> Plan:
@@ -27,37 +37,84 @@ def even_longest_first(problem: Problem) -> Plan:
 
     Source: ours. Where samples wait for slots, `even` ends batches 5 to 20% later (docs/dispatch.md).
     """
-    plan = even(problem)
-    shares = tuple(tuple(longest_first(share)) for share in plan.shares)
-    return Plan(shares=shares, policy="even_longest_first")
+    return Plan(
+        shares=tuple(tuple(longest_first(share)) for share in even(problem).shares), policy="even_longest_first"
+    )
 
 
 def shuffled(problem: Problem) -> Plan:
     """The same in an order drawn from the problem's seed, for sources that are sorted."""
     groups = list(problem.groups)
     random.Random(problem.seed).shuffle(groups)
-    return Plan(shares=shares_by_speed(groups, problem.instances, problem.num_samples), policy="random")
+    return Plan(shares=shares_by_speed(groups, problem.instances), policy="random")
 
 
-def shares_by_speed(
-    groups: Sequence[GroupLength], instances: Sequence[Instance], num_samples: int
-) -> tuple[tuple[GroupLength, ...], ...]:
+def shares_by_speed(groups: Sequence[GroupLength], instances: Sequence[Instance]) -> Shares:
     """Deal groups out in their order; speed is that of a step at the average batch."""
-    batch = max(1.0, num_samples / max(1, len(instances)))
-    speeds = [_samples_per_s(instance, batch) for instance in instances]
+    average = max(1.0, sum(group.num_samples for group in groups) / max(1, len(instances)))
+    batches = [min(average, instance.max_running) for instance in instances]
+    speeds = [batch / one.cost.step_s(batch, 0.0) for one, batch in zip(instances, batches, strict=True)]
     shares: list[list[GroupLength]] = [[] for _ in instances]
-    fill = [
-        (len(instance.in_hand) / speed, index)
-        for index, (instance, speed) in enumerate(zip(instances, speeds, strict=True))
-    ]
+    fill = [(len(one.in_hand) / speed, index) for index, (one, speed) in enumerate(zip(instances, speeds, strict=True))]
     heapq.heapify(fill)
     for group in groups:
         filled, index = fill[0]
         shares[index].append(group)
         heapq.heapreplace(fill, (filled + group.num_samples / speeds[index], index))
-    return tuple(tuple(share) for share in shares)
+    return tuple(map(tuple, shares))
 
 
-def _samples_per_s(instance: Instance, batch: float) -> float:
-    batch = min(batch, instance.max_running)
-    return batch / instance.cost.step_s(batch, 0.0)
+# -- StreamRL's Algorithm 2: few instances for the predicted long tail, the others for the rest
+
+
+TAIL = 0.2
+"""Share of samples that count as long. Source: StreamRL sec. 5.3, alpha = 20."""
+
+
+def two_class_max(problem: Problem) -> Plan:
+    """Both classes run at the same time, so the later one ends the batch; the paper prints the sum of both
+    (``benchmarks/papers/rules.py``)."""
+    return two_class(problem, max, "two_class_max")
+
+
+def two_class(problem: Problem, objective: Callable[[float, float], float], name: str) -> Plan:
+    """The fastest instances for the tail, groups evenly within each class; with one instance there are no classes."""
+    if len(problem.instances) < 2 or len(problem.groups) < 2:
+        return Plan(shares=even(problem).shares, policy=name)
+    by_speed = sorted(range(len(problem.instances)), key=lambda index: problem.instances[index].cost.step_s(1, 0.0))
+    instances = [problem.instances[index] for index in by_speed]
+    num_long, tail = split(problem, objective, instances)
+    groups = longest_first(problem.groups)
+    dealt = (
+        *shares_by_speed(groups[:tail], instances[:num_long]),
+        *shares_by_speed(groups[tail:], instances[num_long:]),
+    )
+    return Plan(shares=by_instance(dealt, by_speed), policy=name)
+
+
+def split(
+    problem: Problem, objective: Callable[[float, float], float], instances: Sequence[Instance]
+) -> tuple[int, int]:
+    """(instances for the tail, groups in the tail), both at least 1 and less than all.
+
+    Source: StreamRL Algorithm 2 and Eq. 2; P90 and P50 of the lengths stand for the means of the classes.
+    """
+    lengths = sorted(group.mean_tokens for group in problem.groups)
+    tail = min(len(lengths) - 1, max(1, round(TAIL * len(lengths))))
+    per_group = sum(group.num_samples for group in problem.groups) / len(lengths)
+    long_tokens, rest_tokens = (lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.9, 0.5))
+
+    def latency(num_long: int) -> float:
+        num_rest = len(instances) - num_long
+        long_s = instance_latency_s(instances[0], tail * per_group / num_long, long_tokens)
+        rest_s = instance_latency_s(instances[-1], (len(lengths) - tail) * per_group / num_rest, rest_tokens)
+        return objective(long_s, rest_s)
+
+    return min(range(1, len(instances)), key=latency), tail
+
+
+def instance_latency_s(instance: Instance, samples: float, mean_tokens: float) -> float:
+    """Eq. 2: per-token latency at the batch that fits, times the length, times the number of rounds."""
+    fits = min(instance.max_running, max(1.0, instance.cost.kv_capacity_tokens / mean_tokens))
+    batch = min(samples, fits)
+    return instance.cost.step_s(batch, batch * mean_tokens / 2) * mean_tokens * math.ceil(samples / batch - 1e-9)

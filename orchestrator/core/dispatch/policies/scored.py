@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean
 
-from orchestrator.core.dispatch.policies.even import even_longest_first
-from orchestrator.core.dispatch.policies.pricing import Pricing, price
-from orchestrator.core.dispatch.policies.slicing import by_rate, slicing
-from orchestrator.core.dispatch.policies.two_class import two_class_max
-from orchestrator.core.dispatch.problem import GroupLength, Plan, Problem
-from transport.contracts.types import GroupId
+from orchestrator.core.dispatch.policies.even import even_longest_first, two_class_max
+from orchestrator.core.dispatch.policies.problem import GroupLength, Plan, Problem
+from orchestrator.core.dispatch.policies.slicing import by_rate, price, slicing
 
 DRAWS = 6
 DRAWN = 50_000
@@ -55,7 +52,7 @@ def scored(problem: Problem) -> Plan:
     baseline = even_longest_first(problem)
     if len(problem.instances) < 2 or not problem.groups:
         return baseline
-    scorer = Scorer.of(problem)
+    scorer = Scorer(problem)
     best = baseline = replace(baseline, end_s=scorer.end_s(baseline))
     for candidate in candidates(problem):
         end_s = scorer.end_s(candidate)
@@ -75,82 +72,72 @@ def candidates(problem: Problem) -> Iterator[Plan]:
             yield slicing(problem, inflations[-1], lead)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
     """Draws of a problem's lengths, and what they cost.
 
-    totals: [draws][groups] tokens of all of a group's samples.  works: the same of work, by the rate of the pricing.
+    _totals: [draws][groups] tokens of all of a group's samples.  _works: the same of work, by the rate of the pricing.
     """
 
-    problem: Problem
-    prices: list[Pricing]
-    draws: list[Draw]
-    totals: list[list[float]]
-    works: dict[tuple[float, float], list[list[float]]]
-    places: dict[GroupId, int]
-
-    @classmethod
-    def of(cls, problem: Problem) -> Scorer:
+    def __init__(self, problem: Problem) -> None:
         prices = [price(instance, problem.prompt_tokens) for instance in problem.instances]
         certain = not any(group.sigma for group in problem.groups)
-        several = max(2, min(DRAWS, DRAWN // len(problem.groups)))
-        draws = draw_lengths(problem, 1 if certain else several)
-        kinds = by_rate(prices).items()
-        works = {rate: [_works(problem.groups, pricing, draw) for draw in draws] for rate, pricing in kinds}
+        draws = draw_lengths(problem, 1 if certain else max(2, min(DRAWS, DRAWN // len(problem.groups))))
         counts = [group.num_samples for group in problem.groups]
-        totals = [list(map(operator.mul, counts, draw.mean)) for draw in draws]
-        places = {group.group_id: place for place, group in enumerate(problem.groups)}
-        return cls(problem=problem, prices=prices, draws=draws, totals=totals, works=works, places=places)
+        self._problem, self._prices, self._draws = problem, prices, draws
+        self._totals = [list(map(operator.mul, counts, draw.mean)) for draw in draws]
+        self._works = {
+            rate: [
+                [count * pricing.work_s(mean, mean * mean) for count, mean in zip(counts, draw.mean, strict=True)]
+                for draw in draws
+            ]
+            for rate, pricing in by_rate(prices).items()
+        }
+        self._places = {group.group_id: place for place, group in enumerate(problem.groups)}
 
     def end_s(self, plan: Plan) -> float:
         """The expected end of ``plan``."""
-        shares = [[self.places[group.group_id] for group in share] for share in plan.shares]
+        shares = [[self._places[group.group_id] for group in share] for share in plan.shares]
         samples = [sum(group.num_samples for group in share) for share in plan.shares]
-        return fmean(self._end_s(number, shares, samples) for number in range(len(self.draws)))
+        return fmean(self._end_s(number, shares, samples) for number in range(len(self._draws)))
 
     def _end_s(self, number: int, shares: list[list[int]], samples: list[int]) -> float:
-        if self.problem.train_token_s > 0:
-            return training_end_s(self._arrivals(number, shares, samples))
-        return max(
-            self._share_s(number, index, share, count)
-            for index, (share, count) in enumerate(zip(shares, samples, strict=True))
+        ends_s = [self._share_s(number, index, share, samples[index]) for index, share in enumerate(shares)]
+        if self._problem.train_token_s <= 0:
+            return max(ends_s)
+        return training_end_s(
+            arrival
+            for index, share in enumerate(shares)
+            if share
+            for arrival in self._shown(number, index, share, samples[index], ends_s[index])
         )
 
     def _share_s(self, number: int, index: int, share: list[int], samples: int) -> float:
-        pricing, draw = self.prices[index], self.draws[number]
+        pricing, draw = self._prices[index], self._draws[number]
         if not share:
             return pricing.end_s(0.0, 0.0, 0, 0.0)
         longest = max(map(draw.longest.__getitem__, share))
-        work_s = sum(map(self.works[pricing.rate][number].__getitem__, share))
-        totals = self.totals[number]
+        work_s = sum(map(self._works[pricing.rate][number].__getitem__, share))
+        totals = self._totals[number]
         tokens = sum(map(totals.__getitem__, share))
         beyond = 0.0
         if samples > pricing.free:
             beyond = sum(sorted(map(totals.__getitem__, share))[: round(len(share) * (1 - pricing.free / samples))])
         return pricing.end_s(longest, work_s, samples, tokens, beyond=beyond, last=draw.mean[share[-1]])
 
-    def _arrivals(self, number: int, shares: list[list[int]], samples: list[int]) -> list[tuple[float, float]]:
-        """At ``SHOWN`` moments of each instance: when, and the training of the groups that ended since the last one."""
-        arrivals: list[tuple[float, float]] = []
-        for index, (share, count) in enumerate(zip(shares, samples, strict=True)):
-            if share:
-                end_s = self._share_s(number, index, share, count)
-                arrivals += self._shown(number, index, share, count, end_s)
-        return arrivals
-
     def _shown(
         self, number: int, index: int, share: list[int], samples: int, end_s: float
     ) -> Iterator[tuple[float, float]]:
-        """Groups end in the order of their longest samples; those still there share every step until then.
+        """At ``SHOWN`` moments of an instance: when, and the training of the groups that ended since the last one.
 
-        Where slots run out the last end is later than that: all moments are stretched to it.
+        Groups end in the order of their longest samples; those still there share every step until then. Where slots
+        run out the last end is later than that: all moments are stretched to it.
         """
-        draw, pricing = self.draws[number], self.prices[index]
-        works = self.works[pricing.rate][number]
+        draw, pricing = self._draws[number], self._prices[index]
+        works = self._works[pricing.rate][number]
         places = sorted(share, key=draw.longest.__getitem__)
         done_s = list(accumulate(map(works.__getitem__, places)))
-        tokens = list(accumulate(map(self.totals[number].__getitem__, places), initial=0.0))
-        prompts = self.problem.prompt_tokens * samples / len(places)
+        tokens = list(accumulate(map(self._totals[number].__getitem__, places), initial=0.0))
+        prompts = self._problem.prompt_tokens * samples / len(places)
         last_s = pricing.base_s * draw.longest[places[-1]] + done_s[-1]
         stride = max(1, math.ceil(len(places) / SHOWN))
         for first, last in _moments(len(places), stride):
@@ -160,7 +147,7 @@ class Scorer:
             )
             at_s = (pricing.base_s * reached + done_s[last] + partly_s) * end_s / last_s
             trained = tokens[last + 1] - tokens[first] + prompts * (last + 1 - first)
-            yield min(at_s, end_s), trained * self.problem.train_token_s
+            yield min(at_s, end_s), trained * self._problem.train_token_s
 
 
 def _moments(count: int, stride: int) -> list[tuple[int, int]]:
@@ -178,7 +165,13 @@ def draw_lengths(problem: Problem, num_draws: int) -> list[Draw]:
     """Outcomes drawn from the predictions' own spread, the same for the same seed."""
     chance = random.Random(problem.seed)
     parts = [_parts(group) for group in problem.groups]
-    return [_draw(chance, parts, problem.max_tokens) for _ in range(num_draws)]
+    draws = [Draw(longest=[], mean=[]) for _ in range(num_draws)]
+    for draw in draws:
+        for middle, spread, factor, certain in parts:
+            tokens = middle * math.exp(spread * chance.gauss(0.0, 1.0)) if spread else certain
+            draw.mean.append(min(tokens, problem.max_tokens))
+            draw.longest.append(min(tokens * factor, problem.max_tokens))
+    return draws
 
 
 def _parts(group: GroupLength) -> tuple[float, float, float, float]:
@@ -188,29 +181,9 @@ def _parts(group: GroupLength) -> tuple[float, float, float, float]:
     own = group.sigma * math.sqrt(1 - SHARED * SHARED)
     shared = group.sigma * SHARED
     middle = group.mean_tokens * math.exp(-shared * shared / 2)
-    return middle, shared, math.exp(own * _expected_maximum(group.num_samples) - own * own / 2), group.mean_tokens
-
-
-def _expected_maximum(count: int) -> float:
-    """Of ``count`` standard normal numbers, by Blom's formula: within 2% for every count."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
-def _draw(chance: random.Random, parts: Sequence[tuple[float, float, float, float]], max_tokens: float) -> Draw:
-    longest: list[float] = []
-    mean: list[float] = []
-    for middle, spread, factor, certain in parts:
-        tokens = middle * math.exp(spread * chance.gauss(0.0, 1.0)) if spread else certain
-        mean.append(min(tokens, max_tokens))
-        longest.append(min(tokens * factor, max_tokens))
-    return Draw(longest=longest, mean=mean)
-
-
-def _works(groups: Sequence[GroupLength], pricing: Pricing, draw: Draw) -> list[float]:
-    return [
-        group.num_samples * pricing.work_s(tokens, tokens * tokens)
-        for group, tokens in zip(groups, draw.mean, strict=True)
-    ]
+    # the expected maximum of so many standard normal numbers, by Blom's formula: within 2% for every count
+    maximum = NormalDist().inv_cdf((group.num_samples - 0.375) / (group.num_samples + 0.25))
+    return middle, shared, math.exp(own * maximum - own * own / 2), group.mean_tokens
 
 
 def training_end_s(arrivals: Iterable[tuple[float, float]]) -> float:

@@ -4,7 +4,7 @@ import { byId, keyed, make, setText } from "./dom.js";
 import { token } from "./states.js";
 import { number } from "./text.js";
 
-const HEIGHT = 150;
+const HEIGHT = 130;
 const MAX_DOTS = 12;
 const LINES = [
   { tone: "s-decode" },
@@ -13,22 +13,28 @@ const LINES = [
   { tone: "s-score", dash: [2, 3] },
 ];
 
-const CHARTS = [
-  { title: "Reward", names: ["reward", "reward_with_filtered"], labels: ["mean", "with filtered"], floor: 0 },
+const REWARD = { title: "Reward", names: ["reward", "reward_with_filtered"], labels: ["trained groups", "with filtered ones"], floor: 0, height: 230, quiet: true };
+const LEARNING = [
+  { title: "Loss", names: ["loss"] },
+  { title: "KL", names: ["kl", "mismatch_k3"], labels: ["to the reference", "trainer to engine"], floor: 0 },
+  { title: "Entropy", names: ["entropy"], floor: 0 },
   { title: "Reward components", components: true },
-  { title: "Share of groups without signal, of samples cut", names: ["no_signal", "truncated"], labels: ["no signal", "cut"], floor: 0 },
+  { title: "Gradient norm", names: ["grad_norm"], floor: 0, robust: true },
+  { title: "No signal, cut at the limit", names: ["no_signal", "truncated"], labels: ["share of groups", "share of samples"], floor: 0 },
+];
+const SPEED = [
   { title: "Response tokens", names: ["response_tokens", "response_tokens_max"], labels: ["mean", "longest"], floor: 0 },
-  { title: "Staleness of a batch's samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
-  { title: "Tail recall of predicted lengths", names: ["ranker_recall_20", "ranker_recall_10", "ranker_recall_5"], labels: ["20%", "10%", "5%"], floor: 0 },
   { title: "Seconds a batch", names: ["seconds", "train_s", "wait_s", "publish_s"], labels: ["all", "train", "wait", "publish"], floor: 0, robust: true },
   { title: "Tokens a second", names: ["tokens_per_s"], floor: 0, robust: true },
+  { title: "Staleness of samples, versions", names: ["staleness", "staleness_max"], labels: ["mean", "most"], floor: 0 },
+  { title: "Tail recall of predicted lengths", names: ["ranker_recall_20", "ranker_recall_10", "ranker_recall_5"], labels: ["20%", "10%", "5%"], floor: 0 },
 ];
 const BATCH_STEPS = Array.from({ length: 8 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const NOT_CURVES = /^(batch|version|incarnation|time_s)$/;
 const drawn = new Map(); // figure -> {plot, labels, chart, batches}
 const cursor = { sync: { key: "batches", scales: ["x", null] }, drag: { x: false, y: false }, y: false };
 const resized = new ResizeObserver((entries) => {
-  for (const { target } of entries) drawn.get(target.parentElement)?.plot.setSize({ width: target.clientWidth, height: HEIGHT });
+  for (const { target } of entries) drawn.get(target.parentElement)?.plot.setSize({ width: target.clientWidth, height: target.clientHeight });
 });
 
 let last = null;
@@ -36,14 +42,23 @@ let last = null;
 /** curves: {name: [number | null]} of /history.  components: names of the reward's components. */
 export function showCurves(curves, components) {
   last = { curves, components };
-  const charts = CHARTS.map((chart) => (chart.components ? { ...chart, names: components } : chart));
-  const present = charts.map((chart) => withSeries(chart, curves)).filter((chart) => chart.series.length);
-  const shown = new Set(charts.flatMap((chart) => chart.names));
-  const others = Object.keys(curves)
-    .filter((name) => !shown.has(name) && !NOT_CURVES.test(name))
-    .map((name) => withSeries({ title: name.replaceAll("_", " "), names: [name] }, curves));
-  drawAll(byId("curves"), present.length ? present : [{ title: "Reward", series: [] }], curves.batch || []);
-  if (byId("more").open) drawAll(byId("more-curves"), others, curves.batch || []);
+  const batches = curves.batch || [];
+  const learning = LEARNING.map((chart) => (chart.components ? { ...chart, names: components } : chart));
+  drawAll(byId("reward-curve"), [withSeries(REWARD, curves)], batches);
+  drawAll(byId("curves"), present(learning, curves, 3), batches);
+  byId("speed-panel").hidden = !batches.length;
+  drawAll(byId("speed-curves"), present(SPEED, curves, 0), batches);
+  if (!byId("more").open) return;
+  const shown = new Set([REWARD, ...learning, ...SPEED].flatMap((chart) => chart.names));
+  const others = Object.keys(curves).filter((name) => !shown.has(name) && !NOT_CURVES.test(name));
+  drawAll(byId("more-curves"), others.map((name) => withSeries({ title: name.replaceAll("_", " "), names: [name] }, curves)), batches);
+}
+
+/** Those that have numbers; before the first batch the first few, empty, so that their place is seen. */
+function present(charts, curves, few) {
+  const all = charts.map((chart) => withSeries(chart, curves));
+  const some = all.filter((chart) => chart.series.length);
+  return some.length ? some : all.slice(0, few);
 }
 
 /** lines: of evaluations in metrics.jsonl, drawn where their version's batches end. */
@@ -53,7 +68,7 @@ export function showEvaluations(lines, components) {
   const names = ["reward", ...components];
   const columns = Object.fromEntries([...names.map((name) => [name, column(`eval_${name}`)]), ["share", column("eval_share")]]);
   const charts = [
-    { title: "Held-out problems: reward and components", names, floor: 0 },
+    { title: "Held-out problems", names, floor: 0 },
     { title: "Evaluation's share of generation", names: ["share"], floor: 0 },
   ].map((chart) => withSeries(chart, columns));
   drawAll(byId("evaluations"), answered.length ? charts : [], answered.map((line) => line.version - 1));
@@ -70,7 +85,7 @@ function drawAll(parent, charts, batches) {
   keyed(
     parent,
     charts.map((chart) => chart.title),
-    createChart,
+    (title, index) => createChart(title, charts[index].height || HEIGHT),
     (figure, _, index) => updateChart(figure, charts[index], batches),
   );
   for (const [figure, { plot }] of drawn) {
@@ -80,11 +95,12 @@ function drawAll(parent, charts, batches) {
   }
 }
 
-function createChart(title) {
+function createChart(title, height) {
   const figure = make("figure");
   const caption = make("figcaption");
   caption.append(make("b", "", title), make("span", "readout"));
   const host = make("div", "chart");
+  host.style.height = `${height}px`;
   host.tabIndex = 0;
   host.setAttribute("role", "img");
   host.append(make("span", "cut"));
@@ -109,21 +125,24 @@ function updateChart(figure, chart, batches) {
     if (before) before.plot.destroy();
     const state = { labels, chart, batches };
     drawn.set(figure, state);
-    state.plot = new uPlot(options(figure, host.clientWidth, chart.series), data, host);
+    state.plot = new uPlot(options(figure, host, chart.series), data, host);
   }
   const peak = Math.max(...valuesOf(chart));
   const { high } = scaleOf(figure);
   setText(host.firstElementChild, peak > high ? `cut, up to ${tickText(peak)}` : "");
-  readOut(figure);
   keyed(
     key,
-    chart.series.length > 1 ? chart.series.map((one) => one.label) : [],
-    (label) => make("span", "", label),
+    isNamed(chart) ? chart.series.map((one) => one.label) : [],
+    () => make("span"),
     (item, _, index) => (item.dataset.line = String(chart.series[index].tone)),
   );
+  readOut(figure);
 }
 
-function options(figure, width, series) {
+/** Whether its lines have names, and their values stand beside those; else the one value stands beside the title. */
+const isNamed = (chart) => chart.series.length > 1 || Boolean(chart.components || (chart.labels && !chart.quiet));
+
+function options(figure, host, series) {
   const axis = { stroke: () => token("muted"), font: "11px system-ui, sans-serif", grid: { stroke: () => token("line"), width: 1 }, ticks: { show: false } };
   const lines = series.map(({ tone }) => ({
     stroke: () => token(LINES[tone].tone),
@@ -132,8 +151,8 @@ function options(figure, width, series) {
     points: { show: true, size: 5, fill: () => token(LINES[tone].tone), filter: dotted },
   }));
   return {
-    width,
-    height: HEIGHT,
+    width: host.clientWidth,
+    height: host.clientHeight,
     padding: [8, 8, 0, 0],
     legend: { show: false },
     cursor,
@@ -164,6 +183,7 @@ function scaleOf(figure) {
 /** Without rare peaks, such as the start of the run in its first batch: they would press everything else flat. */
 function withoutPeaks(values) {
   const sorted = [...values].sort((a, b) => a - b);
+  if (sorted.length < MAX_DOTS) return sorted; // of a few, none is rare
   const usual = sorted[Math.floor(0.97 * (sorted.length - 1))];
   return sorted.at(-1) > 2.5 * usual ? sorted.filter((value) => value <= 1.5 * usual) : sorted;
 }
@@ -201,14 +221,15 @@ const batchText = (batch, place) => (place ? String(batch) : `batch ${batch}`);
 function readOut(figure) {
   const { plot, chart, batches } = drawn.get(figure);
   if (!plot) return; // it is being made
-  const [caption, host] = figure.children;
-  const at = plot.cursor.idx ?? batches.length - 1;
-  const reading = chart.series
-    .map((one) => (chart.series.length > 1 || chart.components ? `${one.label} ` : "") + number(one.values[at]))
-    .join(" · ");
-  const batch = batches.length ? `batch ${batches[at] + 1}: ` : "";
-  setText(caption.lastElementChild, reading ? (plot.cursor.idx == null ? reading : batch + reading) : "no batch trained yet");
-  host.setAttribute("aria-label", `${chart.title}, ${batch}${reading}`);
+  const [caption, host, key] = figure.children;
+  const at = plot.cursor.idx;
+  const values = chart.series.map(({ values }) => number(at == null ? values.findLast((value) => value !== null) : values[at]));
+  const batch = at == null ? "" : `batch ${batches[at] + 1}`;
+  const named = chart.series.map(({ label }, index) => `${label} ${values[index]}`);
+  if (isNamed(chart)) named.forEach((text, index) => setText(key.children[index], text));
+  const alone = isNamed(chart) || (chart.quiet && !batch) ? "" : values.join();
+  setText(caption.lastElementChild, chart.series.length ? [batch, alone].filter(Boolean).join(": ") : "no batch trained yet");
+  host.setAttribute("aria-label", `${chart.title}, ${[batch, named.join(" · ")].filter(Boolean).join(": ")}`);
 }
 
 function point(figure, event) {

@@ -17,12 +17,12 @@ export function setText(element, text) {
 
 /**
  * Give `parent` one child a key, in order; children that stay are kept, with their focus and what is open in them.
- * create(key) -> element; update(element, key, index).
+ * create(key, index) -> element; update(element, key, index).
  */
 export function keyed(parent, keys, create, update) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   keys.forEach((key, index) => {
-    const child = known.get(key) || create(key);
+    const child = known.get(key) || create(key, index);
     child.dataset.key = key;
     if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] || null);
     update(child, key, index);

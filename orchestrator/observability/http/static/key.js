@@ -1,11 +1,15 @@
-// The run's key: out of the link that the run printed (#key=...), or typed in. Kept while this tab is open.
+// The run's key, and requests that carry it. It comes out of the link that the run printed (#key=...), or is typed in,
+// and is kept while this tab is open.
 //
 // Invariant: the key stays in this tab. It is sent to this server alone, in a header, and stands in no address: the part
-// behind # is not sent, and is taken out of the address bar as soon as it was read.
+// behind # is not sent, and is taken out of the address bar as soon as it was read. No browser adds the header by
+// itself, so a page of another origin can neither read nor control a run.
 
 const NAME = "key";
+const ANSWER_MS = 5000;
 
 let key = sessionStorage.getItem(NAME) || "";
+let refused = false; // the last key was not the run's
 
 function takeFromAddress() {
   const found = new URLSearchParams(location.hash.slice(1)).get(NAME);
@@ -23,14 +27,28 @@ function keep(text) {
 /** Whether there is one; it may be wrong. */
 export const hasKey = () => key !== "";
 
-/** The server does not know it: it is of another run, or was mistyped. */
-export function forgetKey() {
-  key = "";
-  sessionStorage.removeItem(NAME);
-}
+/** Whether the server did not know the last one: it is of another run, or was mistyped. */
+export const wasRefused = () => refused;
 
-/** What a request carries. */
-export const authorization = () => ({ Authorization: `Bearer ${key}` });
+/** The JSON that the server answers. Throws an Error that says why there is none. */
+export async function ask(path, method = "GET") {
+  const headers = { Authorization: `Bearer ${key}` };
+  let response;
+  try {
+    response = await fetch(path, { method, cache: "no-store", headers, signal: AbortSignal.timeout(ANSWER_MS) });
+  } catch {
+    throw new Error("no answer from this address");
+  }
+  refused = response.status === 401;
+  if (refused) {
+    key = "";
+    sessionStorage.removeItem(NAME);
+    throw new Error("the key is not this run's");
+  }
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(answer.error || `the server answers ${response.status}`);
+  return answer;
+}
 
 /** Call `ready` whenever a new key was given: in the form, or by another link opened in this tab. */
 export function onKey(form, input, ready) {

@@ -1,6 +1,7 @@
 // The lanes: what every process did in the last minutes, and what it does now.
 
 import { byId, keyed, make, setText } from "./dom.js";
+import { placeOf } from "./headline.js";
 import { colour, isMetered, toneOf, workTone } from "./states.js";
 import { duration, percent } from "./text.js";
 
@@ -70,7 +71,6 @@ export const busyAt = (lane, cell) => (isMetered(doingAt(lane, cell)) ? Number(l
 /** The lanes as they were drawn last. */
 export const drawnLanes = () => drawn || { cells: 0, lanes: [] };
 
-const placeOf = (worker) => worker.slice(0, worker.lastIndexOf("."));
 const kindOf = (place) => place.slice(0, place.lastIndexOf("-"));
 
 function createLane(place) {
@@ -98,7 +98,7 @@ function updateLane(row, lane, worker, status) {
   doing.children[0].dataset.tone = worker ? toneOf(worker.doing) : "gone";
   setText(doing.children[1], word);
   setText(doing.children[2], worker ? detail(worker) : "");
-  setText(doing.children[3], worker && typeof worker.idle === "number" ? `${percent(1 - worker.idle)} busy` : "");
+  setText(doing.children[3], worker && typeof worker.idle === "number" ? `${percent(Math.min(1, 1 - worker.idle))} busy` : "");
   canvas.setAttribute("aria-label", `${row.dataset.key}: ${word}`);
   draw(canvas, lane, row.dataset.key);
 }
@@ -192,7 +192,7 @@ function moveCursor(to) {
 
 function readOut() {
   const lane = cursor && drawn.lanes.find((one) => one.place === cursor.place);
-  if (!lane) return setText(byId("lanes-readout"), "\u00a0");
+  if (!lane) return setText(byId("lanes-readout"), "The height of a colour is the share of its second that was computed. Point at a lane, or use the arrow keys in it.");
   const ago = Math.round((drawn.cells - 1 - cursor.cell) * drawn.cell_s);
   const doing = doingAt(lane, cursor.cell) || "not there";
   const busy = isMetered(doing) ? `, busy ${percent(busyAt(lane, cursor.cell))}` : "";

@@ -1,7 +1,8 @@
 // Groups, batches, queues, the longest running groups, and samples.
 
 import { byId, keyed, make, rows, setText } from "./dom.js";
-import { duration, number, visible } from "./text.js";
+import { serves } from "./headline.js";
+import { duration, number, plural, shortened, visible } from "./text.js";
 import { showBar } from "./usage.js";
 
 const STAGES = [
@@ -11,16 +12,18 @@ const STAGES = [
   ["ready", "ready to train"],
   ["rounds_outstanding", "rounds at the trainer"],
 ];
+const SERVICE_STAGES = 2;
 const STAGE_TONES = { pending: "wait", running: "decode", scoring: "score", ready: "step", trained: "train", ended: "other" };
 const MAX_BATCHES = 4;
 const MAX_LONGEST = 8;
 const IS_QUEUE = /^(plans:|tasks:|dead$)/;
 
-/** How many groups are at each stage. */
+/** How many groups are at each stage; a service only generates. */
 export function showFlow(status) {
+  setText(byId("flow-title"), serves(status) ? "Where the prompts are" : "Where the groups are");
   keyed(
     byId("flow"),
-    STAGES.map(([name]) => name),
+    STAGES.map(([name]) => name).slice(0, serves(status) ? SERVICE_STAGES : STAGES.length),
     () => {
       const item = make("li");
       item.append(make("b"), make("span"));
@@ -72,9 +75,8 @@ export function showScaling(status) {
 /** The oldest batches that are not trained, with their slots by stage, or the oldest requests of a service with their
     samples; empty rows keep the place. */
 export function showBatches(status) {
-  const serves = typeof status.num_requests === "number";
-  setText(byId("open-title"), serves ? "Open requests" : "Open batches");
-  const open = (serves ? openRequests(status.requests) : openBatches(status.batches || [])).slice(0, MAX_BATCHES);
+  setText(byId("open-title"), serves(status) ? "Open requests" : "Open batches");
+  const open = (serves(status) ? openRequests(status.requests) : openBatches(status.batches || [])).slice(0, MAX_BATCHES);
   keyed(
     byId("open-batches"),
     Array.from({ length: MAX_BATCHES }, (_, index) => String(index)),
@@ -127,42 +129,53 @@ export function showLongest(status) {
     `${group.missing.length} of ${group.group_size}`,
     group.worker_id,
   ]);
-  while (lines.length < MAX_LONGEST) lines.push([lines.length ? "" : "none", "", "", ""]);
-  rows(byId("longest"), lines);
+  rows(byId("longest"), lines.length ? lines : [["none", "", "", ""]]);
 }
 
-/** Samples, the newest first. The list holds still while one of them is open. */
-export function showSamples(samples) {
+/** Samples, the newest first. The list holds still while one of them is open. curves: of /history. */
+export function showSamples(samples, curves) {
   const list = byId("samples");
   const reading = list.querySelector("details[open]");
   const fresh = samples.length && (!list.children.length || list.firstElementChild.dataset.key !== samples[0].row);
-  const note = reading && fresh ? "Newer samples wait until you close the open one." : "The best and the worst of recently scored groups.";
+  const note = reading && fresh ? "Newer samples wait until you close the open one." : "The best and the worst of recently scored groups. Open one to read all of it.";
   setText(byId("samples-note"), samples.length ? note : "No group has been scored yet.");
+  byId("samples-panel").hidden = !samples.length && (curves.batch || []).length > 2; // made-up tokens are no text
   if (reading) return;
+  const best = Math.max(...samples.map((sample) => sample.reward));
   keyed(
     list,
     samples.map((sample) => sample.row),
     () => make("details", "sample"),
-    (element, _, index) => element.children.length || fillSample(element, samples[index]),
+    (element, _, index) => element.children.length || fillSample(element, samples[index], best),
   );
 }
 
-function fillSample(element, sample) {
+const LINE = 180; // characters of a text in the list
+
+function fillSample(element, sample, best) {
   const summary = make("summary");
-  const facts = [`${sample.tokens} tokens`, sample.finish, `v${sample.versions.join(", v")}`, sample.worker];
   const reward = make("b", "reward", sample.reward.toFixed(2));
-  reward.dataset.good = sample.reward > 0 ? "yes" : "no";
-  summary.append(reward, make("span", "row", sample.row), make("span", "begin", visible(sample.response).replace(/\s+/g, " ").slice(0, 160)), make("span", "muted", facts.join(" · ")));
-  const parts = Object.entries(sample.components).map(([name, value]) => `${visible(name)} ${number(value)}`);
-  element.append(summary, make("p", "small", [...parts, `${number(sample.engine_s)} s in the engine`].join(" · ")));
-  for (const [title, text, cut] of [
-    ["Prompt", sample.prompt, sample.prompt_cut && `${sample.prompt_cut} characters before this are left out`],
-    ["Response", sample.response, sample.response_cut && `${sample.response_cut} characters after this are left out`],
-  ]) {
-    const pre = make("pre", "", visible(text));
-    pre.dir = "auto";
-    pre.tabIndex = 0;
-    element.append(make("h3", "", title), pre);
-    if (cut) element.append(make("p", "small", cut));
+  reward.dataset.good = sample.reward <= 0 ? "no" : sample.reward < best / 2 ? "some" : "yes";
+  const components = Object.entries(sample.components).map(([name, value]) => `${visible(name)} ${number(value)}`).join(" · ");
+  const whole = sample.response_cut ? `${sample.response} … ${sample.response_end}` : sample.response;
+  summary.append(reward, make("span", "question", shortened(visible(sample.question || sample.prompt), LINE)));
+  for (const [name, text] of [["expected", sample.expected], ["response", whole]]) {
+    const cell = make("span", `cell ${name}`);
+    cell.append(make("span", "label", name), make("bdi", "", text ? shortened(visible(text), LINE) : "–"));
+    summary.append(cell);
   }
+  summary.append(make("span", "components", components));
+  const facts = [`sample ${sample.row}`, plural(sample.tokens, "token"), `ended by ${sample.finish}`, `weights v${sample.versions.join(", v")}`, sample.worker, `${number(sample.engine_s)} s in the engine`];
+  element.append(summary, make("p", "small", facts.join(" · ")));
+  addText(element, sample.prompt_cut ? `Prompt, without its first ${sample.prompt_cut} characters` : "Prompt", sample.prompt);
+  if (sample.expected) addText(element, "Expected answer", sample.expected);
+  addText(element, "Response", sample.response);
+  if (sample.response_cut) addText(element, `${sample.response_cut} characters later`, sample.response_end);
+}
+
+function addText(element, title, text) {
+  const pre = make("pre", "", visible(text));
+  pre.dir = "auto";
+  pre.tabIndex = 0;
+  element.append(make("h3", "", title), pre);
 }

@@ -24,6 +24,17 @@ export function duration(seconds) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
+/** "40 s", "13 min", "2 h 5 min": as exact as a guess is. */
+export const roughly = (seconds) => duration(seconds < 90 ? seconds : 60 * Math.round(seconds / 60));
+
+export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+/** At most `most` characters of a text in one line: of a long one its beginning and, longer, its end, where answers are. */
+export function shortened(text, most) {
+  const line = text.replace(/\s+/g, " ").trim();
+  return line.length <= most ? line : `${line.slice(0, most / 3)} … ${line.slice((-2 * most) / 3)}`;
+}
+
 // Control characters of terminals (C0, DEL, C1), and those that reorder or hide what is read: a sample may hold any.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 

@@ -10,7 +10,7 @@ const SMALLEST = 0.005;
 const STAGES = { generation: "decode", trainer: "train" };
 const CAUSES = [
   ["pipeline", "pipeline bubble", "wait"],
-  ["skew", "skew bubble", "start"],
+  ["skew", "skew bubble", "load"],
   ["weights", "weight update", "publish"],
   ["scoring", "scoring", "score"],
   ["other", "broker and other", "other"],
@@ -58,9 +58,10 @@ function lastMinute(lanes, kind) {
 
 /** Idle time of the last whole batches by cause. bubbles: of /history. */
 export function showBubbles(bubbles) {
-  const { batches, stages } = bubbles.stages ? bubbles : { batches: null, stages: {} };
-  const title = "Idle time by cause";
-  setText(byId("bubbles-title"), batches ? `${title}, batches ${batches[0] + 1} to ${batches[1] + 1}` : `${title}, after some batches`);
+  byId("bubbles-panel").hidden = !bubbles.stages;
+  if (!bubbles.stages) return;
+  const { batches, stages } = bubbles;
+  setText(byId("bubbles-title"), `Idle time by cause, batches ${batches[0] + 1} to ${batches[1] + 1}`);
   showUsages(byId("bubbles"), Object.keys(STAGES), (stage) => causes(stage, stages[stage] || {}));
 }
 

@@ -1,0 +1,76 @@
+"""Each time that a run was started: when, from which preset, with which versions, on what machine.
+
+``starts.jsonl`` of a run's directory has a line for each. Only for people: nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.config.load import Resolved
+from orchestrator.config.run_directory import RunDir
+from transport.contracts.settings import SERVER_ENGINES
+from transport.process.files import writing
+from transport.process.programs import versions
+
+PACKAGES = ("streamrl", "torch", "transformers")
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """started: UTC, as ISO 8601.  preset: "" without one, and where a run was resumed with its own settings.
+    versions: of what is installed here; a server that runs elsewhere may have another."""
+
+    started: str
+    preset: str = ""
+    versions: dict[str, str] = {}
+    machine: str = ""
+
+
+def note_start(rundir: RunDir, resolved: Resolved) -> None:
+    """Write down that the run is started here and now. Raises: DirectoryError."""
+    presets = [origin.partition(" ")[2] for origin in resolved.origins.values() if origin.startswith("preset ")]
+    start = Start(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        preset="".join(presets[:1]).partition(":")[0],
+        versions=versions(*PACKAGES, *({resolved.settings.generation.engine} & {*SERVER_ENGINES})),
+        machine=machine(),
+    )
+    with writing(rundir.path), rundir.starts.open("ab") as file:
+        file.write(b"\n" + msgspec.json.encode(start))  # a line that a kill tore ends here
+
+
+def read_starts(rundir: RunDir) -> list[Start]:
+    """All times that the run was started, in order; a damaged line is left out."""
+    starts: list[Start] = []
+    for line in rundir.starts.read_bytes().splitlines() if rundir.starts.exists() else ():
+        with suppress(msgspec.MsgspecError):
+            starts.append(msgspec.json.decode(line, type=Start))
+    return starts
+
+
+def machine() -> str:
+    """Host, processor, cores that this process may use, memory and NVIDIA GPUs of this machine, as one line."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = [platform.node(), f"{cores} cores {_named(Path('/proc/cpuinfo'), 'model name') or platform.machine()}"]
+    parts.append(f"{memory_bytes / 2**30:.0f} GiB memory")
+    gpus = [_named(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    return ", ".join(
+        part for part in (*parts, *(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))) if part
+    )
+
+
+def _named(path: Path, key: str) -> str:
+    """The value of the first line ``key: value``; "" without one."""
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return " ".join(value.split())
+    return ""

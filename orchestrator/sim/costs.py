@@ -1,0 +1,390 @@
+"""What GPUs can do, what share of it is reached, and the seconds of decoding, training and transfers that follow.
+
+Owns: all hardware constants of simulator and planner, where they are from, and the arithmetic of roofs (memory, FLOP/s,
+links). Invariants: policies are tuned against these numbers, never the other way round, and how much a result depends
+on each is printed beside it; a layout that does not fit into memory is refused by name, never estimated; what one
+machine was measured to do is taken as it is, nothing follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from orchestrator.sim.llms import BYTES, Llm
+from transport.contracts.continuous_batching import DecodeCost
+
+GIGA = 1e9
+TERA = 1e12
+
+
+class TrainCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Coefficients of one data-parallel rank of the trainer, seconds; all ranks work at once.
+
+    round_s: of every micro-batch.  token_s: a token of the rank.  squared_token_s: attention, times the square of each
+    sequence's tokens.  fill_s: filling the pipeline from empty, when the trainer had run out of micro-batches.
+    mini_batch_s: reducing gradients and draining at the end of a mini-batch.  optimizer_s: the optimizer's step.
+    padded: attention takes as long as if all samples were as long as the longest of their group.
+    Source: StreamRL sec. 4.2 takes it from a profile; the form is ours.
+    """
+
+    token_s: float
+    squared_token_s: float = 0.0
+    round_s: float = 0.0
+    fill_s: float = 0.0
+    mini_batch_s: float = 0.0
+    optimizer_s: float = 0.0
+    padded: bool = False
+
+    def micro_batch_s(self, tokens: float, squared_tokens: float = 0.0) -> float:
+        """Forward and backward of one rank's part. squared_tokens: the sum of the squared sequence lengths."""
+        return self.round_s + tokens * self.token_s + squared_tokens * self.squared_token_s
+
+    def step_s(self) -> float:
+        """The end of a mini-batch: gradients are reduced, the optimizer steps."""
+        return self.mini_batch_s + self.optimizer_s
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of one engine and one trainer, with one model.
+
+    decode: of one generation worker.  train: of one rank, as it was set; None: no trainer was measured.
+    publish_s: a version leaves the trainer.  load_s: it is fetched and put into an engine.
+    slots, micro_batch_tokens: the largest batch and micro-batch that were measured.
+    decode_beside, train_beside: seconds of either while both work on one machine, over alone.
+    """
+
+    decode: DecodeCost
+    train: TrainCost | None
+    publish_s: float
+    load_s: float
+    slots: int
+    micro_batch_tokens: int
+    decode_beside: float = 1.0
+    train_beside: float = 1.0
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One type of GPU, as its vendor describes it; infinite is what limits nothing.
+
+    flops: dense bf16, 1/s.  memory_bytes, memory_bytes_per_s: HBM.  link_bytes_per_s: NVLink, both directions together.
+    host_bytes_per_s: to the memory of its host, one direction.  network_bytes_per_s: its share of the node's network.
+    price: relative to an H20; those that StreamRL's Table 1 does not have are ours, from list prices of clouds.
+    measured: instead of all that, where there is a profile; one "GPU" is one generation worker, or one rank.
+    """
+
+    name: str
+    flops: float = math.inf
+    memory_bytes: float = math.inf
+    memory_bytes_per_s: float = math.inf
+    link_bytes_per_s: float = math.inf
+    host_bytes_per_s: float = math.inf
+    network_bytes_per_s: float = math.inf
+    price: float = 1.0
+    measured: Measured | None = None
+
+
+H800 = Gpu(  # StreamRL Table 1; network: sec. 7, 8 x 200 Gbps for 8 GPUs; host: PCIe 5.0 x16
+    name="H800",
+    flops=989.5 * TERA,
+    memory_bytes=80 * GIGA,
+    memory_bytes_per_s=3.35 * TERA,
+    link_bytes_per_s=400 * GIGA,
+    host_bytes_per_s=64 * GIGA,
+    network_bytes_per_s=25 * GIGA,
+    price=2.85,
+)
+H20 = Gpu(  # StreamRL Table 1; network: sec. 7, 100 Gbps for 8 GPUs
+    name="H20",
+    flops=148 * TERA,
+    memory_bytes=96 * GIGA,
+    memory_bytes_per_s=4.0 * TERA,
+    link_bytes_per_s=900 * GIGA,
+    host_bytes_per_s=64 * GIGA,
+    network_bytes_per_s=12.5 / 8 * GIGA,
+    price=1.00,
+)
+H100 = msgspec.structs.replace(  # NVIDIA's data sheet of the SXM5: an H800 with all of its NVLink; 400 Gbps each
+    H800, name="H100", link_bytes_per_s=900 * GIGA, network_bytes_per_s=50 * GIGA, price=2.85
+)
+H200 = msgspec.structs.replace(  # NVIDIA's data sheet: an H100 with 141 GB of HBM3e
+    H100, name="H200", memory_bytes=141 * GIGA, memory_bytes_per_s=4.8 * TERA, price=3.40
+)
+A100 = Gpu(  # NVIDIA's data sheet of the SXM4 80 GB; network: 8 x 200 Gbps; host: PCIe 4.0 x16
+    name="A100",
+    flops=312 * TERA,
+    memory_bytes=80 * GIGA,
+    memory_bytes_per_s=2.039 * TERA,
+    link_bytes_per_s=600 * GIGA,
+    host_bytes_per_s=32 * GIGA,
+    network_bytes_per_s=25 * GIGA,
+    price=1.70,
+)
+GPUS = {gpu.name: gpu for gpu in (H800, H20, H100, H200, A100)}
+
+
+Algorithm: TypeAlias = Literal["ppo", "grpo", "grpo_kl"]
+
+
+class TrainerSupport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer runs, and what each of its GPUs then holds.
+
+    rank_sizes: GPUs of a data-parallel rank, by tensor and pipeline parallelism.  algorithms: whose cost it has.
+    rank_bytes: of a weight, of every rank, split over its GPUs.  shared_bytes: of a weight, split over all GPUs.
+    keeps_activations: of all layers for the backward pass; else they are made again, and
+    ``Assumptions.activation_bytes`` is all that they take.
+    """
+
+    rank_sizes: tuple[int, ...]
+    algorithms: tuple[Algorithm, ...]
+    rank_bytes: float
+    shared_bytes: float = 0.0
+    keeps_activations: bool = False
+
+
+OUR_TRAINER = TrainerSupport(rank_sizes=(1,), algorithms=("grpo",), rank_bytes=18.0, keeps_activations=True)
+"""All that ``workers/trainer`` runs, and that a plan may therefore ask of it. A weight: fp32 master, gradient sum, two
+moments, and the bf16 copy of the forward pass. The reference model of a KL term is a scoring worker's, which plans do
+not place."""
+PAPERS_TRAINER = TrainerSupport(
+    rank_sizes=(1, 2, 4, 8, 16, 32, 64, 128), algorithms=("ppo", "grpo", "grpo_kl"), rank_bytes=6.0, shared_bytes=12.0
+)
+"""StreamRL sec. 6, 7: Megatron-LM, 3D parallelism. bf16 weights and fp32 gradients; fp32 master copy and two moments
+are split over all GPUs. Of several models one is resident at a time, the others are swapped to the host."""
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What share of the data sheet is reached, and what every step costs besides. Nothing here was fitted to a result.
+
+    memory_efficiency: of HBM bandwidth when weights are read. GEMV and skinny GEMM kernels reach 75-90%.
+    kv_efficiency: of HBM bandwidth when scattered KV pages are read. Paged attention kernels reach 50-70%.
+    gemm_efficiency: of peak FLOP/s in large GEMMs; cuBLAS on Hopper reaches 60-75%.
+    link_efficiency: of one direction of NVLink in all-reduces of a few hundred KB and more.
+    allreduce_s: latency of one all-reduce of a few KB between up to 8 GPUs (NCCL and custom kernels: 8-15 us).
+    step_s, layer_s: scheduling, sampling and launches of a decode step, with CUDA graphs; per layer what graphs leave.
+    usable_memory: of HBM that may be planned with.  activation_bytes: of a GPU, for activations and buffers.
+    mfu: model FLOP utilisation in training; Megatron-LM reports 0.40-0.50 for dense models of this size on Hopper.
+    fill_s: filling the trainer's pipeline from empty.  mini_batch_s: reducing gradients and draining.
+    optimizer_s: the optimizer's step with its states swapped in (StreamRL sec. 6).
+    round_s: launching one micro-batch.  host_efficiency: of PCIe when states are swapped.
+    switch_s: of a colocated GPU between the stages, besides the bytes: buffers, CUDA graphs and the KV pool made again.
+    network_efficiency: of the network in a weight transfer.  edge_s: latency of one edge of its tree.
+    load_s: putting a received version into a running engine, between two decode steps.
+    trainer: what it runs.
+    """
+
+    memory_efficiency: float = 0.80
+    kv_efficiency: float = 0.60
+    gemm_efficiency: float = 0.60
+    link_efficiency: float = 0.80
+    allreduce_s: float = 10e-6
+    step_s: float = 1.5e-3
+    layer_s: float = 15e-6
+    usable_memory: float = 0.90
+    activation_bytes: float = 4e9
+    mfu: float = 0.40
+    fill_s: float = 0.75
+    mini_batch_s: float = 0.75
+    optimizer_s: float = 3.0
+    round_s: float = 0.01
+    host_efficiency: float = 0.80
+    switch_s: float = 1.0
+    network_efficiency: float = 0.80
+    edge_s: float = 0.01
+    load_s: float = 0.5
+    trainer: TrainerSupport = PAPERS_TRAINER
+
+
+ASSUMED = Assumptions()
+
+
+# -- an LLM on some of them
+
+
+GPUS_PER_NODE = 8
+"""Tensor parallelism stays inside a node (StreamRL sec. 2.1); every testbed of the paper has nodes of 8."""
+
+PASSES = {"ppo": 3.0, "grpo": 1.0, "grpo_kl": 4.0 / 3.0}
+"""Forward and backward passes (6 FLOP a weight and token) that a token costs the trainer.
+
+PPO with actor, critic and reference of one size (StreamRL sec. 7): forward and backward of actor and critic, and a
+forward, a third of that, of actor (old logprobs), critic (values) and reference: 2 + 3/3 = 3, or 18 FLOP. GRPO streams
+with the rollout's logprobs: the actor only; with a KL term, and the reference's forward."""
+
+TRAINED_MODELS = {"ppo": 2, "grpo": 1, "grpo_kl": 1}
+
+TRANSFER_CHUNKS = 16
+
+
+class DoesNotFitError(ValueError):
+    """A model does not fit on the GPUs it was given. The message names the model, the layout and the bytes."""
+
+
+def tensor_degrees(llm: Llm, gpu: Gpu) -> list[int]:
+    """Tensor-parallel degrees inside a node that split the query heads evenly; what was measured is not split."""
+    return [degree for degree in (1, 2, 4, 8) if llm.heads % degree == 0 and (degree == 1 or gpu.measured is None)]
+
+
+def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> list[int]:
+    """Those that hold the weights and ``context_tokens`` of context, which the longest sample needs; none where a whole
+    node does not."""
+    needed = context_tokens * llm.kv_bytes
+    return [degree for degree in tensor_degrees(llm, gpu) if _kv_room(llm, gpu, degree, assumed) > needed]
+
+
+def decode_cost(llm: Llm, gpu: Gpu, tensor_parallel: int, assumed: Assumptions = ASSUMED) -> DecodeCost:
+    """One generation instance on ``tensor_parallel`` GPUs.
+
+    KV heads are split as far as they go and repeated beyond. Raises DoesNotFitError when weights and one token of
+    context do not fit, ValueError when the heads do not split.
+    """
+    if gpu.measured is not None and tensor_parallel == 1:
+        return gpu.measured.decode
+    if tensor_parallel not in tensor_degrees(llm, gpu):
+        raise ValueError(f"{llm.heads} heads of {llm.name} do not split {tensor_parallel} ways in a node of {gpu.name}")
+    room = _kv_room(llm, gpu, tensor_parallel, assumed)
+    if room <= llm.kv_bytes:
+        needed = llm.weight_bytes / tensor_parallel / 1e9
+        have = gpu.memory_bytes * assumed.usable_memory / 1e9
+        raise DoesNotFitError(
+            f"{llm.name} needs {needed:.0f} GB of weights and its KV cache on each of {tensor_parallel} {gpu.name}, "
+            f"{have:.0f} GB each are usable"
+        )
+    kv_split = min(tensor_parallel, llm.kv_heads)
+    collectives = 2 * llm.layers if tensor_parallel > 1 else 0  # all-reduces: after attention and MLP of every layer
+    moved_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * BYTES * llm.hidden  # of a token, in one direction
+    allreduce_s = collectives * moved_bytes / (gpu.link_bytes_per_s / 2 * assumed.link_efficiency)
+    gemm_s = 2 * llm.active_params / (tensor_parallel * gpu.flops * assumed.gemm_efficiency)
+    read_bytes = BYTES * llm.active_params / tensor_parallel
+    return DecodeCost(
+        fixed_s=assumed.step_s + llm.layers * assumed.layer_s + collectives * assumed.allreduce_s,
+        weights_s=read_bytes / (gpu.memory_bytes_per_s * assumed.memory_efficiency),
+        gemm_sample_s=gemm_s,
+        sample_s=allreduce_s,
+        kv_token_s=llm.kv_bytes / kv_split / (gpu.memory_bytes_per_s * assumed.kv_efficiency),
+        prefill_token_s=gemm_s + allreduce_s,
+        kv_capacity_tokens=float(int(room / (llm.kv_bytes * tensor_parallel / kv_split))),
+    )
+
+
+def _kv_room(llm: Llm, gpu: Gpu, degree: int, assumed: Assumptions) -> float:
+    """Bytes that an instance has for its KV cache."""
+    usable = gpu.memory_bytes * assumed.usable_memory - assumed.activation_bytes
+    return degree * usable - llm.weight_bytes
+
+
+def train_cost(
+    llm: Llm,
+    gpu: Gpu,
+    num_gpus: int,
+    ranks: int,
+    algorithm: Algorithm = "ppo",
+    assumed: Assumptions = ASSUMED,
+) -> TrainCost:
+    """The trainer on ``num_gpus`` GPUs as ``ranks`` data-parallel ranks, each split by tensor and pipeline parallelism.
+
+    Raises DoesNotFitError when the states do not fit, ValueError when the GPUs cannot be dealt out evenly.
+    """
+    if ranks < 1 or num_gpus < 1 or num_gpus % ranks:
+        raise ValueError(f"{num_gpus} GPUs cannot be dealt out to {ranks} ranks")
+    if refusal := training_misfit(llm, gpu, num_gpus, ranks, assumed):
+        raise DoesNotFitError(refusal)
+    if gpu.measured is not None and gpu.measured.train is not None:
+        return gpu.measured.train
+    rank_flops = num_gpus // ranks * gpu.flops * assumed.mfu
+    passes = PASSES[algorithm]
+    attention = 6 * llm.layers * llm.heads * llm.head_dim  # forward and backward of causal scores and values
+    return TrainCost(
+        token_s=passes * 6 * llm.active_params / rank_flops,
+        squared_token_s=passes * attention / rank_flops,
+        round_s=assumed.round_s,
+        fill_s=assumed.fill_s,
+        mini_batch_s=assumed.mini_batch_s,
+        optimizer_s=assumed.optimizer_s,
+    )
+
+
+HEAD_ROWS = 2048
+"""Of logits whose gradient is held at once, in bf16 (``workers/trainer/policy/model.py``)."""
+
+
+def state_bytes(llm: Llm, num_gpus: int, ranks: int, assumed: Assumptions = ASSUMED) -> float:
+    """Weights, gradients and optimizer of each GPU."""
+    return llm.params * (assumed.trainer.rank_bytes * ranks + assumed.trainer.shared_bytes) / num_gpus
+
+
+def activation_bytes(llm: Llm, tokens: float, longest_tokens: float, assumed: Assumptions = ASSUMED) -> float:
+    """Of each GPU, with a micro-batch of ``tokens``, whose longest sample has ``longest_tokens``.
+
+    Where all are kept, a token and layer keep both norms in fp32 and bf16, queries, keys, values and the output of
+    attention, four products of the MLP, and its row of the mask in bf16; and the head its gradient and that of a block
+    of logits. Counted with torch's hooks on small Llama and Qwen2 (``tests/integration/test_trainer_memory.py``).
+    """
+    if not assumed.trainer.keeps_activations:
+        return assumed.activation_bytes
+    attention = 10 * llm.heads * llm.head_dim
+    of_layers = llm.layers * (24 * llm.hidden + attention + 8 * llm.mlp + BYTES * longest_tokens) * tokens
+    return of_layers + BYTES * llm.vocabulary * (HEAD_ROWS + llm.hidden)
+
+
+def most_micro_batch_tokens(llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, longest: int, assumed: Assumptions) -> float:
+    """Tokens of a micro-batch for which there is memory; infinite where nothing of it depends on them."""
+    room = gpu.memory_bytes * assumed.usable_memory - state_bytes(llm, num_gpus, ranks, assumed)
+    fixed = activation_bytes(llm, 0, longest, assumed)
+    of_token = activation_bytes(llm, 1, longest, assumed) - fixed
+    return (room - fixed) / of_token if of_token and gpu.measured is None else math.inf
+
+
+def training_misfit(
+    llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, assumed: Assumptions = ASSUMED, longest_tokens: int = 0
+) -> str:
+    """Why weights, gradients, optimizer and activations do not fit, with the bytes of each GPU; "" where they do.
+
+    longest_tokens: of a sample, which a micro-batch must hold. What was measured is one rank, if a trainer was measured
+    at all.
+    """
+    if gpu.measured is not None:
+        if gpu.measured.train is None:
+            return f"{gpu.name} cannot train: its profile has no trainer"
+        return (
+            "" if ranks == num_gpus else f"one {gpu.name} is one rank of the trainer, {num_gpus} are no {ranks} ranks"
+        )
+    needed = state_bytes(llm, num_gpus, ranks, assumed) + activation_bytes(llm, longest_tokens, longest_tokens, assumed)
+    usable = gpu.memory_bytes * assumed.usable_memory
+    if needed <= usable:
+        return ""
+    return (
+        f"training {llm.name} on {num_gpus} {gpu.name} as {ranks} ranks needs {needed / 1e9:.0f} GB of each, "
+        f"{usable / 1e9:.0f} GB are usable"
+    )
+
+
+def most_ranks(llm: Llm, gpu: Gpu, num_gpus: int, assumed: Assumptions = ASSUMED) -> int:
+    """The most data-parallel ranks that fit. Raises DoesNotFitError when none does."""
+    for ranks in (num_gpus // size for size in assumed.trainer.rank_sizes if num_gpus % size == 0):
+        if not training_misfit(llm, gpu, num_gpus, ranks, assumed):
+            return ranks
+    raise DoesNotFitError(f"training {llm.name} does not fit on {num_gpus} {gpu.name}")
+
+
+def switch_s(llm: Llm, gpu: Gpu, num_gpus: int, algorithm: Algorithm = "ppo", assumed: Assumptions = ASSUMED) -> float:
+    """One switch of colocated GPUs between the stages: the other stage's states go to the host or come from it.
+
+    Source: ours; the papers describe it (StreamRL sec. 1) and give no figure.
+    """
+    states = TRAINED_MODELS[algorithm] * state_bytes(llm, num_gpus, 1, assumed)
+    return assumed.switch_s + states / (gpu.host_bytes_per_s * assumed.host_efficiency)
+
+
+def transfer_s(llm: Llm, bytes_per_s: float, instances: int, assumed: Assumptions = ASSUMED) -> float:
+    """A version to ``instances`` instances over edges of ``bytes_per_s``, along a binary tree from the trainer.
+
+    To the farthest leaf: the bytes once, and one chunk more for every further edge, because chunks are forwarded while
+    the next ones come in. Inside one datacenter an edge has the network of a node: ``GPUS_PER_NODE *
+    gpu.network_bytes_per_s``.
+    """
+    depth = max(1, instances).bit_length()
+    edge_bytes_per_s = bytes_per_s * assumed.network_efficiency
+    return depth * assumed.edge_s + llm.weight_bytes / edge_bytes_per_s * (1.0 + (depth - 1) / TRANSFER_CHUNKS)

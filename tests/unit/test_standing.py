@@ -1,0 +1,180 @@
+"""How a run stands, as its directory tells: what ``list``, ``inspect``, ``stop`` and ``run --resume`` say of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.cli import runs
+from orchestrator.config.load import render, resolve
+from orchestrator.config.run_directory import RunDir
+from orchestrator.core.model.settings import CoreSettings
+from orchestrator.errors import Interrupted, RunFailedError
+from orchestrator.journal import Journal
+from orchestrator.observability.standing import State, nothing_left, noting_end, read_standing
+from tests.fakes.pipeline_world import PipelineWorld
+from transport.contracts.messages import JournalRecord, PauseRequested, RunResumed, StopRequested
+from transport.contracts.settings import Settings
+
+BATCHES = 2
+
+
+def new_run(path: Path, *, name: str = "x") -> RunDir:
+    """The directory of a run of two batches, as if a supervisor had claimed and left it."""
+    rundir = RunDir(path / "runs" / name)
+    overrides = [f"run.batches={BATCHES}", f"run.name={name}", f"run.dir={path / 'runs'}"]
+    rundir.claim(render(resolve("tiny", [], overrides, {})), resume=False)
+    rundir.unlock()
+    return rundir
+
+
+def train(rundir: RunDir, *, drained: bool = False, resumed: bool = False) -> None:
+    """Write the journal and the metrics of a run that went to its end, or to a drain after its first batch."""
+    world = PipelineWorld(CoreSettings(num_batches=BATCHES, groups_per_batch=2, group_size=2))
+    world.start_trainer()
+    world.join()
+    if drained:
+        world.tell(StopRequested(reason="drained by request"))
+    world.run_to_end()
+    journal, _ = Journal.open(rundir.journal, epoch=1)
+    journal.snapshot(world.state.snapshot(), world.state.seq)
+    rundir.metrics.write_text("".join(json.dumps({"batch": n, "reward": 0.5}) + "\n" for n in range(BATCHES)))
+    events = [RunResumed()] if resumed else [PauseRequested()]  # a pause of a run that is over changes nothing
+    journal = Journal(rundir.journal, world.state.seq + 1, 1)
+    journal.append([JournalRecord(seq=world.state.seq + 1, now_s=9.0, event=each, cursor="0-0") for each in events])
+    journal.close()
+
+
+def fail(error: BaseException) -> Callable[[RunDir], None]:
+    def ending(rundir: RunDir) -> None:
+        with pytest.raises(type(error)), noting_end(rundir):
+            raise error
+
+    return ending
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "said"),
+    [
+        (train, State.FINISHED, ", 2/2 batches"),
+        (lambda run: train(run, drained=True), State.STOPPED, ": drained by request, 2/2 batches"),
+        (
+            lambda run: train(run, resumed=True),
+            State.CRASHED,
+            ": its process was killed, or the machine went down, 2/2",
+        ),
+        (lambda run: None, State.NEW, ", 0/2 batches"),
+        (fail(Interrupted("stopped", by="Ctrl-C")), State.STOPPED, " by Ctrl-C, 0/2 batches"),
+        (fail(KeyboardInterrupt()), State.STOPPED, " by Ctrl-C, 0/2 batches"),
+        (fail(RunFailedError("the \x1b[31mdisk")), State.FAILED, ": the [31mdisk, 0/2 batches"),
+    ],
+)
+def test_a_run_is_one_thing_and_the_line_says_which(
+    tmp_path: Path, ending: Callable[[RunDir], None], state: State, said: str
+):
+    rundir = new_run(tmp_path)
+    ending(rundir)
+    standing = read_standing(rundir.path)
+    assert standing.state is state
+    assert str(standing).startswith(f"{state} {standing.when}{said}")
+    assert ("--resume" in standing.go_on) == (state in (State.STOPPED, State.FAILED, State.CRASHED))
+
+
+def test_a_run_that_goes_on_is_live_whatever_an_earlier_end_left(tmp_path: Path):
+    rundir = new_run(tmp_path)
+    fail(RunFailedError("no"))(rundir)
+    rundir.lock()
+    assert str(read_standing(rundir.path)) == "live, 0/2 batches"
+    with noting_end(rundir):
+        assert not (rundir.path / "ended.json").exists(), "a kill from here on is a crash"
+    rundir.unlock()
+
+
+def files_of(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_left_alone_until_more_is_asked_of_it(tmp_path: Path):
+    rundir = new_run(tmp_path)
+    train(rundir)
+    before = files_of(rundir.path)
+    standing = read_standing(rundir.path)
+    said = nothing_left(standing, standing.settings)
+    assert files_of(rundir.path) == before
+    assert f"finished {standing.when}, 2/2 batches; nothing was changed" in said
+    assert said.splitlines()[-1].endswith("--set run.batches=4")
+    more = msgspec.structs.replace(standing.settings, run=msgspec.structs.replace(standing.settings.run, batches=3))
+    assert nothing_left(standing, more) == ""
+
+
+def test_the_list_has_every_run_also_one_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(new_run(tmp_path))
+    new_run(tmp_path, name="y").config.write_text("[run]\nbatches = 'no'\n")
+    assert runs.main_list(tmp_path / "runs", chosen=True, as_json=True) == 0
+    found = {Path(row["run"]).name: row for row in json.loads(capsys.readouterr().out)}
+    assert (found["x"]["state"], found["x"]["reward"], found["x"]["batches"]) == ("finished", 0.5, 2)
+    assert found["y"]["state"] == "unreadable"
+    assert "run.batches" in found["y"]["why"]
+    assert runs.main_list(tmp_path / "runs", chosen=True, as_json=False) == 0
+    assert "2/2" in capsys.readouterr().out
+
+
+HOLDER = """
+import signal, sys, time
+from pathlib import Path
+from transport.process.files import locked
+lock = locked(Path(sys.argv[1]) / "lock")
+stubborn = len(sys.argv) > 2
+signal.signal(signal.SIGTERM, lambda *_: None if stubborn else sys.exit(0))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def holding(rundir: RunDir, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLDER, str(rundir.path), *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_stop_asks_the_owner_of_the_run_and_waits_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rundir = new_run(tmp_path)
+    with holding(rundir) as process:
+        assert runs.main_stop(rundir.path, wait_s=60.0) == 0
+        assert process.wait(timeout=60) == 0
+    assert "not begun" in capsys.readouterr().out
+    assert runs.main_stop(rundir.path, wait_s=60.0) == 0
+    assert "is not running: not begun" in capsys.readouterr().out
+    with holding(rundir, "stubborn") as process:
+        with pytest.raises(RunFailedError, match=rf"not ended within 0 s.*kill -9 {process.pid}"):
+            runs.main_stop(rundir.path, wait_s=0.0)
+        process.send_signal(signal.SIGKILL)
+
+
+def test_stop_signals_no_process_that_only_has_the_number(tmp_path: Path):
+    """A lock that is seen from another container names a process of that one."""
+    rundir = new_run(tmp_path)
+    with holding(rundir) as process, subprocess.Popen(["sleep", "60"]) as other:
+        (rundir.path / "lock").write_text(str(other.pid))
+        with pytest.raises(RunFailedError, match="is none of this machine"):
+            runs.main_stop(rundir.path, wait_s=0.0)
+        assert other.poll() is None
+        other.kill()
+        process.kill()
+
+
+def test_a_service_counts_no_batches(tmp_path: Path):
+    rundir = new_run(tmp_path)
+    rundir.config.write_text(render(resolve("service", [], [], {})))
+    assert Settings().trainer.engine != "none"
+    assert read_standing(rundir.path).batches == ""

@@ -1,0 +1,164 @@
+"""What our programs share: how one starts another and ends with it, commands that users are told, options, logs."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import inspect
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    import typer
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # here: little is safe to do after a fork
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command line of ``module`` in this interpreter.
+
+    -P: nothing is imported from the working directory, where others may be able to write and a file that is called like
+    a library would come before it.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+# --- what a user is told to type --------------------------------------------------------------------------------------
+
+MAKE_FROM = "STREAMRL_MAKE_FROM"
+"""Variable that ``make run`` sets: the directory in which its user typed it."""
+MODULES = {"streamrl-orchestrator": "orchestrator", "streamrl-worker": "workers"}
+
+
+def command(program: str, *arguments: str | Path) -> str:
+    """A command that runs as it is printed, typed where this process was started: of this environment, quoted.
+
+    program: a script of this environment; its path where PATH has none, or another one; by ``make`` where that started
+    us and has a word for it.  arguments: a Path as its reader can name it.
+    """
+    if program == "streamrl-orchestrator" and arguments[:1] == ("run",) and MAKE_FROM in os.environ:
+        words = shlex.join(str(argument) for argument in arguments[1:]).replace("$", "$$")
+        here = [] if _typed_in() == Path.cwd() else ["-C", shown(Path.cwd())]
+        return shlex.join(["make", *here, "run"]) + (f" ARGS={shlex.quote(words)}" if words else "")
+    script = Path(sys.executable).with_name(program)
+    on_path = shutil.which(program)
+    if not script.exists():  # not installed as a script, or a user's own installation
+        words = python_module(MODULES.get(program, program))
+    else:
+        words = [program if on_path and os.path.samefile(on_path, script) else shown(script)]
+    return shlex.join([*words, *(shown(each) if isinstance(each, Path) else each for each in arguments)])
+
+
+def shown(path: Path) -> str:
+    """``path`` as a user can name it where this process was started: relative where it lies below, else absolute."""
+    whole = Path(os.path.abspath(path))  # not resolved: a link keeps the name that its user knows
+    return str(whole.relative_to(_typed_in())) if whole.is_relative_to(_typed_in()) else str(whole)
+
+
+def _typed_in() -> Path:
+    return Path(os.environ.get(MAKE_FROM) or Path.cwd())
+
+
+# --- as a child -------------------------------------------------------------------------------------------------------
+
+
+def ending_with_this_process() -> Callable[[], None] | None:
+    """``preexec_fn`` of a child that the kernel ends with this process, however it ends; None where it cannot.
+
+    The signal is SIGKILL, because no other one ends a stopped child: one that was stopped while its supervisor died
+    went on writing into the resumed run. No clean-up in the child is lost by that: leases run out, unlocked shared
+    memory is swept by others, and files are whole at every moment. The kernel watches the thread that starts the child:
+    it must be one that lives as long as the process. A parent that died before the request was made ends the child.
+    """
+    if sys.platform != "linux":
+        return None
+    parent = os.getpid()
+
+    def in_child() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return in_child
+
+
+T = TypeVar("T")
+
+
+def with_options(shared: type[T]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command of typer the fields of ``shared`` as options before its own.
+
+    The command gets them as an instance of ``shared``, its first argument.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        fields = inspect.signature(shared, eval_str=True).parameters
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [*(field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields.values())]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+
+        def with_shared(**given: Any) -> None:
+            command(shared(**{name: given.pop(name) for name in fields}), **given)
+
+        with_shared.__name__, with_shared.__doc__ = command.__name__, command.__doc__
+        with_shared.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        with_shared.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_shared
+
+    return decorate
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python and of those of the packages that are installed here; none is imported."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def add_version(app: typer.Typer) -> None:
+    """Give a program of typer ``--version``: ours, Python's and torch's."""
+    import typer
+
+    def show(asked: bool) -> None:
+        if asked:
+            found = versions("streamrl", "torch")
+            torch = f"torch {found['torch']}" if "torch" in found else "no torch"
+            typer.echo(f"streamrl {found['streamrl']} (Python {found['python']}, {torch})")
+            raise typer.Exit
+
+    option = typer.Option(False, "--version", callback=show, is_eager=True, help="Print the version and stop.")
+
+    @app.callback()
+    def options(version: bool = option) -> None:
+        """Those of the program itself."""
+
+
+def configure_logs(*, process: str, level: int = logging.INFO, file: TextIO | None = None) -> None:
+    """Send structlog to ``file``, or stderr, as JSON lines. process: its name, in every line."""
+    import structlog  # here: the child that computes rewards has no log, and starts without
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=file or sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process=process)

@@ -1,0 +1,224 @@
+"""Data parallelism: every rank sums gradients of its own rows; one reduction when a mini-batch closes.
+
+Each rank reads the rounds log itself and takes its part of each round; a rank enters the reduction only when it has
+read that the mini-batch is closed, and then all others have read so too. What a slower rank still computes, the others
+wait for under ``timeout_s``.
+
+Rank 0 of a local trainer opens a meeting: a file of its own in a private directory of this machine, locked for as long
+as it lives, whose id it reports over the broker. The other ranks join by that id; nothing listens on a port for ranks
+that are to come. A rank that was replaced takes its seat again, which rank 0 sees, or opens another meeting, which the
+others see: then all start over together. Under torchrun its agent sees to all that.
+
+Owns: the process group; the meeting's files and what stands about it on the broker. Never: waits for data inside a
+collective. Invariants: no rank joins a meeting whose rank 0 is gone; a rank starts over as soon as another one was
+replaced. Collectives of one machine use its loopback interface only; gloo and NCCL know no proof of who connects, so
+ranks of several machines belong on a network of their own (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import secrets
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from transport.broker.base import Broker
+from transport.process.files import is_locked
+from transport.tensors.base import is_loopback
+from workers.algorithms.loss import LossMetrics
+from workers.errors import RanksError
+from workers.trainer.learner import InThread
+
+MEETING = "trainer-ranks"
+"""Meta key: id of the meeting that was opened last."""
+SEAT = "trainer-rank-{}"
+"""Meta key of a rank but 0: ``<meeting id> <token of its process>``."""
+POLL_S = 0.2
+
+
+class RankGroup:
+    """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``."""
+
+    def __init__(
+        self, rank: int, world_size: int, store: Store | None, *, device: torch.device, timeout_s: float
+    ) -> None:
+        """store: None for torchrun's own, which its environment names."""
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
+        sums, largest = metrics.to_vectors()
+        try:
+            total = torch.tensor(sums, dtype=torch.float64, device=self._device)
+            maximum = torch.tensor(largest, dtype=torch.float64, device=self._device)
+            dist.all_reduce(gradient)
+            dist.all_reduce(total)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX)
+            return LossMetrics.from_vectors(total.tolist(), maximum.tolist())
+        except RuntimeError as error:
+            raise RanksError(f"rank {self.rank} lost the others while it summed gradients: {error}") from error
+
+    def agree(self, value: int) -> int:
+        chosen = torch.tensor(value, dtype=torch.int64, device=self._device)
+        dist.broadcast(chosen, src=0)
+        return int(chosen.item())
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+async def meet_ranks(
+    broker: Broker,
+    rank: int,
+    world_size: int,
+    in_torch: InThread,
+    *,
+    directory: Path,
+    device: torch.device,
+    join_timeout_s: float,
+    reduce_timeout_s: float,
+) -> tuple[RankGroup, Meeting | None]:
+    """Become one of ``world_size`` ranks, two or more. No meeting under torchrun, whose agent sees to the others.
+
+    directory: where ranks of one machine meet.  join_timeout_s: for rank 0.  reduce_timeout_s: for all to connect, and
+    later for a slower one.  Raises: RanksError: they did not come in time, or one was replaced meanwhile.
+    """
+
+    def group(store: Store | None) -> RankGroup:
+        try:
+            return RankGroup(rank, world_size, store, device=device, timeout_s=reduce_timeout_s)
+        except (dist.DistError, RuntimeError) as error:
+            raise RanksError(f"rank {rank} of {world_size} could not join the others: {error}") from error
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return await in_torch(lambda: group(None)), None
+    meeting = Meeting(broker, rank, world_size, directory)
+    await (meeting.open() if rank == 0 else meeting.join(limit_s=join_timeout_s))
+    _stay_on_loopback()
+    joining = asyncio.ensure_future(in_torch(lambda: group(FileStore(str(meeting.store), world_size))))
+    following = asyncio.create_task(meeting.follow(), name="follow ranks")
+    try:
+        await asyncio.wait({joining, following}, return_when=asyncio.FIRST_COMPLETED)
+        return (joining.result() if joining.done() else following.result()), meeting
+    finally:
+        for task in (joining, following):
+            task.cancel()
+        await asyncio.gather(joining, following, return_exceptions=True)
+
+
+def _stay_on_loopback() -> None:
+    """Have gloo and NCCL of this process use the loopback interface, unless its owner chose another.
+
+    By themselves they listen on the address that the host's name resolves to, which is often one of the network's.
+    """
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(is_loopback(address.address) for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+class Meeting:
+    """The ranks that train together, as one of them sees it. rank, world_size: of this process."""
+
+    def __init__(self, broker: Broker, rank: int, world_size: int, directory: Path) -> None:
+        """directory: of this machine, the same for all ranks, of this user alone."""
+        self._broker = broker
+        self._rank = rank
+        self._world_size = world_size
+        self._directory = directory
+        self._lock: int | None = None
+        self._seats: dict[int, bytes] = {}
+        self._id = ""
+
+    @property
+    def store(self) -> Path:
+        """The file over which the ranks exchange their addresses."""
+        return self._directory / f"{self._id}.store"
+
+    async def open(self) -> None:
+        """As rank 0: open a meeting that no other rank has joined yet."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in self._directory.iterdir():  # of rank 0s that are gone; the others of theirs start over
+            left.unlink(missing_ok=True)
+        self._id = secrets.token_hex(8)
+        self._lock = os.open(self._lock_file(self._id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        await self._broker.put_meta(MEETING, self._id.encode())
+
+    async def join(self, *, limit_s: float) -> None:
+        """As another rank: join the meeting of the present rank 0.
+
+        One that an earlier process of this rank had joined is not joined again: rank 0 starts over when it sees us.
+        Raises: RanksError: no rank 0 within ``limit_s``.
+        """
+        own, over = secrets.token_hex(8).encode(), b""
+        seat = SEAT.format(self._rank)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    meeting = await self._broker.get_meta(MEETING) or b""
+                    if meeting != over and self._is_open(meeting):
+                        before = await self._broker.get_meta(seat) or b""
+                        await self._broker.put_meta(seat, meeting + b" " + own)
+                        if not before.startswith(meeting):
+                            self._id = meeting.decode()
+                            return
+                        over = meeting
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise RanksError(
+                f"rank {self._rank} found no rank 0 within {limit_s:.0f} s; the ranks of one machine need the same "
+                f"--run-dir (this one's is {self._directory.parent}), ranks of several machines torchrun"
+            ) from None
+
+    async def follow(self) -> NoReturn:
+        """Raise RanksError once another rank was replaced by a new process.
+
+        Until the next reduction nothing else shows it: the round that a rank was training when it died never ends.
+        """
+        while True:
+            own = self._id.encode()
+            if self._rank != 0 and (await self._broker.get_meta(MEETING) or own) != own:  # or: the broker lost the key
+                raise RanksError("rank 0 died, and was started again")
+            for rank in range(1, self._world_size) if self._rank == 0 else ():
+                taken = await self._broker.get_meta(SEAT.format(rank)) or b""
+                if taken.startswith(own) and self._seats.setdefault(rank, taken) != taken:
+                    raise RanksError(f"rank {rank} died, and was started again")
+            await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Let no rank join any more."""
+        if self._lock is not None:
+            self._lock_file(self._id).unlink(missing_ok=True)
+            self.store.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _is_open(self, meeting: bytes) -> bool:
+        """Whether its rank 0 lives. What the broker says becomes part of a path only in the form of an id."""
+        name = meeting.decode("ascii", "replace")
+        return re.fullmatch(r"[0-9a-f]{16}", name) is not None and is_locked(self._lock_file(name))
+
+    def _lock_file(self, meeting: str) -> Path:
+        return self._directory / f"{meeting}.open"
