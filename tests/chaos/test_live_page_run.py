@@ -64,10 +64,7 @@ def test_the_page_of_a_real_run(run: LiveRun, browser: Browser):
     browser.wait_for(f"parseInt(document.querySelector('#headline').textContent.slice(6)) > {trained}", timeout_s=60)
 
     run.kill("workers", "generate", "--index", "1")
-    browser.wait_for(
-        "document.querySelector('.lane[data-key=generate-1] .word').textContent === 'starting'", timeout_s=60
-    )
-    browser.wait_for(
-        "document.querySelector('.lane[data-key=generate-1] .word').textContent !== 'starting'", timeout_s=60
-    )
+    browser.wait_for("/generate-1[.].*; replaced/.test(document.querySelector('#problems').textContent)")
+    word = "document.querySelector('.lane[data-key=generate-1] .word').textContent"
+    browser.wait_for(f"!['gone', 'starting'].includes({word})")
     assert browser.evaluate("document.querySelectorAll('.lane').length") == 4, "a replaced process has its old lane"
