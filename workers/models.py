@@ -312,7 +312,7 @@ def load_detokenizer(model_dir: Path, *, special: bool = False) -> Detokenize:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {model_dir}: {error}") from error
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return partial(tokenizer.decode, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------

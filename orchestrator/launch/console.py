@@ -10,8 +10,8 @@ import structlog
 from orchestrator.config.run_directory import RunDir
 from orchestrator.http import page_links
 from orchestrator.observability.http.status import read_status
-from orchestrator.observability.live import View, duration, evaluation_line, warnings_of
-from orchestrator.observability.metrics import NewLines, read_metrics
+from orchestrator.observability.live import View, duration, evaluation_line
+from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
 from orchestrator.observability.report.pages import finish_run
 from orchestrator.observability.standing import result_lines
 from transport.broker import keys

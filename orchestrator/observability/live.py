@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import printable
-from orchestrator.observability.metrics import no_gradient_line, reward_components
+from orchestrator.observability.metrics import reward_components
 from transport.broker import keys
 from transport.contracts.messages import STARTING
 
@@ -122,26 +122,6 @@ class TimeLeft:
 
 def _known(line: Mapping[str, Any], formats: Sequence[tuple[str, str]]) -> list[str]:
     return [text.format(line[name]) for name, text in formats if name in line]
-
-
-def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
-    """What is wrong with a trained batch, each as a sentence without "warning"; for terminal, status and live page."""
-    return [text for text in (mismatch_line(line, mismatch_limit), no_gradient_line(line)) if text]
-
-
-def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
-    """Where trainer and engine disagree on the sampled tokens by more than ``limit``; "" where they do not.
-
-    Weights that are ``staleness`` versions apart disagree, too: only at 0 is it the two implementations alone.
-    """
-    found = line.get("logprob_mismatch", 0.0)
-    if not limit or found <= limit:
-        return ""
-    return (
-        f"batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
-        f"(largest {line.get('logprob_mismatch_max', 0.0):.2f}, staleness {line.get('staleness', 0.0):.2f}), "
-        f"more than algorithm.mismatch_limit {limit:g}"
-    )
 
 
 def evaluation_line(line: Mapping[str, Any]) -> str:

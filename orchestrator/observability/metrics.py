@@ -239,6 +239,26 @@ class MetricsLog:
         return line
 
 
+def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
+    """What is wrong with a trained batch, each as a sentence without "warning"; for terminal, status and live page."""
+    return [text for text in (mismatch_line(line, mismatch_limit), no_gradient_line(line)) if text]
+
+
+def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
+    """Where trainer and engine disagree on the sampled tokens by more than ``limit``; "" where they do not.
+
+    Weights that are ``staleness`` versions apart disagree, too: only at 0 is it the two implementations alone.
+    """
+    found = line.get("logprob_mismatch", 0.0)
+    if not limit or found <= limit:
+        return ""
+    return (
+        f"batch {line['batch'] + 1}: logprobs of trainer and engine differ by {found:.3f} on average "
+        f"(largest {line.get('logprob_mismatch_max', 0.0):.2f}, staleness {line.get('staleness', 0.0):.2f}), "
+        f"more than algorithm.mismatch_limit {limit:g}"
+    )
+
+
 def no_gradient_line(line: Mapping[str, Any]) -> str:
     """Why a trained batch taught nothing (its gradient's norm is 0), and what to do; "" where it taught something.
 

@@ -15,10 +15,9 @@ from orchestrator.observability.live import (
     TableView,
     TimeLeft,
     batch_line,
-    mismatch_line,
     progress,
-    warnings_of,
 )
+from orchestrator.observability.metrics import mismatch_line, warnings_of
 from tests.fakes.pipeline_world import PipelineWorld
 from transport.contracts.messages import RankerJudged
 

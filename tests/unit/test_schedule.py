@@ -8,7 +8,7 @@ from transformers.optimization import get_scheduler
 
 from orchestrator.config.schema import violations
 from transport.contracts.settings import LrSchedule, RunSettings, Settings, TrainerSettings
-from workers.algorithms.schedule import learning_rate
+from workers.trainer.policy.policy_learner import learning_rate
 
 
 def theirs(name: str, *, lr: float, warmup: int, total: int, **more: float) -> list[float]:

@@ -19,8 +19,7 @@ from workers.generation.embedded.forward import (
     can_fuse,
 )
 from workers.generation.embedded.slots import SlotDecoder
-from workers.generation.engine import Completion, EngineFailure, GenerationRequest
-from workers.generation.stop_strings import NO_STOPS
+from workers.generation.engine import NO_STOPS, Completion, EngineFailure, GenerationRequest
 
 V0, V1 = WeightIdentity(epoch=1, version=0), WeightIdentity(epoch=1, version=1)
 

@@ -13,8 +13,8 @@ from tests.unit.test_server_parts import OLD, chunk
 from tests.unit.test_slots import by_sample, check_logprobs, decoder_of, request, run_all
 from transport.contracts.settings import GenerationSettings, Settings
 from transport.contracts.types import FinishReason
+from workers.generation.engine import NO_STOPS, StopStrings
 from workers.generation.server.sender import cut
-from workers.generation.stop_strings import NO_STOPS, StopStrings
 
 PIECES = ["a", "b", "</an", "swer", ">!", "\n", "\n\nQ"]
 

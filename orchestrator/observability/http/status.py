@@ -68,8 +68,7 @@ from orchestrator.core.view import longest_running
 from orchestrator.loop.decide import Decider
 from orchestrator.loop.intake import Membership
 from orchestrator.loop.watchdog import Watchdog, shown_wait
-from orchestrator.observability.live import warnings_of
-from orchestrator.observability.metrics import MetricsLog, NewLines
+from orchestrator.observability.metrics import MetricsLog, NewLines, warnings_of
 from orchestrator.observability.report.bubbles import stages, total, usage_by_window
 from orchestrator.observability.report.spans import build_timeline
 from orchestrator.observability.samples import RecentSamples

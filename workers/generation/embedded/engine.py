@@ -39,8 +39,8 @@ from workers.generation.engine import (
     GenerationRequest,
     Result,
     ResultQueue,
+    StopStrings,
 )
-from workers.generation.stop_strings import StopStrings
 from workers.models import check_model_dir, choose_device
 from workers.weights.pull import check_tensors, shown_names
 

@@ -30,11 +30,12 @@ from transport.process.clock import Clock
 from workers.generation.embedded.forward import LoadedModel, PromptSegment, SlotKV, StepBatch
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
+    NO_STOPS,
     Completion,
     GenerationRequest,
     Result,
+    StopStrings,
 )
-from workers.generation.stop_strings import NO_STOPS, StopStrings
 
 BLOCK = 256
 """Vocabulary entries under one step of the coarse CDF: near the square root of 50k-150k tokens, so that the two

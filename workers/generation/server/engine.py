@@ -19,13 +19,12 @@ from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
 from transport.process.clock import Clock
 from workers.errors import EngineHungError, ServerAnswerError, ServerUnavailableError, WeightsMismatchError
-from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue
+from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest, Result, ResultQueue, StopStrings
 from workers.generation.server.client import UPDATE_S, ServerKind, ServerSettings
 from workers.generation.server.sender import SampleSender
 from workers.generation.server.sglang import SGLANG
 from workers.generation.server.upkeep import HeldWeights, ServerUpkeep, hold
 from workers.generation.server.vllm import VLLM
-from workers.generation.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     import torch

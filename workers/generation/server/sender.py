@@ -34,6 +34,7 @@ from workers.errors import ServerAnswerError, ServerUnavailableError, ServerUnre
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
+    NO_STOPS,
     Completion,
     EngineFailure,
     EngineLoad,
@@ -42,7 +43,6 @@ from workers.generation.engine import (
 )
 from workers.generation.server.client import BASE_LABEL, CHUNK_AT_END, Chunk, SampleRequest, ServedSpan
 from workers.generation.server.upkeep import ServerUpkeep
-from workers.generation.stop_strings import NO_STOPS
 
 MAX_SENDINGS = 2
 """A sample that was at two servers when they were lost may be why."""

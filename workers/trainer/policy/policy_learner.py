@@ -10,11 +10,12 @@ is that of the whole mini-batch (to rounding), and a gradient that is not finite
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import structlog
@@ -28,7 +29,6 @@ from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import Settings, TrainerSettings
 from transport.contracts.types import RowId
 from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
-from workers.algorithms.schedule import learning_rate
 from workers.errors import RowsChangedError
 from workers.models import choose_device
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
@@ -362,3 +362,33 @@ def global_norm(gradient: Tensor) -> float:
     .46 s of a step for 135M parameters instead of .02 s; one fp32 sum over all of them was off by 1.4%."""
     pieces = torch.stack([piece.norm() for piece in gradient.split(NORM_PIECE)])
     return float(pieces.norm(dtype=torch.float64))
+
+
+def learning_rate(
+    batch: int,
+    num_batches: int,
+    *,
+    lr: float,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    min_share: float = 0.0,
+    warmup: int = 0,
+) -> float:
+    """The rate of all optimizer steps of a batch: a linear rise over the warm-up, then constant, linear or cosine.
+
+    A pure function of its number, so that it needs no state and survives every restart.
+
+    Args:    batch: from 0.  num_batches: those of the run as it is planned when the batch is closed, which may change
+             while it goes on: the rate is then that of a schedule that was so long from the start. 0: it never falls.
+             lr: the highest.  min_share: of it, left at the end, in [0, 1].  warmup: batches.
+    Returns: in (0, lr] during the warm-up: its first batch moves, its last has the whole rate, as has the one after it.
+             Then in [min_share * lr, lr]; the last batch is one step above the least, so that it moves, too.
+    Source:  transformers' get_linear_schedule_with_warmup and get_cosine_with_min_lr_schedule_with_warmup at step
+             ``batch``; in the warm-up at ``batch + 1``, because their first step has rate 0.
+    """
+    if batch < warmup:
+        return lr * (batch + 1) / warmup
+    if schedule == "constant" or num_batches <= 0:
+        return lr
+    progress = min(1.0, (batch - warmup) / max(1, num_batches - warmup))
+    left = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * (min_share + (1.0 - min_share) * left)
