@@ -21,7 +21,7 @@ export PYTHON VENV_FLAGS TORCH_INDEX
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo '  PRESET=tiny ARGS="--set trainer.lr=2e-5"   for run        TESTS=tests/unit JOBS=0   for test'
+	@echo '  PRESET=tiny ARGS="--set trainer.lr=5e-3"   for run        TESTS=tests/unit JOBS=0   for test'
 	@echo '  NAME=engine ARGS="..."                     for bench      TORCH_INDEX=URL    package index to take torch from'
 
 run: .venv/.ready-run ## train a small LLM by reinforcement learning and watch its reward rise

@@ -6,7 +6,8 @@
     skipped          reason -> commands that were not run for it
 
 All pages share one directory, a copy of the files that git tracks with this checkout's environment, and are tried in
-the order README, CONTRIBUTING, docs: runs that README makes are there for the others. ``.venv/bin`` is not on the path.
+the order README, CONTRIBUTING, docs: runs that README makes are there for the others, also in later calls with the same
+``--keep``. ``.venv/bin`` is not on the path.
 A Valkey server with the password "..." listens on a free port, ``{redis}`` below.
 
 Comments right before a block, invisible where Markdown is rendered, say how it is tried where it cannot be as it is:
@@ -54,7 +55,7 @@ DRY_RUN = ".venv/bin/streamrl-orchestrator run --dry-run --config"
 PASSWORD = "..."  # as the pages print it
 STANDS_FOR = {
     "small": "--set model.path=random:qwen3-tiny --set run.batches=4 --set sampling.max_new_tokens=16 "
-    "--set pipeline.groups_per_batch=4",
+    "--set pipeline.groups_per_batch=4 --set pipeline.drop_no_signal=false",
     "endless": "--set run.batches=1000000 --set generation.engine=emulated --set trainer.engine=emulated",
 }
 """What ``{small}`` and ``{endless}`` say in a comment: a run of seconds, and one that a block can look into."""
@@ -300,7 +301,8 @@ def copy_checkout(target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, target / name)
-    (target / ".venv").symlink_to(ROOT / ".venv")
+    if not (target / ".venv").exists():
+        (target / ".venv").symlink_to(ROOT / ".venv")
     for name in ("pyproject.toml", ".ci/setup"):
         os.utime(target / name, (0, 0))
 
@@ -354,7 +356,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", default="", help="comma-separated; without: all of them")
     parser.add_argument("--list", action="store_true", help="only print what would be run")
-    parser.add_argument("--keep", type=Path, help="try them in this new directory, and keep it")
+    parser.add_argument(
+        "--keep", type=Path, help="try them in this directory, which an earlier call may have left, and keep it"
+    )
     options = parser.parse_args()
     names = options.pages.split(",") if options.pages else pages()
     if options.list:
@@ -364,7 +368,7 @@ def main() -> None:
     started_s = time.monotonic()
     with ExitStack() as stack:
         work = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-docs-")))
-        work.mkdir(parents=True, exist_ok=options.keep is None)
+        work.mkdir(parents=True, exist_ok=True)
         outcomes = try_pages(names, work)
     result = summary(outcomes, time.monotonic() - started_s)
     print(json.dumps(result))

@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from orchestrator.observability.metrics import taught_nothing
+
 ROOT = Path(__file__).parents[1]
 FIRST, LAST = 3, 5
 SETUP_LIMIT_S = 1800.0
@@ -130,8 +132,8 @@ def rise(batches: Metrics) -> Figures:
 
 
 def no_gradient_share(batches: Metrics) -> float:
-    """Share of all batches that taught nothing: the norm of the gradient is exactly 0 in each of their steps."""
-    return round(sum(batch.get("grad_norm") == 0.0 for batch in batches) / len(batches), 4)
+    """Share of all batches that taught nothing."""
+    return round(sum(map(taught_nothing, batches)) / len(batches), 4)
 
 
 def mean_of(name: str, batches: Metrics) -> float | None:

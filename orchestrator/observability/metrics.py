@@ -240,7 +240,7 @@ class MetricsLog:
 
 
 def warnings_of(line: Mapping[str, Any], mismatch_limit: float) -> list[str]:
-    """What is wrong with a trained batch, each as a sentence without "warning"; for terminal, status and live page."""
+    """What is wrong with a trained batch, each as a sentence without "warning": for terminal, live page and report."""
     return [text for text in (mismatch_line(line, mismatch_limit), no_gradient_line(line)) if text]
 
 
@@ -259,12 +259,17 @@ def mismatch_line(line: Mapping[str, Any], limit: float) -> str:
     )
 
 
-def no_gradient_line(line: Mapping[str, Any]) -> str:
-    """Why a trained batch taught nothing (its gradient's norm is 0), and what to do; "" where it taught something.
+def taught_nothing(line: Mapping[str, Any]) -> bool:
+    """Was no row in the steps of a trained batch, or was the norm of their gradient exactly 0?
 
-    An emulated trainer reports no norm.
+    Without a row there was no step, hence no norm; an emulated trainer reports none either, but rows.
     """
-    if line.get("grad_norm") != 0.0:
+    return line.get("rows_in_steps") == 0 or line.get("grad_norm") == 0.0
+
+
+def no_gradient_line(line: Mapping[str, Any]) -> str:
+    """Why a trained batch taught nothing, and what to do; "" where it taught something."""
+    if not taught_nothing(line):
         return ""
     if not line.get("groups_trained"):
         why = "all of its groups were dropped; ask problems that the model solves now and then, or a larger group_size"

@@ -29,6 +29,7 @@ def test_the_rise_is_read_from_the_surviving_lineage(tmp_path: Path) -> None:
 
 def test_batches_whose_gradient_is_zero_are_counted() -> None:
     assert no_gradient_share([{"grad_norm": 0.0}, {"grad_norm": 1e-9}, {"grad_norm": 2.0}, {}]) == 0.25
+    assert no_gradient_share([{"rows_in_steps": 0}, {"rows_in_steps": 8}]) == 0.5
 
 
 def test_the_summary_has_the_named_keys_and_medians() -> None:

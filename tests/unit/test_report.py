@@ -18,7 +18,7 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.config.starts import note_start, read_starts
 from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.journal import Journal
-from orchestrator.observability.metrics import read_file, read_metrics
+from orchestrator.observability.metrics import mismatch_line, no_gradient_line, read_file, read_metrics
 from orchestrator.observability.report import pages
 from orchestrator.observability.report.comparison import Number, Row, compare_runs, labels
 from orchestrator.observability.report.drawing import Series, draw_chart, series_of, to_svg
@@ -126,6 +126,22 @@ def test_the_report_shows_every_part_of_a_run(tmp_path: Path):
     assert "Answer: 3" in text
     assert "11 s" in text
     assert "0.50 → 0.50" in text
+
+
+def test_the_report_warns_of_batches_as_the_terminal_does(tmp_path: Path):
+    run_dir = make_run(tmp_path)
+    lines = [
+        {**line, "grad_norm": 0.0, "groups_trained": 1, "no_signal": 1.0}
+        for line in read_metrics(run_dir / "metrics.jsonl")
+    ]
+    lines[0]["logprob_mismatch"] = 9.0
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (run_dir / "config.toml").open("a") as config:
+        config.write("[algorithm]\nmismatch_limit = 0.1\n")
+    text = Tags(render_report(read_run(run_dir))).text
+    assert "3 warnings, the last: " + no_gradient_line(lines[1]) in text
+    for warning in (mismatch_line(lines[0], 0.1), no_gradient_line(lines[0])):
+        assert warning in text
 
 
 def test_hostile_text_does_nothing_in_the_report(tmp_path: Path):
@@ -355,7 +371,9 @@ def test_a_chart_has_an_axis_for_any_range(values: tuple[float, ...]):
 def test_a_picture_of_the_same_numbers_is_the_same_file_and_its_text_is_text():
     def drawn() -> str:
         names = ("_hidden $\\frac{1}{0}$", "<b>\u4e2d\x1b", "third & last")
-        return to_svg(draw_chart("$x$", [Series(name=name, points=[(1, 1.0), (2, 3.0)]) for name in names]))
+        chart = draw_chart("$x$", [Series(name=name, points=[(1, 1.0), (2, 3.0)]) for name in names])
+        assert chart
+        return to_svg(chart)
 
     svg = drawn()
     assert svg == drawn()

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from orchestrator.config.run_directory import RunDir, journal_of
 from orchestrator.errors import ConfigError, printable, writing_out
+from orchestrator.observability.metrics import warnings_of
 from orchestrator.observability.report.bubbles import Cause, Usage
 from orchestrator.observability.report.comparison import COLUMNS, LAST, Comparison, compare_runs, outcomes, tables
 from orchestrator.observability.report.drawing import (
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
-MAX_TROUBLES = 200  # lines of what failed; a run with more has a reason that shows in the first ones
+MAX_TROUBLES = 200  # lines of what failed, and of warnings; a run with more has a reason that shows in the first ones
 
 CHARTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "Reward": {
@@ -138,6 +139,7 @@ def render_report(run: RunRecord) -> str:
     if len(idle) > 1:
         idle.append(_usage_row("generation, all", run.usage_of("generation")))
     against, changed = changed_settings(run)
+    limit = run.settings.get("algorithm.mismatch_limit", 0.0)
     return (
         _templates()
         .get_template("report.html")
@@ -156,6 +158,7 @@ def render_report(run: RunRecord) -> str:
             ],
             causes={cause.value: CAUSE_COLORS[cause] for cause in Cause},
             idle=[*idle, _usage_row("trainer", run.usage_of("trainer"))],
+            warnings=[warning for line in run.lines for warning in warnings_of(line, limit)],
             troubles=[[f"{mark.at_s:.1f} s", mark.track, mark.name] for mark in run.troubles],
             max_troubles=MAX_TROUBLES,
         )
