@@ -172,10 +172,11 @@ class Gallery:
     def draw_terminal(self, run: Run, work: Path) -> None:
         console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
         console.print(run.terminal.shown())
-        svg = work / "terminal.svg"
-        console.save_svg(str(svg), title=" ".join(run.command[:4]))
-        across, *_ = re.findall(r'viewBox="0 0 ([\d.]+) ', svg.read_text(encoding="utf-8"))
-        self.draw("terminal", svg.as_uri(), width=round(float(across)))
+        drawn = console.export_svg(title=" ".join(run.command[:4]))
+        ((width, height),) = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)
+        svg = work / "terminal.svg"  # without a size of its own it would be as high as the window
+        svg.write_text(drawn.replace("<svg ", f'<svg width="{width}" height="{height}" ', 1), encoding="utf-8")
+        self.draw("terminal", svg.as_uri(), width=round(float(width)))
 
 
 def call(*arguments: str, cwd: Path) -> None:
