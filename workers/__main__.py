@@ -29,7 +29,7 @@ from transport.contracts.settings import BrokerSettings, Name
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import MISTAKES, BrokerFullError, DirectoryError, FatalError, StreamError
 from transport.process import faults
-from transport.process.programs import add_version, configure_logs, with_options
+from transport.process.programs import add_version, configure_logs, ending_signals, with_options
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.base import parse_ports
 from workers.errors import (
@@ -278,9 +278,7 @@ def storage_unit(
 
     It joins no run, and ends by a signal, with all that it holds.
     """
-    ending = {signal.SIGINT, signal.SIGTERM}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        ending.add(signal.SIGHUP)
+    ending = ending_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # before the imports: numpy starts threads, which inherit it
     from transport.rows.units import StorageUnit
     from transport.tensors.base import Endpoint

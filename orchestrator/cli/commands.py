@@ -60,7 +60,7 @@ app.command(
 def _find(given: Path) -> Path:
     """A run may also be named as ``run --name`` does: below the directory where runs are kept by default."""
     below = Path(Settings().run.dir) / given
-    return below if not given.exists() and below.exists() else given
+    return below if not RunDir(given).exists() and below.exists() else given
 
 
 RunDirectory = Annotated[
@@ -288,12 +288,12 @@ def report(
 
 @app.command(help="Put several runs side by side in one HTML file: results, settings that differ, curves, timelines.")
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of the runs.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUNS", help="Directories of the runs, or their names.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("comparison.html"),
 ) -> None:
     from orchestrator.observability.report import pages
 
-    raise typer.Exit(pages.compare(run_dirs, out))
+    raise typer.Exit(pages.compare([_find(run_dir) for run_dir in run_dirs], out))
 
 
 def _control(request: str, text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from orchestrator.loop.intake import read_statuses
 from orchestrator.observability.http.status import read_status
 from orchestrator.observability.live import batch_line, blocked_line, progress, ranker_line, scaling_line
 from orchestrator.observability.metrics import read_file
-from orchestrator.observability.standing import State, read_standing
+from orchestrator.observability.standing import Standing, State, read_standing
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, Pending, parse_entry_id
 from transport.contracts.messages import WorkerStatus
@@ -51,11 +51,12 @@ async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, foll
     async with open_run(run_dir, broker_url) as (rundir, settings, broker):
         if only_audit:
             return _print_audit(console, await audit_run(rundir, settings, broker))
-        snapshot = await take_snapshot(broker)
+        standing, snapshot = read_standing(rundir.path), await take_snapshot(broker)
+        if not _may_be_live(standing):
+            snapshot = replace(snapshot, status={}, workers=())  # they outlast their writers by their time to live
         for link in page_links(rundir.api_address, rundir.api_secret) if snapshot.status else ():
             console.print(f"live page {link}", markup=False, soft_wrap=True)
-        standing = read_standing(rundir.path)
-        said = State.LIVE if snapshot.status else standing  # live on another host, whose locks are not seen here
+        said = State.LIVE if snapshot.status else standing
         console.print(f"run {snapshot.run}  {rundir.path}  {said}", markup=False, soft_wrap=True)
         if standing.go_on and not snapshot.status and standing.go_on not in standing.why:
             console.print(f"go on with: {standing.go_on}", markup=False, soft_wrap=True)
@@ -68,6 +69,12 @@ async def _main(run_dir: Path, broker_url: str | None, *, only_audit: bool, foll
         if follow:
             await follow_run(console, broker)
         return 0
+
+
+def _may_be_live(standing: Standing) -> bool:
+    """It is, or it left no word of its end and is live on another host, whose locks are not seen here."""
+    unknown = standing.state in (State.CRASHED, State.NEW) and standing.settings.broker.url
+    return standing.state is State.LIVE or bool(unknown)
 
 
 async def follow_run(console: Console, broker: Broker, *, every_s: float = FOLLOW_S, away_s: float = AWAY_S) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
@@ -87,11 +88,20 @@ def resume_command(run_dir: Path, settings: Settings, *changes: str) -> str:
     """How its user goes on with a run of this machine. A broker of the user's own is named again: its password goes to
     no address that only a file names.  changes: ``section.key=value``.
     """
+    named = [f"broker.url={settings.broker.url}"] if settings.broker.url else []
+    return _resuming("run", "--name", run_dir, named + list(changes))
+
+
+def serve_command(run_dir: Path, settings: Settings, *changes: str) -> str:
+    """How its user goes on with the control plane alone, which ``serve`` was."""
+    return _resuming("serve", "--run", run_dir, changes, "--broker", settings.broker.url)
+
+
+def _resuming(verb: str, named: str, run_dir: Path, changes: Iterable[str], *more: str) -> str:
     whole = Path(os.path.abspath(run_dir))  # also where "." was given
     elsewhere = [] if whole.parent == Path("runs").absolute() else ["--dir", whole.parent]
-    named = [f"broker.url={settings.broker.url}"] if settings.broker.url else []
-    sets = [word for each in (*named, *changes) for word in ("--set", each)]
-    return command("streamrl-orchestrator", "run", "--resume", "--name", whole.name, *elsewhere, *sets)
+    sets = [word for change in changes for word in ("--set", change)]
+    return command("streamrl-orchestrator", verb, "--resume", named, whole.name, *more, *elsewhere, *sets)
 
 
 class RunDir:

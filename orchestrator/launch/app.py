@@ -36,12 +36,12 @@ import structlog
 import uvloop
 
 from orchestrator.config.load import Resolved, render, resolve
-from orchestrator.config.run_directory import RunDir
+from orchestrator.config.run_directory import RunDir, serve_command
 from orchestrator.config.starts import note_start
 from orchestrator.core.model.groups import Stage
 from orchestrator.core.state import PipelineState
 from orchestrator.core.view import rows_reported
-from orchestrator.errors import ConfigError, Interrupted, RunFailedError
+from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
 from orchestrator.http import check_listening, open_listener, run_key, serve_http
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.launch.console import RunConsole
@@ -71,7 +71,7 @@ from orchestrator.observability.http.status import PageHistory, StatusBoard, pub
 from orchestrator.observability.live import PlainView
 from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
-from orchestrator.observability.standing import noting_end
+from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from orchestrator.prompts.source import (
     ShuffledSource,
     held_out,
@@ -102,7 +102,7 @@ from transport.contracts.user_files import identify_model
 from transport.errors import TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
-from transport.process.programs import command, configure_logs
+from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
 from transport.rows.columns import RowStore
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -127,16 +127,21 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
 
 
 def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> int:
-    """Claim the run's directory and serve it.
+    """Claim the run's directory and serve it. Returns 0, also at once for a finished run, whose files stay as they are.
 
-    resume: the run is there already.  reopen: end its pause, too; its end is undone in any case.
+    resume: the run is there already.  reopen: end its pause, too; its end is undone in any case where more is asked.
     model_dir: None prepares ``model.path``; only its tokenizer is used here.
     Raises: ConfigError without a broker; RunExistsError; Interrupted when a signal came before the run was over.
     """
-    if not resolved.settings.broker.url:
+    settings = resolved.settings
+    if not settings.broker.url:
         raise ConfigError("serve starts no broker: name one with --broker", key="broker.url")
-    check_listening(resolved.settings.api)
-    check_inputs(resolved.settings)
+    run_dir = Path(settings.run.dir) / settings.run.name
+    if resume and (said := nothing_left(read_standing(run_dir), settings, serve_command)):
+        print(said)
+        return ExitCode.OK
+    check_listening(settings.api)
+    check_inputs(settings)
     configure_logs(process="orchestrator")
     return _run(_alone(resolved, resume=resume, reopen=reopen, model_dir=model_dir))
 
@@ -308,8 +313,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         log.warning(
             "the journal had two writers; records of the one that was replaced are void", records=recovered.num_void
         )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for number in ending_signals():
+        asyncio.get_running_loop().add_signal_handler(number, ended.stop, number)
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
@@ -389,11 +394,16 @@ async def open_prompts(
 
 
 class Ending(asyncio.Event):
-    """Set when the run is over (``finished``; ``failure``: why it failed, "" when it did not), or by a first SIGTERM or
-    SIGINT, which ends this process and not the run."""
+    """Set when the run is over (``finished``; ``failure``: why it failed, "" when it did not), or by a first
+    signal, which ends this process and not the run."""
 
     finished = False
     failure = ""
+
+    def stop(self, number: signal.Signals) -> None:
+        if number is signal.SIGHUP:
+            leave_terminal()
+        self.set()
 
     def finish(self, command: FinishRun) -> None:
         self.finished = True

@@ -8,11 +8,13 @@ from contextlib import suppress
 import structlog
 
 from orchestrator.config.run_directory import RunDir
+from orchestrator.config.starts import read_starts
 from orchestrator.http import page_links
 from orchestrator.observability.http.status import read_status
 from orchestrator.observability.live import View, duration, evaluation_line
 from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
-from orchestrator.observability.report.pages import finish_run
+from orchestrator.observability.report.pages import END_BATCHES, finish_run
+from orchestrator.observability.report.record import ends_of, last_of_each
 from orchestrator.observability.standing import result_lines
 from transport.broker import keys
 from transport.broker.base import Broker
@@ -112,16 +114,18 @@ class RunConsole:
 
     def summary(self, seconds: float) -> str:
         """What came of a run that took so long, and where it lies."""
-        lines = read_metrics(self._rundir.metrics)
-        done = f"finished in {duration(seconds)}"
+        lines = last_of_each(read_metrics(self._rundir.metrics), "batch")
+        resumed = " since it was resumed" if len(read_starts(self._rundir)) > 1 else ""
+        done = f"finished in {duration(seconds)}{resumed}"
         if self._settings.trainer.engine == "none":
             parts = [done]
         elif not lines:
             parts = [f"{done} without a trained batch; see {self._rundir.logs}"]
         else:
-            ends = (lines[0].get("reward"), lines[-1].get("reward"))
-            rewards = " -> ".join("none" if reward is None else f"{reward:.2f}" for reward in ends)
-            parts = [f"{done}: {len(lines)} batches", f"reward {rewards}"]
+            parts = [f"{done}: {len(lines)} batches"]
+            if ends := ends_of(lines, "reward", END_BATCHES):  # what the report says first, too
+                first, last, count = ends
+                parts.append(f"reward {first:.2f} -> {last:.2f}" + (f" (means of {count})" if count > 1 else ""))
         if restarts := self._restarts():
             parts.append(f"{restarts} restart" + "s" * (restarts > 1))
         if self._given_up:

@@ -57,7 +57,7 @@ from transport.contracts.settings import Settings, public
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import BrokerUnavailableError, DirectoryError, StreamError, TransientError, first_error
 from transport.process.clock import MonotonicClock
-from transport.process.programs import configure_logs, shown
+from transport.process.programs import configure_logs, ending_signals, leave_terminal, shown
 from transport.process.secret import BROKER_PASSWORD, SHARED_SECRET
 from transport.tensors.shm import segment_directories, sweep_stale
 
@@ -67,6 +67,11 @@ POLL_S = 0.5
 STOP_GRACE_S = 15.0
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
+STOPPED_BY = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM, as the command stop sends",
+    signal.SIGHUP: "SIGHUP, as a terminal that is closed sends",
+}
 
 
 def run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
@@ -134,8 +139,8 @@ class Supervisor:
     async def run(self) -> None:
         """Start everything, wait for the trainer's clean end or for what stops the run, stop everything."""
         loop = asyncio.get_running_loop()
-        for number, by in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM, as the command stop sends")):
-            loop.add_signal_handler(number, self._stop, by)
+        for number in ending_signals():
+            loop.add_signal_handler(number, self._stop, number)
         started_s = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
@@ -163,8 +168,10 @@ class Supervisor:
             await self._until_stopped(self._supervise(broker, fleet))
         self._view.note(self._console.summary(time.monotonic() - started_s))
 
-    def _stop(self, by: str) -> None:
-        self._stopped_by = self._stopped_by or by
+    def _stop(self, number: signal.Signals) -> None:
+        if number is signal.SIGHUP:
+            leave_terminal()
+        self._stopped_by = self._stopped_by or STOPPED_BY[number]
         self._stopping.set()
 
     async def _reopen(self, broker: Broker) -> None:

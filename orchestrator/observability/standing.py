@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -167,8 +167,10 @@ def result_lines(rundir: RunDir) -> list[str]:
     return [f"  {name:8} {shown(path)}" for name, path in results.items() if path.exists()]
 
 
-def nothing_left(standing: Standing, wanted: Settings) -> str:
-    """What to say to ``--resume`` of a finished run that ``wanted`` asks no more of; "" where there is more to do."""
+def nothing_left(standing: Standing, wanted: Settings, go_on: Callable[..., str] = resume_command) -> str:
+    """What to say to ``--resume`` of a finished run that ``wanted`` asks no more of; "" where there is more to do.
+
+    go_on: the command for it, of the directory, the settings and what is changed."""
     before = standing.settings
     if standing.state is not State.FINISHED or wanted.run.batches > (standing.num_batches or 0):
         return ""
@@ -182,6 +184,6 @@ def nothing_left(standing: Standing, wanted: Settings) -> str:
         [
             f"{rundir.path} {standing}; nothing was changed",
             *result_lines(rundir),
-            f"go on with: {resume_command(rundir.path, before, more)}",
+            f"go on with: {go_on(rundir.path, wanted, more)}",
         ]
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +15,7 @@ import pytest
 
 from orchestrator.observability.report import pages
 from orchestrator.observability.report.bubbles import Cause
+from orchestrator.observability.standing import State, read_standing
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.tensors.shm import SHARED_MEMORY
 
@@ -60,6 +65,28 @@ def check_trace(run: LiveRun) -> None:
     assert kinds.count("sample") >= trained
     assert kinds.count("step") == 20
     assert {"round", "publish", "load", "scoring", "checkpoint", "wait", "trouble"} <= set(kinds)
+
+
+def test_a_run_whose_terminal_is_closed_is_stopped_and_not_crashed(tmp_path: Path):
+    master, terminal = pty.openpty()
+    done = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", *(f"--set={one}" for one in QUICK)],
+        cwd=tmp_path,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    shown = b""
+    while b"live page" not in shown:
+        shown += os.read(master, 65536)
+    os.close(master)
+    done.send_signal(signal.SIGHUP)  # as its shell does
+    assert done.wait(timeout=60) == 130
+    standing = read_standing(tmp_path / "runs" / "tiny")
+    assert (standing.state, standing.why) == (State.STOPPED, "by SIGHUP, as a terminal that is closed sends")
+    assert standing.go_on
 
 
 def test_ctrl_c_says_how_to_go_on_and_leaves_a_report_and_resume_finishes(tmp_path: Path):

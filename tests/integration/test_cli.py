@@ -49,6 +49,15 @@ def test_a_file_alone_lies_over_the_defaults_and_nothing_over_the_main_preset(tm
     assert 'name = "smollm2"  # preset smollm2' in cli("run", "--dry-run", cwd=tmp_path).stdout
 
 
+def test_a_run_is_found_by_its_name_also_beside_a_directory_that_is_called_alike(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text("")
+    for arguments in (["report", "mine"], ["compare", "mine", "mine"]):
+        assert "runs/mine holds no run (no journal)" in cli(*arguments, cwd=tmp_path).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

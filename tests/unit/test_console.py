@@ -30,6 +30,15 @@ async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys:
     assert console.summary(3.0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
 
 
+async def test_the_summary_counts_a_batch_that_was_trained_again_once(tmp_path: Path):
+    rundir = RunDir(tmp_path)
+    lines = [{"batch": batch, "reward": reward} for batch, reward in ((0, 0.1), (1, 0.9), (1, 0.5))]
+    rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rundir.starts.write_text('{"started": "2026-01-01T00:00:00+00:00"}\n' * 2)
+    said = RunConsole(Settings(), rundir, PlainView()).summary(3.0)
+    assert said.startswith("finished in 3 s since it was resumed: 2 batches  reward 0.10 -> 0.50")
+
+
 def status_with(**scoring: object) -> bytes:
     worker = {"worker": "score-0.1", "doing": "waiting", "counters": {}, **scoring}
     return json.dumps({"trained_version": 0, "num_batches": 2, "workers": [worker]}).encode()

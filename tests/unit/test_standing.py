@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -12,14 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.cli import runs
+from orchestrator.cli import inspect, runs
+from orchestrator.cli.control import open_run
 from orchestrator.config.load import render, resolve
 from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.errors import Interrupted, RunFailedError
 from orchestrator.journal import Journal
+from orchestrator.launch import app
 from orchestrator.observability.standing import State, nothing_left, noting_end, read_standing
 from tests.fakes.pipeline_world import PipelineWorld
+from transport.broker import keys
 from transport.contracts.messages import JournalRecord, PauseRequested, RunResumed, StopRequested
 from transport.contracts.settings import Settings
 
@@ -112,6 +116,34 @@ def test_a_finished_run_is_left_alone_until_more_is_asked_of_it(tmp_path: Path):
     assert said.splitlines()[-1].endswith("--set run.batches=4")
     more = msgspec.structs.replace(standing.settings, run=msgspec.structs.replace(standing.settings.run, batches=3))
     assert nothing_left(standing, more) == ""
+
+
+def test_serve_leaves_a_finished_run_alone_without_asking_for_its_broker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rundir = new_run(tmp_path)
+    train(rundir)
+    before = files_of(rundir.path)
+    resolved = resolve(None, [], ["broker.url=redis://127.0.0.1:1"], {}, stored=rundir.config)
+    assert app.main_alone(resolved, resume=True, reopen=True, model_dir=None) == 0
+    assert files_of(rundir.path) == before
+    said = capsys.readouterr().out
+    assert "finished" in said
+    assert "nothing was changed" in said
+    assert "serve --resume --run x --broker redis://127.0.0.1:1" in said.splitlines()[-1]
+
+
+async def test_what_a_status_says_that_outlived_its_run_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rundir = new_run(tmp_path)
+    train(rundir, drained=True)
+    async with open_run(rundir.path) as (_, _, broker):
+        await broker.put_meta(keys.STATUS, json.dumps({"elapsed_s": 1.0}).encode(), ttl_s=60.0)
+    await asyncio.to_thread(inspect.main, rundir.path, audit=False, follow=False)
+    said = capsys.readouterr().out.splitlines()
+    assert "stopped" in said[0]
+    assert said[1].startswith("go on with: ")
 
 
 def test_the_list_has_every_run_also_one_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,6 +11,7 @@ import platform
 import shlex
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,21 @@ def python_module(module: str, *arguments: str) -> list[str]:
     a library would come before it.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """What asks this process to end: the end of its terminal does, too, unless nohup says otherwise."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGINT, signal.SIGTERM, *hang_up
+
+
+def leave_terminal() -> None:
+    """Write nothing more to a terminal that is gone: a word to it raises, which would end this process otherwise."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # a file or a pipe goes on
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 # --- what a user is told to type --------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.process.clock import Clock
+from transport.process.programs import ending_signals
 from workers.leases.announce import event_entry
 
 log = structlog.get_logger(__name__)
@@ -292,11 +292,10 @@ async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping
 
 
 def _stop_on_signal() -> asyncio.Event:
-    """Set by whatever asks a process to end. A terminal that is closed does, too, unless nohup says otherwise."""
+    """Set by whatever asks a process to end."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
+    for number in ending_signals():
         loop.add_signal_handler(number, stopping.set)
     return stopping
 
