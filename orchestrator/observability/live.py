@@ -55,7 +55,8 @@ def batch_line(line: Mapping[str, Any], num_batches: int | None = None, *, left_
         if name in line and (line[name] or name in EVEN_IF_0)
     }
     for name, value in components.items():
-        found[name] = f"{name.replace('_', '-')} " + (f"{value:4.0%}" if name in SHARES else f"{value:.2f}")
+        share = name.removesuffix("_with_filtered") in SHARES
+        found[name] = f"{name.replace('_', '-')} " + (f"{value:4.0%}" if share else f"{value:.2f}")
     if left_s is not None:
         found["left"] = f"{duration(left_s)} left"
     order = ["reward", *components, *NUMBERS, "left"]

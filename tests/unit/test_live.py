@@ -25,6 +25,7 @@ from transport.contracts.messages import RankerJudged
 def test_a_batch_is_one_line_of_what_is_known():
     line = {"batch": 2, "reward": 0.25, "right": 0.5, "seconds": 4.0}
     assert batch_line(line, 40, left_s=148.0) == "batch 3/40   reward 0.250  right  50%  4.0 s  2 min 28 s left"
+    assert batch_line({"batch": 2, "right_with_filtered": 0.75}) == "batch 3  right-with-filtered  75%"
 
 
 def test_a_batch_has_the_users_own_components_and_fits_100_columns():
