@@ -27,6 +27,7 @@ import gc
 import signal
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -36,7 +37,7 @@ import structlog
 import uvloop
 
 from orchestrator.config.load import Resolved, render, resolve
-from orchestrator.config.run_directory import RunDir, serve_command
+from orchestrator.config.run_directory import RunDir, resume_command, serve_command
 from orchestrator.config.starts import note_start
 from orchestrator.core.model.groups import Stage
 from orchestrator.core.state import PipelineState
@@ -122,8 +123,10 @@ def main(*, run: str, broker_url: str, run_dir: Path, model_dir: Path, environ: 
     """Serve ``run`` until it is over. Raises StreamError, or ConfigError for a damaged config.toml in ``run_dir``."""
     configure_logs(process="orchestrator")
     faults.arm(environ.get("STREAMRL_FAULTS", ""))
-    settings = resolve(None, [], [f"broker.url={broker_url}"], environ, stored=RunDir(run_dir).config).settings
-    return _run(_connected(settings, RunName(run), run_dir, model_dir))
+    stored = RunDir(run_dir).config
+    settings = resolve(None, [], [f"broker.url={broker_url}"], environ, stored=stored).settings
+    go_on = resume_command(run_dir, resolve(None, [], [], {}, stored=stored).settings)
+    return _run(_connected(settings, RunName(run), run_dir, model_dir, go_on=go_on))
 
 
 def main_alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: Path | None) -> int:
@@ -180,7 +183,9 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
         console, started_s = RunConsole(settings, rundir, view), time.monotonic()
         note_start(rundir, resolved)
         with noting_end(rundir):
-            if not await _connected(settings, name, rundir.path, model_dir, reopen=resume and reopen, alone=True):
+            go_on = serve_command(rundir.path, settings)
+            end = _connected(settings, name, rundir.path, model_dir, go_on=go_on, reopen=resume and reopen, alone=True)
+            if not await end:
                 raise _interrupted()
         console.write_report()
         view.note(console.summary(time.monotonic() - started_s))
@@ -199,13 +204,20 @@ def join_commands(settings: Settings) -> list[str]:
 
 
 async def _connected(
-    settings: Settings, run: RunName, run_dir: Path, model_dir: Path, *, reopen: bool = False, alone: bool = False
+    settings: Settings,
+    run: RunName,
+    run_dir: Path,
+    model_dir: Path,
+    *,
+    go_on: str,
+    reopen: bool = False,
+    alone: bool = False,
 ) -> bool:
     broker = await connect(settings.broker, run, url=settings.broker.url)
     try:
         if reopen:
             await append_event(broker, RunResumed())
-        return await serve(settings, broker, run_dir, model_dir)
+        return await serve(settings, broker, run_dir, model_dir, go_on=go_on)
     finally:
         if alone:  # a supervisor tells its children itself
             await see_off(broker, limit_s=settings.liveness.lease_s)
@@ -231,8 +243,10 @@ async def see_off(broker: Broker, *, limit_s: float) -> None:
 # -- the pipeline
 
 
-async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path) -> bool:
+async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Path, *, go_on: str = "") -> bool:
     """Orchestrate the run until it is finished or a signal comes. Returns whether it is finished.
+
+    go_on: the command that goes on with it, for its page.
 
     First the epoch, so that the broker refuses whatever an orchestrator before this one still commands; then the
     journal's lock, for which that one must have left; then the journal, which no other process changes any more.
@@ -245,10 +259,11 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
         await check_new(broker, rundir)
     epoch = await broker.acquire_epoch("orchestrator", at_least=newest_epoch(rundir.journal))
     async with sole_writer(rundir.journal):
-        return await _serve(settings, broker, rundir, model_dir, Fence(role="orchestrator", epoch=epoch))
+        fence = Fence(role="orchestrator", epoch=epoch)
+        return await _serve(settings, broker, rundir, model_dir, fence, go_on)
 
 
-async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: Path, fence: Fence) -> bool:
+async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: Path, fence: Fence, go_on: str) -> bool:
     """``serve`` with the right to write: recover, wire, run every loop until the end, flush."""
     journal, recovered = Journal.open(rundir.journal, epoch=fence.epoch)
     state, restated = recover_state(settings, journal, recovered)
@@ -273,7 +288,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         service = Service(settings, state, broker, rows, lambda event: inbox.put(Arrival(event)), requests, detokenize)
     membership = Membership(broker, settings.liveness.lease_s, clock)
     history = PageHistory(rundir.metrics, membership, samples, clock)
-    board = StatusBoard(clock)
+    board = StatusBoard(clock, go_on=go_on)
 
     def observe(event: Event, commands: Sequence[Command], now_s: float) -> None:
         watchdog.observe(event)
@@ -350,6 +365,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         try:
             async with asyncio.timeout(FLUSH_S):
                 await decider.snapshot()
+                if not ended.finished and (why := await _stopped_by(broker)):
+                    await board.last_words(why)
         except TimeoutError:
             log.warning("the broker did not take the last commands; they are carried out at the next start")
         for loop in loops:
@@ -360,6 +377,15 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     if ended.failure:
         raise RunFailedError(ended.failure)
     return ended.finished
+
+
+async def _stopped_by(broker: Broker) -> str:
+    """What ended this process, where that is the end of the run for now; "" where its supervisor starts it again."""
+    with suppress(TransientError):
+        if said := await broker.get_meta(keys.STOPPED):
+            return said.decode()
+        return "" if await broker.get_meta(keys.SUPERVISOR) else "by a signal"
+    return ""
 
 
 async def open_ranking(settings: Settings, rundir: RunDir, clock: Clock, inbox: Inbox) -> Ranking | None:

@@ -65,6 +65,7 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
+TELL_S = 1.0
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
 STOPPED_BY = {
@@ -158,6 +159,7 @@ class Supervisor:
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
+            stack.push_async_callback(self._tell_stop, broker)
             secrets = {BROKER_PASSWORD: password, SHARED_SECRET: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
@@ -173,6 +175,13 @@ class Supervisor:
             leave_terminal()
         self._stopped_by = self._stopped_by or STOPPED_BY[number]
         self._stopping.set()
+
+    async def _tell_stop(self, broker: Broker) -> None:
+        """Leave the orchestrator the reason for the signal that it gets next, for the pages that show it."""
+        if self._stopped_by:
+            with suppress(TransientError, TimeoutError):
+                async with asyncio.timeout(TELL_S):
+                    await broker.put_meta(keys.STOPPED, f"by {self._stopped_by}".encode(), ttl_s=STOP_GRACE_S)
 
     async def _reopen(self, broker: Broker) -> None:
         """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
@@ -328,7 +337,7 @@ class Supervisor:
     async def _report_loss(self, broker: Broker, pid: int) -> None:
         """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
         with suppress(TransientError, TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(TELL_S):
                 for worker_id, status in read_statuses(await broker.leases()).items():
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")

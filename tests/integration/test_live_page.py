@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.http import open_listener, serve_http
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
-from orchestrator.observability.http.status import CELLS, Curves, LaneHistory, StatusBoard
+from orchestrator.observability.http.status import CELLS, LAST_WORDS_S, Curves, LaneHistory, StatusBoard
 from tests.fakes.browser import Browser, find_chromium
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
@@ -39,6 +40,7 @@ WORKERS = ("generate-0.1", "generate-1.2", "score-0.1", "train-0.1", "train-1.1"
 
 
 KEY, RUN = "hush&more", RunName("page")
+GO_ON = "streamrl-orchestrator run --resume --name page"
 
 
 class LivePage:
@@ -46,7 +48,7 @@ class LivePage:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.board = StatusBoard(MonotonicClock())
+        self.board = StatusBoard(MonotonicClock(), go_on=GO_ON)
         self.server = MemoryServer()
         self.page_history = page_history()
         self.status = status()
@@ -392,6 +394,22 @@ def test_old_news_are_called_old_and_the_page_recovers_by_itself(page: LivePage,
     page.tell(trained_version=13)
     browser.wait_for("document.querySelector('#headline').textContent.startsWith('batch 13/40')")
     assert browser.evaluate("document.body.dataset.link") == "live"
+
+
+def test_a_run_that_was_stopped_says_so_and_how_to_go_on_until_it_does(page: LivePage, browser: Browser):
+    show(browser, page)
+    began_s = time.monotonic()
+    asyncio.run(page.board.last_words("by Ctrl-C"))
+    assert time.monotonic() - began_s >= LAST_WORDS_S, "a page that asks every second hears of it"
+    page.stop()
+    browser.wait_for("document.body.dataset.link === 'stopped'")
+    assert browser.text("#health") == "Stopped"
+    assert browser.text("#wait") == f"Stopped by Ctrl-C; go on with: {GO_ON}"
+    assert "left" not in browser.text("#headline")
+    page.board = StatusBoard(MonotonicClock(), go_on=GO_ON)
+    page.start()
+    page.tell(trained_version=13)
+    browser.wait_for("document.body.dataset.link === 'live'")
 
 
 def test_a_status_that_stands_still_is_old_too(page: LivePage, browser: Browser):

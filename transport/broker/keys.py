@@ -19,6 +19,7 @@ STATE = "state"  # what the run is doing as a whole; workers leave when it is ST
 STATE_RUNNING = b"running"
 STATE_FINISHED = b"finished"
 SUPERVISOR = "supervisor"  # its pid, written all the time, so that it notices a broker that takes no writes
+STOPPED = "stopped"  # by what the supervisor was asked to end, written before it ends its processes
 TAKES_WRITES = "takes-writes"
 """Written before anything is concluded from missing leases. A full server answers reads and refuses leases, so that a
 worker's silence then says nothing about the worker."""

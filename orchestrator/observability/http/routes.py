@@ -71,7 +71,7 @@ class Api:
     async def status(self, request: Request) -> Response:
         if not self._board.latest:
             raise HTTPException(503, "the run is starting")
-        return answer({**self._board.latest, "age_s": round(self._board.age_s, 1)})
+        return answer(self._board.answer())
 
     async def history(self, request: Request) -> Response:
         return answer(self._page_history())

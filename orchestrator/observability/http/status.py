@@ -32,6 +32,8 @@ warnings             what is wrong with that batch: [sentence]
 num_lost, lost       workers that were lost since the orchestrator started, and the newest of them, oldest first:
                      [{worker, reason, at_s}]; those that were asked to go do not count
 given_up             why the oldest dead letter was given up, "" where there is none
+age_s, stopped,      only over HTTP: how old all this is, seconds; what the run is just stopped by, "" else; the command
+go_on                that then goes on with it
 
 And what the live page shows of the past, gathered while the run goes on (``/history``):
 
@@ -54,6 +56,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -100,12 +103,18 @@ TIME_TO_LIVE_S = 10.0  # a status older than this is none: the orchestrator is a
 MAX_LOST = 8  # workers that are named
 
 
-class StatusBoard:
-    """The newest status, and how old it is; who was lost. ``latest`` is empty before the first."""
+LAST_WORDS_S = 1.5  # a page asks every second
 
-    def __init__(self, clock: Clock) -> None:
+
+class StatusBoard:
+    """The newest status, and how old it is; who was lost; why the run stops. ``latest`` is empty before the first."""
+
+    def __init__(self, clock: Clock, *, go_on: str = "") -> None:
+        """go_on: the command that goes on with the run once it was stopped."""
         self.clock = clock
+        self._go_on, self._stopped = go_on, ""
         self._at_s = clock.now_s()
+        self._asked_s = -math.inf
         self.latest: dict[str, Any] = {}
         self.num_lost = 0
         self.lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST)
@@ -118,6 +127,17 @@ class StatusBoard:
     def put(self, status: dict[str, Any]) -> None:
         self.latest = status
         self._at_s = self.clock.now_s()
+
+    def answer(self) -> dict[str, Any]:
+        """``latest`` as who asks over HTTP gets it."""
+        self._asked_s = self.clock.now_s()
+        return {**self.latest, "age_s": round(self.age_s, 1), "stopped": self._stopped, "go_on": self._go_on}
+
+    async def last_words(self, stopped: str) -> None:
+        """Answer with why the run stops, for as long as a page takes to ask again, where one asked lately."""
+        self._stopped = stopped
+        if self.clock.now_s() - self._asked_s < 2 * LAST_WORDS_S:
+            await asyncio.sleep(LAST_WORDS_S)
 
     @property
     def age_s(self) -> float:

@@ -16,6 +16,7 @@ import { showBubbles, showLastMinute } from "./usage.js";
 const STATUS_MS = 1000;
 const HISTORY_MS = 2000;
 const HIDDEN_MS = 5000;
+const ENDED_S = 30; // an orchestrator that died is back by then
 const STALE_S = 4; // the orchestrator publishes twice a second
 
 let status = null;
@@ -76,11 +77,11 @@ async function pollHistory() {
 
 // -- the head of the page
 
-/** How the run is, or why nothing is known of it. body[data-link]: locked, connecting, live, away, over. */
+/** How the run is, or why nothing is known of it. body[data-link]: locked, connecting, live, away, stopped, over. */
 function showHead() {
   const silent_s = (performance.now() - newsAt) / 1000;
   const away = problem || (silent_s > STALE_S ? "the orchestrator is away" : "");
-  const link = !hasKey() ? "locked" : !status ? "connecting" : status.finish_reason || (away && (allTrained() || isDraining())) ? "over" : away ? "away" : "live";
+  const link = !hasKey() ? "locked" : !status ? "connecting" : linkOf(away);
   document.body.dataset.link = link;
   byId("unlock").hidden = link !== "locked";
   const { level, word, text } = headOf(link);
@@ -92,12 +93,18 @@ function showHead() {
   document.title = status && link !== "locked" ? `${word}: ${text} · ${visible(status.run)}` : "StreamRL";
 }
 
+function linkOf(away) {
+  if (status.finish_reason || (away && (allTrained() || isDraining()))) return "over";
+  return status.stopped ? "stopped" : away ? "away" : "live";
+}
+
 function headOf(link) {
   if (link === "locked") return { level: "calm", word: "Locked", text: "" };
   if (link === "connecting") return { level: "calm", word: "Connecting", text: "" };
-  const known = link === "over" ? { ...status, finish_reason: status.finish_reason || "over" } : status;
+  const known = link === "over" || link === "stopped" ? { ...status, finish_reason: status.finish_reason || link } : status;
   const { level, word, text } = headlineOf(known, history && history.curves);
-  return { away: { level: "bad", word: "Away", text }, over: { level: "calm", word: "Finished", text } }[link] || { level, word, text };
+  const words = { away: ["bad", "Away"], stopped: ["warn", "Stopped"], over: ["calm", "Finished"] }[link] || [level, word];
+  return { level: words[0], word: words[1], text };
 }
 
 const allTrained = () => status.num_batches > 0 && status.trained_version >= status.num_batches;
@@ -106,7 +113,10 @@ function lastWords(link, away, silent_s) {
   if (link === "locked") return wasRefused() ? "That was not this run's key." : "";
   if (link === "connecting") return away || "Asking for the status.";
   if (link === "over") return status.finish_reason ? `The run is over: ${status.finish_reason}. This is how it ended.` : "The run is over. This is the last that it said.";
-  return `No news for ${duration(silent_s)}: ${away}. What you see is old; the page goes on by itself.`;
+  const goOn = status.go_on ? `go on with: ${status.go_on}` : "";
+  if (link === "stopped") return `Stopped ${status.stopped}${goOn && `; ${goOn}`}`;
+  const ended = goOn && silent_s > ENDED_S ? ` If the run has ended, ${goOn}` : "";
+  return `No news for ${duration(silent_s)}: ${away}. What you see is old; the page goes on by itself.${ended}`;
 }
 
 function showStatus() {
