@@ -277,6 +277,14 @@ def settings() -> Iterator[Case]:
     yield setting("data.path=rows.jsonl", "reasoning_gym", "data.source")
     yield setting("data.source=jsonl", "data.path", "must name the data")
     yield setting("eval.seed=0", "run.seed", "differ")
+    yield setting("eval.sets.hard.samples=0", "a whole number in [1, 4096]", "not 0")
+    yield setting("eval.sets.hard.sample=4", "unknown key", "samples?")
+    yield setting("eval.sets=4", "a table of tables")
+    yield case(
+        "samples that would all be the same",
+        "o run --preset tiny --set eval.sets.hard.samples=4 --set eval.sets.hard.temperature=0",
+        *("eval.sets", "hard", "temperature above 0", "sampling.temperature"),
+    )
     yield setting("broker.tls_ca=ca.pem", "rediss://")
     yield setting("liveness.lease_s=0.5", "liveness.heartbeat_s", "twice")
     yield setting("api.secret=short", "characters or more")
@@ -292,6 +300,7 @@ def documents() -> Iterator[Case]:
     yield document("an unknown key", "[trainer]\nlearning_rate = 1\n", "mine.toml:2", "trainer.lr")
     yield document("an unknown section", "[training]\nlr = 1\n", "mine.toml", "unknown section training", "trainer")
     yield document("no section", "lr = 1\n", "mine.toml:1", "unknown section lr", "trainer.lr")
+    yield document("two sets of one name", "[eval.sets.a]\nsamples = 2\n[eval.sets.a]\n", "mine.toml:3", "eval", "a")
     yield document("a section as a value", "trainer = 1\n", "mine.toml:1", "[trainer]")
     yield document("text for a number", '[trainer]\nlr = "1e-5"\n', "mine.toml:2", "a number in (0, 1]", '"1e-5"')
     yield document("a number for text", "[run]\nname = 7\n", "mine.toml:2", "run.name", "7")
@@ -355,6 +364,8 @@ def data() -> Iterator[Case]:
         more="--set data.chat_template=false",
     )
     yield rows("every row held out", ROWS, "eval", more="--set eval.path=rows.jsonl --set eval.problems=64")
+    more = "--set eval.sets.hard.path=rows.jsonl --set eval.sets.hard.problems=64"
+    yield rows("a set of more problems than there are", ROWS, "eval.sets.hard.problems is 64", "lower it", more=more)
     yield case(
         "a split that is not there",
         f"{path.replace('jsonl', 'hf')}{{s}}/rows.jsonl --set data.path=/no/data",

@@ -169,11 +169,11 @@ def settings(
         list[str] | None, typer.Argument(metavar="NAME", help="trainer.lr, or a section: trainer.")
     ] = None,
 ) -> None:
-    from orchestrator.config.schema import FIELDS, SECTIONS, explained, nearest, settings_table
+    from orchestrator.config.schema import ENTRIES, FIELDS, SECTIONS, TABLES, explained, nearest, settings_table
 
     for name in names or []:
-        if name not in (*FIELDS, *SECTIONS):
-            hint = nearest(name, [*FIELDS]) or nearest(name, SECTIONS) or f"; sections: {', '.join(SECTIONS)}"
+        if name not in (*FIELDS, *SECTIONS, *ENTRIES, *TABLES):
+            hint = nearest(name, [*FIELDS, *ENTRIES]) or nearest(name, SECTIONS) or f"; sections: {', '.join(SECTIONS)}"
             raise ConfigError(f"there is no setting {name}{hint}", where="settings")
     typer.echo("\n\n".join(map(explained, names)) if names else settings_table())
 

@@ -15,18 +15,21 @@ import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from orchestrator.config.schema import (
+    ENTRIES,
+    ENTRY,
     FIELDS,
     FROM_ENVIRONMENT,
     PASSWORD,
     SECRET,
     SECTIONS,
+    TABLES,
     expected_type,
     keys_of,
     nearest,
@@ -49,6 +52,7 @@ FIXED_ON_RESUME = (
     "run.seed",
     "eval.problems",
     "eval.seed",
+    "eval.sets",
 )
 """Another value would train something else under the same name: the position in the data would mean another prompt."""
 
@@ -158,8 +162,8 @@ def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
 
 SET_FOR: Mapping[str, Sequence[str]] = {
     "data.task": ("data.params",),
-    "data.source": ("data.params", "data.path", "data.shuffle", "eval.path"),
-    "data.path": ("data.shuffle", "eval.path"),
+    "data.source": ("data.params", "data.path", "data.shuffle", "eval.path", "eval.sets"),
+    "data.path": ("data.shuffle", "eval.path", "eval.sets"),
 }
 """Setting -> those that belong to its value."""
 
@@ -181,26 +185,64 @@ def _apply(layer: Iterable[Setting], values: dict[str, object], origins: dict[st
 
 def _typed(setting: Setting, values: Mapping[str, object]) -> object:
     """The value as its field wants it. Raises ConfigError for an unknown key or a value of another type."""
-    key = ".".join(setting.path[:2])
+    key, inside = ".".join(setting.path[:2]), setting.path[2:]
     field = FIELDS.get(key)
-    if field is None or len(setting.path) > 3:
+    if field is None:
         raise _unknown(setting)
+    table = f"{key}.{ENTRY}"
+    if len(inside) > (2 if table in TABLES else typing.get_origin(field.type) is dict):
+        raise _unknown(setting)
+    if table in TABLES:
+        for entry in _entries(setting):
+            _check_entry(entry, table)
     value = setting.value
-    if len(setting.path) == 3:  # only from --set: one entry of a table, the others stay
-        if typing.get_origin(field.type) is not dict:
-            raise _unknown(setting)
-        value = {**typing.cast("dict[str, object]", values.get(key, {})), setting.path[2]: value}
+    if inside:  # only from --set: one entry of a table, the others stay
+        value = _replaced(msgspec.to_builtins(values.get(key, {})), inside, value)
     elif getattr(field.type, "__origin__", field.type) is str and setting.text is not None:
         value = setting.text if not isinstance(value, str) else value  # --set run.name=7
+    return _converted(setting, value, field.type, key)
+
+
+def _converted(setting: Setting, value: object, kind: Any, key: str) -> object:
+    """Raises ConfigError: what the setting ``key`` of the schema must be."""
     try:
         _check_finite(value)
-        return msgspec.convert(value, field.type)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         shown = "" if key in SECRET else f", not {setting.value}"
         with suppress(TypeError):  # a date, which no setting can be
             shown = shown and f", not {to_toml(setting.value)}"
         problem = _renamed(f'{key} = "{value}"') or f"{setting.key} must be {expected_type(key)}{shown}"
         raise ConfigError(problem, key=key, where=setting.where) from error
+
+
+def _replaced(table: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    """``table`` with another value at ``path``."""
+    first, *rest = path
+    return {**table, first: _replaced(table.get(first, {}), rest, value) if rest else value}
+
+
+def _entries(setting: Setting) -> Iterator[Setting]:
+    """The settings of the tables that one of a table of tables sets; of one that is none, nothing."""
+    values: object = setting.value
+    for name in reversed(setting.path[2:]):
+        values = {name: values}
+    for name, table in typing.cast("dict[str, object]", values if isinstance(values, dict) else {}).items():
+        path = (*setting.path[:2], name)
+        for key, value in typing.cast("dict[str, object]", table if isinstance(table, dict) else {}).items():
+            yield replace(setting, path=(*path, key), value=value)
+
+
+def _check_entry(setting: Setting, table: str) -> None:
+    """Raises ConfigError for one setting of one of the tables that ``table`` stands for."""
+    key = f"{table}.{setting.path[3]}"
+    if key not in ENTRIES:
+        known = [one.rpartition(".")[2] for one in keys_of(table)]
+        where = ".".join(setting.path[:3])
+        hint = nearest(setting.path[3], known)
+        problem = f"unknown key {setting.key}{hint}; keys of {where}: {', '.join(known)}"
+        raise ConfigError(problem, key=setting.key, where=setting.where)
+    _converted(setting, setting.value, ENTRIES[key].type, key)
 
 
 def _check_finite(value: object) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import msgspec.inspect
 
 from transport.contracts import settings as definitions
-from transport.contracts.settings import SERVER_ENGINES, Section, Settings
+from transport.contracts.settings import SERVER_ENGINES, EvalSet, Section, Settings, eval_sets
 from transport.process.secret import BROKER_PASSWORD, HOW_TO_MAKE, MIN_CHARACTERS, SHARED_SECRET
 from transport.tensors.base import parse_ports
 
@@ -42,6 +42,18 @@ FIELDS = {
 SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
 
 
+ENTRY = "NAME"
+"""In the key of a table of tables, as ``eval.sets.NAME.samples``: the name that its user gives to one of them."""
+TABLES: Mapping[str, type[Section]] = {
+    f"{key}.{ENTRY}": kind
+    for key, field in FIELDS.items()
+    for kind in typing.get_args(field.type)[1:]
+    if isinstance(kind, type) and issubclass(kind, Section)
+}
+ENTRIES = {f"{table}.{field.name}": field for table, kind in TABLES.items() for field in msgspec.structs.fields(kind)}
+"""Dotted key -> its field, of every table in TABLES."""
+
+
 def value_of(settings: Settings, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(settings, section), name)
@@ -54,17 +66,21 @@ UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
 def expected_type(key: str) -> str:
     """What the setting ``key`` must be, in words, with its range and unit: ``a number > 0 (seconds)``."""
     unit = next((f" ({unit})" for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
-    return _in_words(FIELDS[key].type) + unit
+    return _in_words((FIELDS | ENTRIES)[key].type) + unit
 
 
 def _in_words(kind: Any) -> str:
     arguments = typing.get_args(kind)
+    if type(None) in arguments:
+        return _in_words(arguments[0])
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(arguments)}, each {_in_words(arguments[0])}"
     if typing.get_origin(kind) is list:
         return f"a list, each {_in_words(arguments[0])}"
+    if kind in [FIELDS[table.removesuffix(f".{ENTRY}")].type for table in TABLES]:
+        return f"a table of tables, each with a name: {_in_words(arguments[0])}"
     match msgspec.inspect.type_info(kind):
         case msgspec.inspect.Metadata(extra_json_schema={"description": str(words)}):
             return words
@@ -146,6 +162,8 @@ def to_toml(value: object) -> str:
             return repr(value)
         case list() | tuple():
             return "[" + ", ".join(to_toml(item) for item in typing.cast("Sequence[object]", value)) + "]"
+        case Section():
+            return to_toml(msgspec.to_builtins(value))
         case dict():
             items = typing.cast("Mapping[str, object]", value).items()
             return "{" + ", ".join(f"{key(name)} = {to_toml(item)}" for name, item in items) + "}"
@@ -158,7 +176,12 @@ def to_toml(value: object) -> str:
 
 def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     """Every rule that ``settings`` break: the keys it is about, and what is wrong with the first of them."""
-    return ((tuple(keys.split()), problem) for keys, problem in _broken_rules(settings))
+    of_sets = (
+        (keys, f"{problem} (in {name})")
+        for name, one in settings.eval.sets.items()
+        for keys, problem in _broken_in_set(settings, one)
+    )
+    return ((tuple(keys.split()), problem) for keys, problem in (*_broken_rules(settings), *of_sets))
 
 
 def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
@@ -300,7 +323,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "eval.every trainer.engine",
             'must be 0 with trainer.engine "none": nothing is trained that could be evaluated',
         )
-    if s.eval.every and s.eval.problems <= 0:
+    if s.eval.every and any(one.problems <= 0 for one in eval_sets(s).values()):
         yield "eval.every eval.problems", "needs eval.problems above 0"
     if s.eval.seed == s.run.seed:
         yield "eval.seed run.seed", "must differ from run.seed, or the held-out problems are the ones trained on"
@@ -323,6 +346,27 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         )
 
 
+def _broken_in_set(s: Settings, one: EvalSet) -> Iterator[tuple[str, str]]:
+    """Rules of one of the sets of held-out problems."""
+    if one.samples > 1 and one.temperature == 0:
+        yield (
+            "eval.sets sampling.temperature",
+            "needs a temperature above 0 with several samples, which are all the same otherwise: left out, it is "
+            "that of training",
+        )
+    if s.data.source == "reasoning_gym" and one.path:
+        yield (
+            "eval.sets data.source",
+            'has a path, which data.source "reasoning_gym" does not read: leave it out, or set params',
+        )
+    if s.data.source != "reasoning_gym" and one.params:
+        yield "eval.sets data.source", 'has params, which need data.source "reasoning_gym": set path'
+    if s.data.source != "hf" and (one.config or one.split):
+        yield "eval.sets data.source", 'has a config or split, which need data.source "hf"'
+    if one.config and not (one.path or s.eval.path):
+        yield "eval.sets eval.path", "has a config, which needs a path, the data set that has it"
+
+
 # -- the table
 
 TABLE_HEAD = """# Settings
@@ -337,37 +381,50 @@ that the variable with `_FILE` after it names.
 
 
 def settings_table() -> str:
-    texts = descriptions()
     lines = [TABLE_HEAD]
     for section in SECTIONS:
-        lines.append(f"## [{section}]\n\n{_about_section(section)}\n")
-        lines += ["| setting | default | value | what it does |", "|---|---|---|---|"]
-        for key in keys_of(section):
-            name = key.partition(".")[2]
-            cells = (f"`{name}`", f"`{to_toml(value_of(Settings(), key))}`", expected_type(key), texts[key])
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
-        lines.append("")
+        lines += [f"## [{section}]", *_rows(section)]
+        for table in TABLES:
+            lines += [f"### [{table}]", *_rows(table)] if table.startswith(f"{section}.") else []
     return "\n".join(lines)
+
+
+def _rows(table: str) -> Iterator[str]:
+    texts = descriptions()
+    yield f"\n{_about(table)}\n"
+    yield from ["| setting | default | value | what it does |", "|---|---|---|---|"]
+    for key in keys_of(table):
+        cells = (f"`{key.rpartition('.')[2]}`", _default(key) and f"`{_default(key)}`", expected_type(key), texts[key])
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+    yield ""
 
 
 def explained(name: str) -> str:
     """A setting, or all of a section, for a terminal. Raises KeyError for what is neither."""
-    if name in SECTIONS:
-        return "\n\n".join([f"[{name}]\n{_about_section(name)}", *map(explained, keys_of(name))])
-    default = to_toml(value_of(Settings(), name)) if name in FIELDS else ""
-    return f"{name} = {default}\n    {expected_type(name)}\n    {descriptions()[name]}"
+    if name in SECTIONS or name in TABLES:
+        return "\n\n".join([f"[{name}]\n{_about(name)}", *map(explained, keys_of(name))])
+    said = f"{name} = {_default(name)}\n    {expected_type(name)}\n    {descriptions()[name]}"
+    tables = [explained(table) for table in TABLES if table == f"{name}.{ENTRY}"]
+    return "\n\n".join([said, *tables])
 
 
-def keys_of(section: str) -> list[str]:
-    return [key for key in FIELDS if key.startswith(f"{section}.")]
+def keys_of(table: str) -> list[str]:
+    """The keys of a section, or of one of TABLES."""
+    return [key for key in FIELDS | ENTRIES if key.rpartition(".")[0] == table]
 
 
-def _about_section(section: str) -> str:
-    return inspect.getdoc(_class_of(section)) or ""
+def _default(key: str) -> str:
+    """As TOML; "" where it is to be left out, or the setting is none."""
+    value = getattr(_class_of(key.rpartition(".")[0])(), key.rpartition(".")[2])
+    return "" if value is None else to_toml(value)
 
 
-def _class_of(section: str) -> type[Section]:
-    return typing.cast("type[Section]", type(getattr(Settings(), section)))
+def _about(table: str) -> str:
+    return inspect.getdoc(_class_of(table)) or ""
+
+
+def _class_of(table: str) -> type[Section]:
+    return TABLES[table] if table in TABLES else typing.cast("type[Section]", type(getattr(Settings(), table)))
 
 
 @functools.cache
@@ -375,8 +432,8 @@ def descriptions() -> Mapping[str, str]:
     """Dotted key -> what the setting does: the comment beside its field, and the variable that may hold it."""
     comments = _comments(inspect.getsource(definitions))
     found: dict[str, str] = {}
-    for key in FIELDS:
-        section, _, name = key.partition(".")
+    for key in FIELDS | ENTRIES:
+        section, _, name = key.rpartition(".")
         about = comments.get((_class_of(section).__name__, name), "")
         found[key] = f"{about} (environment: {FROM_ENVIRONMENT[key]})" if key in FROM_ENVIRONMENT else about
     return found

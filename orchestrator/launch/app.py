@@ -78,6 +78,7 @@ from orchestrator.prompts.source import (
     held_out,
     load_detokenizer,
     open_source,
+    sampling_of_sets,
     trial_rows,
     write_held_out,
 )
@@ -277,7 +278,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     prompts, trial = await open_prompts(settings, model_dir, state, requests, ranking, restated)
     planner = Planner(lambda: state.settings)
     executor = Executor(broker, fence, prompts, planner.request, on_finish=ended.finish, last_seq=state.seq)
-    metrics = MetricsLog(rundir.metrics, trains=trains, passes=settings.trainer.epochs)
+    passes = settings.trainer.epochs
+    metrics = MetricsLog(rundir.metrics, trains=trains, passes=passes, held_out=settings.eval)
     rounds = [command for _, command in restated if isinstance(command, TrainRound)]
     metrics.recall(read_records(rundir.journal, from_seq=max(1, state.seq - RECALLED)), rounds)
     watchdog = Watchdog(settings.liveness, clock, max_failed_share=settings.scoring.max_failed_share)
@@ -416,7 +418,8 @@ async def open_prompts(
     learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
     marker = settings.scoring.answer_marker
     trial = trial_rows(source.problems, marker) if isinstance(source, ShuffledSource) else None
-    return PromptServer(source, predictor, held_out=problems, learnt=learnt), trial
+    sampling = sampling_of_sets(settings)
+    return PromptServer(source, predictor, held_out=problems, sampling=sampling, learnt=learnt), trial
 
 
 class Ending(asyncio.Event):

@@ -11,7 +11,7 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.config.starts import read_starts
 from orchestrator.http import page_links
 from orchestrator.observability.http.status import read_status
-from orchestrator.observability.live import View, duration, evaluation_line
+from orchestrator.observability.live import View, duration, evaluation_lines
 from orchestrator.observability.metrics import NewLines, read_metrics, warnings_of
 from orchestrator.observability.report.pages import END_BATCHES, finish_run
 from orchestrator.observability.report.record import ends_of, last_of_each
@@ -62,7 +62,8 @@ class RunConsole:
             await self._show_given_up(broker)
         for line in self._lines.read():
             if "eval" in line:
-                self._view.note(evaluation_line(line))
+                for text in evaluation_lines(line):
+                    self._view.note(text)
             else:
                 self._view.batch(line)
                 for warning in warnings_of(line, self._settings.algorithm.mismatch_limit):

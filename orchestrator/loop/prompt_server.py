@@ -8,7 +8,7 @@ name can always be found again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from orchestrator.errors import DataError
 from orchestrator.loop.intake import Arrival, Inbox
@@ -22,7 +22,7 @@ from transport.contracts.messages import (
     RequestPrompts,
     SlotOutcome,
 )
-from transport.contracts.types import GroupId, PromptId
+from transport.contracts.types import GroupId, PromptId, SamplingParams
 
 MAX_CACHED = 4096
 """Prompts kept at hand; one that fell out is read from the source again."""
@@ -37,14 +37,15 @@ class PromptServer:
         predictor: LengthPredictor,
         *,
         held_out: PromptSource | None = None,
+        sampling: Mapping[str, SamplingParams] | None = None,
         learnt: Collection[GroupId] = (),
     ) -> None:
-        """held_out: the problems of evaluations, None for a run that makes none.
-
+        """held_out: the problems of evaluations, None for a run that makes none.  sampling: of each set of them.
         learnt: groups whose outcomes are reported again after a restart; the predictor had them before.
         """
         self._source = source
         self._held_out = held_out
+        self._sampling = sampling or {}
         self._predictor = predictor
         self._learnt = frozenset(learnt)
         self._cache: dict[PromptId, Prompt] = {}
@@ -108,6 +109,8 @@ class PromptServer:
                 prompt_tokens=len(prompt.prompt_ids),
                 predicted_tokens=estimate.mean_tokens,
                 predicted_sigma=estimate.log_sigma,
+                eval_set=prompt.eval_set,
+                sampling=self._sampling.get(prompt.eval_set),
             )
             for prompt, estimate in zip(prompts, estimates, strict=True)
         )

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import printable
-from orchestrator.observability.metrics import reward_components
+from orchestrator.observability.metrics import reward_components, sets_of
 from transport.broker import keys
 from transport.contracts.messages import STARTING
 
@@ -125,7 +125,8 @@ def _known(line: Mapping[str, Any], formats: Sequence[tuple[str, str]]) -> list[
     return [text.format(line[name]) for name, text in formats if name in line]
 
 
-def evaluation_line(line: Mapping[str, Any]) -> str:
+def evaluation_lines(line: Mapping[str, Any]) -> list[str]:
+    """How an evaluation ended, and a line for each of its named sets."""
     formats = (
         ("eval_reward", "reward {:.3f}"),
         ("eval_well_formed", "well-formed {:.0%}"),
@@ -133,9 +134,22 @@ def evaluation_line(line: Mapping[str, Any]) -> str:
         ("eval_seconds", "{:.1f} s"),
         ("eval_share", "{:.0%} of generation"),
     )
+    sets = sets_of([line])
     parts = [f"evaluation of version {line['version']}", *_known(line, formats)]
     short = f"ended short: {line['eval_short']}" if line.get("eval_short") else ""
-    return "  ".join([*parts, f"{line['eval_answered']} of {line['eval_problems']} problems", short]).rstrip()
+    answered = f"{line['eval_answered']} of {line['eval_problems']} {'answers' if sets else 'problems'}"
+    said = ["  ".join([*parts, answered, short]).rstrip()]
+    for name, told in sets.items():
+        passes = [key for key in told if key.startswith("pass@")]
+        shown = (
+            ("reward", "reward {:.3f}"),
+            *((key, f"{key} {{:.0%}}") for key in dict.fromkeys((*passes[:1], *passes[-1:]))),
+            ("right", "right {:.0%}"),
+            ("problems", "{} problems"),
+        )
+        numbers = {key: line[f"eval/{name}/{key}"] for key in told}
+        said.append("  ".join([f"  {name}", *_known(numbers, shown)]))
+    return said
 
 
 RANKER_STATES = {

@@ -233,7 +233,10 @@ class MlflowLogger:
 
     def log(self, line: Line) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._entities.Metric(name, value, now_ms, step_of(line)) for name, value in numbers(line).items()]
+        metrics = [
+            self._entities.Metric(name.replace("@", "_at_"), value, now_ms, step_of(line))  # it refuses @ in a name
+            for name, value in numbers(line).items()
+        ]
         with _naming("mlflow", self._error):
             self._client.log_batch(self._run_id, metrics=metrics)
 

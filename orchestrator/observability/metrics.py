@@ -31,6 +31,7 @@ from transport.contracts.messages import (
     EvaluationOutcome,
     Event,
     GroupScored,
+    HeldOutAnswer,
     JournalRecord,
     RankerJudged,
     RolloutFinished,
@@ -40,6 +41,8 @@ from transport.contracts.messages import (
     TrainRound,
     WeightsLoaded,
 )
+from transport.contracts.pass_at_k import pass_rates
+from transport.contracts.settings import EvalSettings
 from transport.contracts.types import FinishReason, GroupId, batch_of, is_evaluation
 from transport.process.files import writing
 
@@ -61,7 +64,9 @@ _GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split(
 
 
 def grouped(key: str) -> str:
-    """A key under its group's name: ``loss/kl``, ``eval/right``; what is in none is a component of the reward."""
+    """A key under its group's name: ``loss/kl``, ``eval/right``, ``eval/hard/pass@4``; any other is of the reward."""
+    if key.startswith("eval/"):  # of a named set
+        return key
     if key not in _GROUP_OF:
         for prefix in PREFIXES:
             if key.startswith(f"{prefix}_"):
@@ -105,8 +110,13 @@ class _Since:
 class MetricsLog:
     """Notes groups from the events and rounds from the commands, and appends a line to ``path`` for each batch."""
 
-    def __init__(self, path: Path, *, trains: bool = True, passes: int = 1) -> None:
-        """trains: a run that does not has no batches, and nothing is kept of its samples.  passes: over each batch."""
+    def __init__(
+        self, path: Path, *, trains: bool = True, passes: int = 1, held_out: EvalSettings | None = None
+    ) -> None:
+        """trains: a run that does not has no batches, and nothing is kept of its samples.  passes: over each batch.
+        held_out: how its sets of held-out problems are asked.
+        """
+        self._held_out = held_out or EvalSettings()
         self._path = path
         self._trains = trains
         self._passes = passes
@@ -192,7 +202,7 @@ class MetricsLog:
                 if command.number not in self._evaluated:
                     share = cost["eval"] / (sum(cost.values()) or 1.0)
                     self._evaluated.add(command.number)
-                    append_line(self._path, evaluation_line(command, now_s, share))
+                    append_line(self._path, evaluation_line(command, now_s, share, self._held_out))
             case _:
                 pass
 
@@ -335,8 +345,11 @@ def ranker_numbers(judged: RankerJudged) -> dict[str, float]:
     return {f"ranker_{name}": number for name, number in numbers.items()}
 
 
-def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> dict[str, Any]:
-    """An evaluation as a line of ``metrics.jsonl``. share: of the engines' seconds since the one before."""
+def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float, held_out: EvalSettings) -> dict[str, Any]:
+    """An evaluation as a line of ``metrics.jsonl``. share: of the engines' seconds since the one before.
+
+    held_out: how many samples each named set has, and what counts as a pass.
+    """
     line: dict[str, Any] = {
         "eval": outcome.number,
         "version": outcome.weights.version,
@@ -347,6 +360,13 @@ def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> d
         line |= {"eval_reward": outcome.reward}
         line |= {f"eval_{name}": mean for name, mean in sorted(outcome.components.items())}
         line |= {"eval_response_tokens": outcome.response_tokens}
+    by_set: dict[str, list[HeldOutAnswer]] = {name: [] for name in held_out.sets}
+    for answer in outcome.answers:
+        by_set.setdefault(answer.eval_set, []).append(answer)
+    for name, answers in by_set.items():
+        samples = held_out.sets[name].samples if name in held_out.sets else 1
+        numbers = set_numbers(answers, samples, held_out.passed_by) if answers else {}
+        line |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
     return line | {
         "eval_problems": outcome.problems,
         "eval_answered": outcome.answered,
@@ -355,6 +375,35 @@ def evaluation_line(outcome: EvaluationOutcome, now_s: float, share: float) -> d
         "eval_share": round(share, 4),
         "eval_short": outcome.reason,
     }
+
+
+def set_numbers(answers: Sequence[HeldOutAnswer], samples: int, passed_by: str) -> dict[str, float]:
+    """Of one named set: means over its answers, and with several samples pass@k over the problems that have them all.
+
+    passed_by: component that is 1 where an answer passes; the reward itself where an answer has none of that name.
+    """
+    names = sorted({name for answer in answers for name in answer.components})
+    passed: defaultdict[str, list[bool]] = defaultdict(list)
+    for answer in answers:
+        passed[answer.prompt_id].append(answer.components.get(passed_by, answer.reward) >= 1)
+    whole = [sum(each) for each in passed.values() if len(each) == samples]
+    return {
+        "reward": fmean(answer.reward for answer in answers),
+        **{name: fmean(answer.components.get(name, 0.0) for answer in answers) for name in names},
+        **(pass_rates(samples, whole) if samples > 1 and whole else {}),
+        "response_tokens": fmean(answer.response_tokens for answer in answers),
+        "problems": len(passed),
+        "answered": len(answers),
+    }
+
+
+def sets_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The named sets in lines of evaluations, in order -> what is known of each, e.g. ``reward``, ``pass@1``."""
+    found: dict[str, list[str]] = {}
+    for key in {key: None for line in lines for key in line if key.startswith("eval/")}:
+        name, _, number = key.removeprefix("eval/").partition("/")
+        found.setdefault(name, []).append(number)
+    return found
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

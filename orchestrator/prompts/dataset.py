@@ -12,8 +12,8 @@ Invariant: no question is in both parts, and the same settings and data give the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 
 from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
-from transport.contracts.settings import DataSettings, Settings
+from transport.contracts.settings import DataSettings, EvalSet, Settings, eval_sets
 from transport.contracts.types import PromptId
 from transport.errors import InputFileError
 from transport.process.files import read_rows
@@ -50,17 +50,20 @@ class Problem:
     prompt_id: names its row, e.g. ``chain_sum/17`` or ``train.jsonl/17`` (the line); the same on every pass.
     question: of a conversation, its texts one after another.  messages: the conversation, () where there is none.
     entry_json: ``{"question", "answer", "metadata"}``; metadata: what reasoning_gym says, or the row's other columns.
+    eval_set: of a held-out one, the set of ``[eval.sets]`` that asks it; its prompt_id then begins with it.
     """
 
     prompt_id: PromptId
     question: str
     entry_json: str
     messages: tuple[ChatMessage, ...] = ()
+    eval_set: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problems:
-    """held_out: ``eval.problems`` of them where the data has as many; the same for every ``run.seed``."""
+    """held_out: each once, set after set; ``eval.problems`` of a set that names no number, where its data has as many.
+    The same for every ``run.seed``."""
 
     training: list[Problem]
     held_out: list[Problem]
@@ -68,16 +71,12 @@ class Problems:
 
 def load_problems(settings: Settings) -> Problems:
     """Read or make the data and hold a part of it out. Raises DataError naming the file and the row."""
-    if settings.data.source == "reasoning_gym":
-        held_out = _held_out_of_task(settings)
-        training = list(_made(settings.data, settings.data.size or REASONING_GYM_SIZE, settings.run.seed))
-    else:
-        training = list(_read(settings.data))
-        choice, most = training, len(training) // HELD_OUT_SHARE
-        if settings.eval.path:
-            choice = list(_read(_of_eval(settings), section="eval"))
-            most = len(choice)
-        held_out = random.Random(settings.eval.seed).sample(choice, min(settings.eval.problems, most))
+    made = settings.data.source == "reasoning_gym"
+    size = settings.data.size or REASONING_GYM_SIZE
+    training = list(_made(settings.data, size, settings.run.seed) if made else _read(settings.data))
+    held_out: list[Problem] = []
+    for name, asked in eval_sets(settings).items():
+        held_out += _held_out(settings, name, asked, training)
     questions = {problem.question for problem in held_out}
     remaining = [problem for problem in training if problem.question not in questions]
     if not remaining:
@@ -87,15 +86,39 @@ def load_problems(settings: Settings) -> Problems:
     return Problems(training=remaining, held_out=held_out)
 
 
-def _of_eval(settings: Settings) -> DataSettings:
+def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[Problem]) -> list[Problem]:
+    """The problems of one set. name: "" where there is only one.
+
+    Raises DataError, also where a set is to have more than there are.
+    """
+    key = f"eval.sets.{name}" if name else "eval"
+    if settings.data.source == "reasoning_gym":
+        choice = _held_out_of_task(settings, asked, repeat=not name)
+        most, of = len(choice), f"the task makes {len(choice)} that may be held out"
+    elif asked.path:
+        choice = list(_read(_of_eval(settings, asked), section=key))
+        most, of = len(choice), f"{asked.path} has {len(choice)}"
+    else:
+        choice, most = training, len(training) // HELD_OUT_SHARE
+        of = f"of the {len(training)} of {settings.data.path} at most {most} are held out"
+    if name and settings.eval.sets[name].problems > most:
+        raise DataError(f"{key}.problems is {asked.problems}, but {of}: lower it, or leave it out")
+    if settings.data.source != "reasoning_gym":
+        choice = random.Random(settings.eval.seed).sample(choice, min(asked.problems, most))
+    if not name:
+        return list(choice)
+    return [replace(one, prompt_id=PromptId(f"{name}:{one.prompt_id}"), eval_set=name) for one in choice]
+
+
+def _of_eval(settings: Settings, asked: EvalSet) -> DataSettings:
     """Where held-out problems come from: columns as for training, another file, data set, configuration or split."""
-    data, held_out = settings.data, settings.eval
-    same = held_out.path == data.path
+    data = settings.data
+    same = asked.path == data.path
     return msgspec.structs.replace(
         data,
-        path=held_out.path,
-        config=held_out.config or (data.config if same else ""),
-        split=held_out.split,
+        path=asked.path,
+        config=asked.config or (data.config if same else ""),
+        split=asked.split,
         revision=data.revision if same else "",
         size=0,
     )
@@ -104,15 +127,16 @@ def _of_eval(settings: Settings) -> DataSettings:
 # --- reasoning_gym ----------------------------------------------------------------------------------------------------
 
 
-def _held_out_of_task(settings: Settings) -> list[Problem]:
-    """Different questions as far as possible, but at most half of those that the task has; then they repeat."""
-    number = settings.eval.problems
+def _held_out_of_task(settings: Settings, asked: EvalSet, *, repeat: bool) -> list[Problem]:
+    """Different questions as far as possible, but at most half of those that the task has; then they may repeat."""
+    number = asked.problems
     if number == 0:
         return []
-    drawn = list(_made(settings.data, max(number * HELD_OUT_DRAWS, 1024), settings.eval.seed))
+    data = msgspec.structs.replace(settings.data, params={**settings.data.params, **asked.params})
+    drawn = list(_made(data, max(number * HELD_OUT_DRAWS, 1024), settings.eval.seed))
     different = list({problem.question: problem for problem in drawn}.values())
     kept = different[: min(number, max(1, len(different) // 2))]
-    return [kept[index % len(kept)] for index in range(number)]
+    return [kept[index % len(kept)] for index in range(number)] if repeat else kept
 
 
 def _made(data: DataSettings, size: int, seed: int) -> Iterator[Problem]:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
-from transport.contracts.settings import DataSettings, Settings
-from transport.contracts.types import PromptId
+from transport.contracts.settings import DataSettings, Settings, eval_sets
+from transport.contracts.types import PromptId, SamplingParams
 from transport.process.files import replace
 
 DEFAULT_CONTEXT = 2048
@@ -35,12 +35,13 @@ TEMPLATE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """text: as the model reads it, chat template included.  prompt_ids: [P] int32.  entry_json: see Problem."""
+    """text: as the model reads it, chat template included.  prompt_ids: [P] int32.  The others: see Problem."""
 
     prompt_id: PromptId
     text: str
     prompt_ids: NDArray[np.int32]
     entry_json: str
+    eval_set: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,29 @@ def open_source(settings: Settings, model_dir: Path) -> ShuffledSource:
 
 
 def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
-    """The held-out prompts: one pass, in a fixed order, no question of which is trained on. Raises DataError."""
+    """The held-out prompts: one pass, in a fixed order, no question of which is trained on. Raises DataError.
+
+    A problem of a set that asks for several samples comes as often in a row: an evaluation asks each prompt once.
+    """
     encoder = PromptEncoder(load_tokenizer(model_dir), settings.data)
     problems = fitting(load_problems(settings).held_out, encoder, context_limit(settings, model_dir), settings)
-    return ShuffledSource(problems, encoder, seed=settings.eval.seed, shuffle=False, passes=1)
+    asked = eval_sets(settings)
+    repeated = [problem for problem in problems for _ in range(asked[problem.eval_set].samples)]
+    return ShuffledSource(repeated, encoder, seed=settings.eval.seed, shuffle=False, passes=1)
+
+
+def sampling_of_sets(settings: Settings) -> dict[str, SamplingParams]:
+    """How each of ``[eval.sets]`` is sampled, by name; {} where there are none, and the run's settings hold."""
+    sampling, named = settings.sampling, eval_sets(settings) if settings.eval.sets else {}
+    return {
+        name: SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=asked.temperature or 0.0,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        for name, asked in named.items()
+    }
 
 
 def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
@@ -95,13 +115,18 @@ def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
 
     Raises DataError.
     """
-    if path.exists() or not settings.eval.problems or settings.trainer.engine == "none":
+    if path.exists() or settings.trainer.engine == "none":
+        return
+    source = held_out(settings, model_dir)
+    if not len(source):
         return
     lines: list[str] = []
-    for prompt in held_out(settings, model_dir).next(settings.eval.problems).prompts:
-        ids = prompt.prompt_ids.tolist()
-        line = {"prompt_id": prompt.prompt_id, "text": prompt.text, "prompt_ids": ids, "entry": prompt.entry_json}
-        lines.append(json.dumps(line) + "\n")
+    for number, prompt in enumerate(source.next(len(source)).prompts):
+        if prompt.eval_set and number and source.problems[number] is source.problems[number - 1]:
+            continue  # another sample of the same problem
+        line: dict[str, object] = {"eval_set": prompt.eval_set} if prompt.eval_set else {}
+        line |= {"prompt_id": prompt.prompt_id, "text": prompt.text, "prompt_ids": prompt.prompt_ids.tolist()}
+        lines.append(json.dumps(line | {"entry": prompt.entry_json}) + "\n")
     replace(path, "".join(lines))
 
 
@@ -182,7 +207,13 @@ class ShuffledSource:
     def _prompt(self, problem: Problem) -> Prompt:
         text = self._encoder.render(problem.question, problem.messages)
         ids = self._encoder.encode(text)
-        return Prompt(prompt_id=problem.prompt_id, text=text, prompt_ids=ids, entry_json=problem.entry_json)
+        return Prompt(
+            prompt_id=problem.prompt_id,
+            text=text,
+            prompt_ids=ids,
+            entry_json=problem.entry_json,
+            eval_set=problem.eval_set,
+        )
 
     def _go_to(self, number: int, index: int) -> None:
         """The order of a pass is its own seeded stream, so that it needs no pass before it."""

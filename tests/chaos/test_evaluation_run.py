@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
-from transport.contracts.messages import RolloutFinished
+from transport.contracts.messages import EVALUATION, DispatchGroups, RolloutFinished
 from transport.contracts.types import is_evaluation
 
 pytestmark = pytest.mark.chaos
@@ -48,6 +50,34 @@ def test_a_run_evaluates_while_it_trains_and_trains_none_of_it(tmp_path: Path):
         assert {"eval_reward", "eval_seconds", "eval_tokens", "eval_share"} <= lines[0].keys()
         assert f"evaluation of version 0  reward {lines[0]['eval_reward']:.3f}" in run.output
         assert "Held-out problems" in (run.run_dir / "report.html").read_text()
+
+
+def test_two_sets_are_asked_each_in_its_way_and_told_apart(tmp_path: Path):
+    sets = ("plain.problems=8", "drawn.problems=4", "drawn.samples=4")
+    with LiveRun(tmp_path, *QUICK, "eval.every=2", "eval.budget=1.0", *(f"eval.sets.{one}" for one in sets)) as run:
+        check_whole(run)
+        whole = [line for line in run.evaluations() if not line["eval_short"]]
+        assert [line["version"] for line in whole][:2] == [0, 2]
+        for line in whole:
+            assert (line["eval_problems"], line["eval_answered"]) == (24, 24)
+            counts = [(line[f"eval/{name}/problems"], line[f"eval/{name}/answered"]) for name in ("plain", "drawn")]
+            assert counts == [(8, 8), (4, 16)]
+            assert {f"eval/drawn/pass@{k}" for k in (1, 2, 4)} <= line.keys()
+            assert not [key for key in line if key.startswith("eval/plain/pass")]
+        asked = [
+            plan
+            for _, commands in recorded_commands(run.run_dir / "journal")
+            for command in commands
+            if isinstance(command, DispatchGroups)
+            for plan in command.plans
+            if plan.batch == EVALUATION
+        ]
+        temperatures = {plan.prompt_id.partition(":")[0]: plan.sampling.temperature for plan in asked if plan.sampling}
+        assert temperatures == {"plain": 0.0, "drawn": 1.0}
+        problems = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
+        assert Counter(problem["eval_set"] for problem in problems) == {"plain": 8, "drawn": 4}
+        assert "  drawn  reward " in run.output
+        assert "Held-out set drawn" in (run.run_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

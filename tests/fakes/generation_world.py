@@ -102,7 +102,7 @@ class World:
         self._cursor, self._unread = ZERO_ID, []
         self._plans = 0
 
-    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None):
+    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None, sampling=None):
         group = group or group_id(3, slot)
         columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
         if prompt and attempt == 0:
@@ -116,6 +116,7 @@ class World:
             predicted_tokens=20,
             priority=priority,
             attempt=attempt,
+            sampling=sampling,
         )
         self._plans += 1
         entry_id = f"{self._plans}-0"

@@ -276,15 +276,19 @@ def test_evaluations_are_shown_once_there_are_any(page: LivePage, browser: Brows
     lines = [
         {"eval": n, "version": 4 * n, "eval_reward": n / 4, "eval_right": n / 5, "eval_share": 0.1} for n in range(3)
     ]
+    hard = {"eval/hard/reward": 0.25, "eval/hard/right": 0.25, "eval/hard/pass@1": 0.25, "eval/hard/pass@4": 0.75}
+    lines[-1] |= hard
     page.page_history = {**page.page_history, "evaluations": [*lines, {"eval": 3, "version": 12}]}
     evaluation = {"number": 3, "weights": {"epoch": 1, "version": 12}, "problems": 16, "answered": 5}
     page.tell(evaluation={**evaluation, "waiting": 7, "running": 4, "scoring": 0, "seconds": 2.0, "held": True})
-    browser.wait_for("document.querySelectorAll('#evaluations figure').length === 2")
+    browser.wait_for("document.querySelectorAll('#evaluations figure').length === 3")
     browser.wait_for("!document.querySelector('#evaluation').hidden")
     assert browser.text("#evaluation") == (
-        "Evaluating v12: 5 of 16 held-out problems answered, 7 waiting, 4 running; newer weights wait for it."
+        "Evaluating v12: 5 of 16 answers to held-out problems, 7 waiting, 4 running; newer weights wait for it."
     )
     assert browser.text("#evaluations .key") == "reward 0.500right 0.400"
+    assert browser.text("#evaluations figure:nth-of-type(2) b") == "Held out: hard"
+    assert browser.text("#evaluations figure:nth-of-type(2) .key") == "reward 0.250pass@1 0.250pass@4 0.750"
     assert not browser.errors
 
 

@@ -26,8 +26,9 @@ from orchestrator.config.load import (
     resolve,
 )
 from orchestrator.config.schema import FIELD_WORDS, FIELDS, SECTIONS, to_toml
+from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
-from transport.contracts.settings import Settings
+from transport.contracts.settings import Settings, eval_sets
 from transport.process.secret import BROKER_PASSWORD
 
 
@@ -326,7 +327,7 @@ def test_a_combination_blames_what_was_set_last_and_shows_the_rest():
 
 
 def test_every_rule_is_about_real_settings_and_every_number_has_a_range():
-    source = inspect.getsource(schema._broken_rules)
+    source = inspect.getsource(schema._broken_rules) + inspect.getsource(schema._broken_in_set)
     named = re.findall(r'^ +(?:yield )?"((?:[a-z_]+\.[a-z_]+ ?)+)",', source, re.MULTILINE)
     assert len(named) == source.count("yield ")
     assert {key for keys in named for key in keys.split()} <= set(FIELDS)
@@ -360,6 +361,85 @@ def test_a_password_of_another_type_is_not_shown(tmp_path: Path):
 def test_the_environment_wins_over_a_url():
     resolved = resolve(None, [], ["broker.url=redis://:old@host"], {BROKER_PASSWORD: "new"})
     assert resolved.settings.broker.password == "new"
+
+
+# --- several sets of held-out problems --------------------------------------------------------------------------------
+
+SETS = """
+[eval]
+every = 2
+problems = 8
+split = "validation"
+
+[eval.sets.plain]
+
+[eval.sets.hard]
+params = { max_digits = 3 }
+problems = 4
+samples = 4
+"""
+
+
+def of_sets(tmp_path: Path, *overrides: str) -> Resolved:
+    file = tmp_path / "sets.toml"
+    file.write_text(SETS)
+    return resolve("tiny", [file], list(overrides), {})
+
+
+def test_a_set_is_as_the_section_where_it_says_nothing_else(tmp_path: Path):
+    resolved = of_sets(
+        tmp_path, "eval.sets.hard.problems=6", "eval.sets.drawn.samples=2", "eval.sets.drawn.temperature=0.5"
+    )
+    plain, hard, drawn = eval_sets(resolved.settings).values()
+    assert list(eval_sets(resolved.settings)) == ["plain", "hard", "drawn"]
+    assert (plain.problems, plain.samples, plain.temperature, plain.split) == (8, 1, 0.0, "validation")
+    assert (hard.problems, hard.samples, hard.temperature, hard.params) == (6, 4, 1.0, {"max_digits": 3})
+    assert (drawn.problems, drawn.samples, drawn.temperature) == (8, 2, 0.5)
+    assert core_settings(resolved.settings).eval_problems == 8 + 6 * 4 + 8 * 2
+    file = tmp_path / "config.toml"
+    file.write_text(render(resolved))
+    assert resolve(None, [file], [], {}).settings == resolved.settings
+    with pytest.raises(ConfigError, match=r"eval\.sets was .* cannot become"):
+        check_resume(resolved.settings, of_sets(tmp_path))
+
+
+def test_a_run_without_sets_has_one_without_a_name():
+    settings = with_set("eval.problems=5", "eval.temperature=0.5", preset="tiny").settings
+    ((name, only),) = eval_sets(settings).items()
+    assert (name, only.problems, only.samples, only.temperature) == ("", 5, 1, 0.5)
+    assert core_settings(settings).eval_problems == 5
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("eval.sets.hard.samples=0", "eval.sets.hard.samples must be a whole number in [1, 4096], not 0"),
+        (
+            "eval.sets.hard.sample=2",
+            "unknown key eval.sets.hard.sample (did you mean samples?); keys of eval.sets.hard: ",
+        ),
+        ("eval.sets.hard={samples=0}", "eval.sets.hard.samples must be a whole number in [1, 4096], not 0"),
+        ("eval.sets.hard.temperature=hot", 'eval.sets.hard.temperature must be a number >= 0, not "hot"'),
+        ("eval.sets.hard.temperature=inf", "eval.sets.hard.temperature must be a number >= 0"),
+        ("eval.sets.hard.params.x=1", "unknown key eval.sets.hard.params.x"),
+        ("eval.sets.no/name.samples=2", "each with a name: 1 to 64 letters, digits"),
+        ("eval.sets.hard=3", "must be a table of tables"),
+        ("eval.sets.hard.temperature=0", "needs a temperature above 0 with several samples"),
+        ("eval.sets.hard.path=x.jsonl", 'has a path, which data.source "reasoning_gym" does not read'),
+        ("eval.sets.hard.config=main", 'has a config or split, which need data.source "hf"'),
+    ],
+)
+def test_a_set_that_cannot_be(tmp_path: Path, argument: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        of_sets(tmp_path, argument)
+    assert message in str(caught.value)
+
+
+def test_two_sets_of_one_name_are_refused_with_their_line(tmp_path: Path):
+    file = tmp_path / "twice.toml"
+    file.write_text("[eval.sets.hard]\nsamples = 2\n[eval.sets.hard]\nsamples = 4\n")
+    with pytest.raises(ConfigError, match=r"twice.toml:3: not valid TOML: .*hard"):
+        resolve("tiny", [file], [], {})
 
 
 # --- back to TOML, resuming -------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from transport.contracts.types import (
     FinishReason,
     GroupId,
     PromptId,
+    SamplingParams,
     UpdateMode,
     WeightIdentity,
     WorkerId,
@@ -99,6 +100,32 @@ def test_every_second_version_is_evaluated_and_never_trained():
     assert all(outcome.answered == outcome.problems == HELD_OUT for outcome in world.evaluations)
     assert [outcome.reason for outcome in world.evaluations] == ["", "", ""]
     assert world.trainer.version == 6
+
+
+def test_answers_to_named_sets_are_told_one_by_one_and_sampled_as_the_set_says():
+    world = PipelineWorld(core(eval_budget=1.0))
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.5)
+
+    def problem(place: int) -> PromptRef:
+        return PromptRef(
+            prompt_id=PromptId(f"hard:{place // 2}"),
+            prompt_tokens=2,
+            predicted_tokens=5.0,
+            eval_set="hard" if place else "",
+            sampling=sampling if place else None,
+        )
+
+    world.start_trainer()
+    world.load(world.join(8))
+    plans = world.tell(HeldOutPromptsArrived(prompts=tuple(problem(place) for place in range(HELD_OUT))))
+    asked = [plan for command in plans if isinstance(command, DispatchGroups) for plan in command.plans]
+    assert sorted(plan.sampling is None for plan in asked if plan.batch == EVALUATION) == [False] * 4 + [True]
+    assert {plan.sampling for plan in asked} == {None, sampling}
+    answer_all(world)
+    (outcome,) = world.evaluations
+    assert outcome.answered == HELD_OUT
+    told = sorted((answer.eval_set, answer.prompt_id) for answer in outcome.answers)
+    assert told == [("hard", f"hard:{number}") for number in (0, 1, 1, 2)], "what is in no named set is not among them"
 
 
 def test_no_evaluation_unless_it_is_asked_for():

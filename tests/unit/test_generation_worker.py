@@ -16,13 +16,7 @@ from transport.contracts.messages import (
     WorkerReported,
     rollout_info_decoder,
 )
-from transport.contracts.types import (
-    Column,
-    FinishReason,
-    RowId,
-    evaluation_id,
-    group_id,
-)
+from transport.contracts.types import Column, FinishReason, RowId, SamplingParams, evaluation_id, group_id
 from transport.rows.columns import decode_array
 from workers.errors import EngineCrashedError
 from workers.generation.worker import ForcedLengths, group_seed
@@ -47,6 +41,15 @@ async def test_a_held_out_problem_is_answered_greedily():
         (request,) = await world.engine.wait_submitted(1)
     assert request.key == ("eval1/0", 0)
     assert (request.sampling.max_new_tokens, request.sampling.temperature) == (9, 0.0)
+
+
+async def test_a_problem_of_a_set_is_sampled_as_its_plan_says():
+    async with running() as world:
+        sampling = SamplingParams(max_new_tokens=5, temperature=0.3, top_p=0.9)
+        await world.plan(0, samples=(0,), group=evaluation_id(1, 0), sampling=sampling)
+        (request,) = await world.engine.wait_submitted(1)
+    asked = request.sampling
+    assert (asked.max_new_tokens, asked.temperature, asked.top_p) == (5, 0.3, 0.9)
 
 
 async def test_forced_lengths_are_limits_that_no_stop_token_ends():

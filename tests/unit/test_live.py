@@ -15,6 +15,7 @@ from orchestrator.observability.live import (
     TableView,
     TimeLeft,
     batch_line,
+    evaluation_lines,
     progress,
 )
 from orchestrator.observability.metrics import mismatch_line, warnings_of
@@ -37,6 +38,18 @@ def test_a_batch_has_the_users_own_components_and_fits_100_columns():
     assert said.endswith("  grad 0.00  1 h 6 min left")
     assert 80 < len(said) <= 100
     assert not {"cut", "bubble", "tau", "present"} & set(said.replace("-", " ").split())
+
+
+def test_an_evaluation_has_a_line_for_each_of_its_sets():
+    line = {"eval": 0, "version": 4, "eval_reward": 0.25, "eval_problems": 20, "eval_answered": 20}
+    assert evaluation_lines(line) == ["evaluation of version 4  reward 0.250  20 of 20 problems"]
+    plain = {"eval/plain/reward": 0.5, "eval/plain/right": 0.5, "eval/plain/problems": 4}
+    hard = {"eval/hard/reward": 0.125, "eval/hard/pass@1": 0.125, "eval/hard/pass@2": 0.25, "eval/hard/pass@4": 0.5}
+    assert evaluation_lines({**line, **plain, **hard}) == [
+        "evaluation of version 4  reward 0.250  20 of 20 answers",
+        "  plain  reward 0.500  right 50%  4 problems",
+        "  hard  reward 0.125  pass@1 12%  pass@4 50%",
+    ]
 
 
 def test_the_time_left_is_that_of_the_last_batches():

@@ -10,13 +10,22 @@ import msgspec
 import pytest
 
 from orchestrator.observability.http.status import UsageWindow
-from orchestrator.observability.metrics import MetricsLog, quantiles, read_file, read_metrics
+from orchestrator.observability.metrics import (
+    MetricsLog,
+    grouped,
+    quantiles,
+    read_file,
+    read_metrics,
+    set_numbers,
+    sets_of,
+)
 from transport.contracts.messages import (
     Command,
     EvaluationOutcome,
     Event,
     GroupRows,
     GroupScored,
+    HeldOutAnswer,
     JournalRecord,
     RolloutFinished,
     RunResumed,
@@ -26,6 +35,7 @@ from transport.contracts.messages import (
     WeightsLoaded,
     WorkerStatus,
 )
+from transport.contracts.settings import EvalSet, EvalSettings
 from transport.contracts.types import (
     FinishReason,
     GroupId,
@@ -321,6 +331,46 @@ def test_an_evaluation_is_written_once_over_restarts_and_has_no_means_without_an
     lines = [line for line in read_file(path).lines if "eval" in line]
     assert [line["eval"] for line in lines] == [0, 1]
     assert "eval_reward" not in lines[1]
+
+
+def answered(problem: str, right: float, name: str = "hard") -> HeldOutAnswer:
+    return HeldOutAnswer(
+        eval_set=name, prompt_id=PromptId(problem), reward=right / 2, components={"right": right}, response_tokens=4
+    )
+
+
+def test_sets_are_told_apart_and_a_problem_that_lacks_samples_is_in_no_pass_rate(tmp_path: Path):
+    rights = {"a": (1.0, 0.0, 0.0, 0.0), "b": (0.0, 0.0, 0.0, 0.0), "c": (1.0, 1.0)}
+    answers = [answered(name, right) for name, each in rights.items() for right in each]
+    outcome = msgspec.structs.replace(evaluated(0), answers=(*answers, answered("a", 1.0, name="plain")))
+    sets = {"plain": EvalSet(), "hard": EvalSet(samples=4), "unanswered": EvalSet()}
+    log = MetricsLog(tmp_path / "metrics.jsonl", held_out=EvalSettings(sets=sets))
+    log.observe(step(0), [outcome], 1.0)
+    line = next(line for line in read_file(tmp_path / "metrics.jsonl").lines if "eval" in line)
+    told = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
+    assert told == pytest.approx(
+        {
+            "plain/reward": 0.5,
+            "plain/right": 1.0,
+            "plain/response_tokens": 4,
+            "plain/problems": 1,
+            "plain/answered": 1,
+            "hard/reward": 0.15,
+            "hard/right": 0.3,
+            "hard/pass@1": 1 / 8,
+            "hard/pass@2": 1 / 4,
+            "hard/pass@4": 1 / 2,
+            "hard/response_tokens": 4,
+            "hard/problems": 3,
+            "hard/answered": 10,
+        }
+    )
+    assert list(sets_of([line])) == ["plain", "hard"]
+    assert grouped("eval/hard/pass@4") == "eval/hard/pass@4"
+
+
+def test_an_answer_passes_by_its_reward_where_it_has_no_such_component():
+    assert set_numbers([answered("a", 2.0), answered("a", 0.0)], 2, "solved")["pass@1"] == 0.5
 
 
 def test_quantiles_are_lengths_that_occur():

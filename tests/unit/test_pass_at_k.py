@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from workers.commands.evaluate import ks, pass_at_k, pass_rates
+from transport.contracts.pass_at_k import ks, pass_at_k
+from workers.commands.evaluate import figures
 from workers.errors import RunFilesError
 
 
@@ -27,10 +28,12 @@ def test_it_is_the_mean_over_problems() -> None:
 
 def test_answers_are_taken_problem_by_problem() -> None:
     answers = [{"right": right, "well_formed": 1.0} for right in (1.0, 0.0, 0.0, 0.0, 1.0, 1.0)]
-    assert pass_rates(answers, 3, "right") == pytest.approx({"pass@1": 0.5, "pass@2": 5 / 6, "pass@3": 1.0})
-    assert pass_rates(answers, 1, "right") == {}
+    means = {"right": 0.5, "well_formed": 1.0}
+    passes = {"pass@1": 0.5, "pass@2": 5 / 6, "pass@3": 1.0}
+    assert figures(answers, 3, "right") == pytest.approx(means | passes)
+    assert figures(answers, 1, "right") == means
     with pytest.raises(RunFilesError, match=r"no component 'solved'.*right, well_formed"):
-        pass_rates(answers, 3, "solved")
+        figures(answers, 3, "solved")
 
 
 def test_the_k_that_are_told() -> None:

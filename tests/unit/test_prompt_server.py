@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from transport.contracts.messages import (
     SlotOutcome,
 )
 from transport.contracts.settings import DataSettings
-from transport.contracts.types import GroupId, PromptId
+from transport.contracts.types import GroupId, PromptId, SamplingParams
 from workers.models import character_tokenizer
 
 
@@ -105,6 +106,22 @@ def test_outcomes_that_are_told_again_after_a_restart_teach_nothing_twice():
         prompt_id = PromptId(f"rows.jsonl/{slot}")
         server.observe(SlotOutcome(group_id=GroupId(f"0/{slot}"), prompt_id=prompt_id, outcome="trained"))
     assert recorder.told == ["rows.jsonl/1"]
+
+
+async def test_a_held_out_problem_says_its_set_and_how_that_is_sampled():
+    hard = SamplingParams(max_new_tokens=4, temperature=0.5)
+    problems = source("in no set", "in one").problems
+    problems = [problems[0], dataclasses.replace(problems[1], eval_set="hard")]
+    encoder = PromptEncoder(character_tokenizer(), DataSettings(chat_template=False))
+    held_out = ShuffledSource(problems, encoder, seed=0, shuffle=False, passes=1)
+    server = PromptServer(source(), ConstantPredictor(tokens=9.0), held_out=held_out, sampling={"hard": hard})
+    inbox = new_inbox()
+    task = asyncio.create_task(server.run(inbox))
+    server.request(RequestHeldOutPrompts(count=2))
+    event = (await next_arrival(inbox)).event
+    task.cancel()
+    assert isinstance(event, HeldOutPromptsArrived)
+    assert [(one.eval_set, one.sampling) for one in event.prompts] == [("", None), ("hard", hard)]
 
 
 async def test_a_run_without_held_out_problems_says_so():

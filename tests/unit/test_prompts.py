@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,16 @@ from transformers import PreTrainedTokenizerFast
 from orchestrator.config.load import resolve
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.prompts.dataset import Problem, Problems, load_problems
-from orchestrator.prompts.source import PromptEncoder, PromptSource, ShuffledSource, fitting, held_out, open_source
+from orchestrator.prompts.source import (
+    PromptEncoder,
+    PromptSource,
+    ShuffledSource,
+    fitting,
+    held_out,
+    open_source,
+    sampling_of_sets,
+    write_held_out,
+)
 from transport.contracts.messages import SlotOutcome
 from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import GroupId, PromptId
@@ -204,6 +214,51 @@ def test_a_file_of_held_out_problems(model_dir: Path, tmp_path: Path):
     assert {problem.prompt_id for problem in problems.held_out} == {f"test.jsonl/{line}" for line in (1, 2, 3, 4)}
     assert [problem.prompt_id for problem in problems.training] == ["rows.jsonl/4", "rows.jsonl/5"]
     assert len(held_out(configured, model_dir).next(9).prompts) == 4
+
+
+def two_sets(tmp_path: Path, *overrides: str) -> Settings:
+    of_rows(tmp_path, questions(4), name="easy.jsonl")
+    of_rows(tmp_path, [{"prompt": "only here", "answer": 1}, *questions(2)], name="hard.jsonl")
+    sets = [f"eval.sets.{name}.path={tmp_path / name}.jsonl" for name in ("easy", "hard")]
+    return of_rows(tmp_path, questions(9), *sets, "eval.sets.hard.samples=3", *overrides)
+
+
+def test_several_sets_of_held_out_problems_each_with_its_samples(model_dir: Path, tmp_path: Path):
+    configured = two_sets(tmp_path, "eval.sets.easy.problems=2", "eval.sets.hard.temperature=0.5")
+    problems = load_problems(configured)
+    by_set = Counter(problem.eval_set for problem in problems.held_out)
+    assert by_set == {"easy": 2, "hard": 3}
+    held = {problem.question for problem in problems.held_out}
+    assert not held & {problem.question for problem in problems.training}, "what is asked is not trained on"
+    asked = names(held_out(configured, model_dir), 99)
+    assert asked[0].startswith("easy:easy.jsonl/")
+    assert sorted(Counter(asked).values()) == [1, 1, 3, 3, 3]
+    sampling = sampling_of_sets(configured)
+    assert (sampling["easy"].temperature, sampling["hard"].temperature) == (0.0, 0.5)
+    assert sampling_of_sets(settings()) == {}
+    write_held_out(configured, model_dir, tmp_path / "eval.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert [line["eval_set"] for line in lines] == ["easy", "easy", "hard", "hard", "hard"], "each problem once"
+
+
+def test_sets_of_a_task_differ_by_its_parameters(model_dir: Path):
+    hard = ["eval.sets.hard.params={min_digits=3, max_digits=3}", "eval.sets.hard.problems=4"]
+    problems = load_problems(settings("eval.sets.same={}", *hard)).held_out
+    assert Counter(problem.eval_set for problem in problems) == {"same": 16, "hard": 4}
+    assert all(re.search(r"\d{3} [-+] \d{3}", one.question) for one in problems if one.eval_set == "hard")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("eval.sets.hard.problems=4", r"eval\.sets\.hard\.problems is 4, but .*hard\.jsonl has 3: lower it"),
+        ("eval.sets.more.problems=2", r"eval\.sets\.more\.problems is 2, but of the 9 of .* at most 0 are held out"),
+        ("eval.sets.hard.path=nowhere.jsonl", r"nowhere\.jsonl"),
+    ],
+)
+def test_a_set_that_its_data_cannot_fill(tmp_path: Path, override: str, message: str):
+    with pytest.raises(DataError, match=message):
+        load_problems(two_sets(tmp_path, override))
 
 
 def test_no_held_out_problems(model_dir: Path):

@@ -262,6 +262,24 @@ def test_evaluations_have_their_place_and_stay_in_the_metrics_in_order(tmp_path:
     assert "0.625 at version 1" in Tags(compared).text
 
 
+def test_named_sets_have_their_table_and_their_rows_in_a_comparison(tmp_path: Path):
+    hostile = HOSTILE.replace("/", "")  # which ends the name of a set
+    runs = [make_run(tmp_path / name) for name in ("one", "other")]
+    for run_dir, passed in zip(runs, (0.25, 0.75), strict=True):
+        numbers = {"reward": passed, "pass@1": passed, "pass@4": 1.0, "problems": 16, "answered": 64}
+        line = {**EVALUATION, **{f"eval/hard{hostile}/{key}": value for key, value in numbers.items()}}
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    page = render_report(read_run(runs[0]))
+    check_harmless(page)
+    assert "Held-out set hard" in Tags(page).text
+    for shown in ("pass@4", "0.250", "64"):
+        assert shown in Tags(page).text
+    rows = compare_runs([read_run(run_dir) for run_dir in runs]).results["held-out problems"]
+    (row,) = [row for row in rows if row.name.endswith("pass@1")]
+    assert row.cells()[1] == ("0.750", "+0.500 better", "good")
+
+
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 

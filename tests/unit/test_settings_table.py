@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.commands import app
-from orchestrator.config.schema import FIELDS, descriptions, expected_type, keys_of, settings_table
+from orchestrator.config.schema import ENTRIES, FIELDS, descriptions, expected_type, keys_of, settings_table
 from orchestrator.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -22,7 +22,7 @@ def test_the_document_is_up_to_date():
 
 def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
     rows = [line for line in settings_table().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(FIELDS)
+    assert len(rows) == len(FIELDS | ENTRIES)
     lease = next(row for row in rows if "a worker silent for so long" in row)
     assert lease.startswith("| `lease_s` | `10.0` | a number > 0 (seconds) | a worker silent")
     assert "(environment: STREAMRL_BROKER_PASSWORD)" in next(row for row in rows if "`password`" in row)
@@ -38,9 +38,9 @@ COUNTED = re.compile(
 
 def test_every_setting_is_described_and_a_number_says_what_it_counts():
     """By the end of its name (seconds, bytes, tokens), or in words: a new setting without is refused here."""
-    assert descriptions().keys() == FIELDS.keys()
+    assert descriptions().keys() == (FIELDS | ENTRIES).keys()
     assert not [key for key, text in descriptions().items() if len(text.split()) < 2]
-    kinds = {key: expected_type(key) for key in FIELDS}
+    kinds = {key: expected_type(key) for key in FIELDS | ENTRIES}
     numbers = [
         key for key, kind in kinds.items() if re.match("a (whole )?number|a list of 2", kind) and kind[-2:] != "s)"
     ]
@@ -56,5 +56,7 @@ def test_the_command_explains_a_setting_and_a_section():
         "liveness.lease_s = 10.0\n    a number > 0 (seconds)\n    a worker silent"
     )
     assert explain("trainer").count("\ntrainer.") == len(keys_of("trainer"))
+    assert explain("eval.sets").count("\neval.sets.NAME.") == len(keys_of("eval.sets.NAME"))
+    assert explain("eval.sets.NAME.samples").startswith("eval.sets.NAME.samples = 1\n    a whole number in [1, 4096]")
     with pytest.raises(ConfigError, match=r"no setting trainer.learning_rate \(did you mean trainer.lr\?\)"):
         explain("trainer.learning_rate")

@@ -74,6 +74,8 @@ class PromptRef(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     predicted_tokens: float  # expected response length
     predicted_sigma: float = 0.0  # standard deviation of a response's log length around it; 0: not known
+    eval_set: str = ""  # of a held-out problem: the set that asks it, where there are several
+    sampling: SamplingParams | None = None  # where its set asks for something else than the run's settings
 
 
 class PromptsArrived(Struct, frozen=True, kw_only=True, tag=True):
@@ -523,6 +525,16 @@ class SlotOutcome(Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class HeldOutAnswer(Struct, frozen=True, kw_only=True):
+    """One scored answer to a problem of a named set; answers to the same problem have the same prompt_id."""
+
+    eval_set: str
+    prompt_id: PromptId
+    reward: float
+    components: dict[str, float]
+    response_tokens: int
+
+
 class EvaluationOutcome(Struct, frozen=True, kw_only=True, tag=True):
     """How an evaluation ended, for the metrics: means over the problems whose answer was scored."""
 
@@ -537,6 +549,7 @@ class EvaluationOutcome(Struct, frozen=True, kw_only=True, tag=True):
     seconds: float = 0.0  # from the first answer that was asked for to the end
     engine_s: float = 0.0  # of engine slots, like tokens
     reason: str = ""  # why it ended short of all problems, "" when it did not
+    answers: tuple[HeldOutAnswer, ...] = ()  # where problems are in named sets: one by one
 
 
 class DropRows(Struct, frozen=True, kw_only=True, tag=True):

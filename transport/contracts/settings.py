@@ -302,6 +302,21 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     weights_dir: str = ""  # what `run` gives its publisher as --weights-dir: where POST /update may take weights from
 
 
+class EvalSet(Section, frozen=True, kw_only=True, omit_defaults=True):
+    """One of several sets of held-out problems that are asked together; it is named by its table.
+
+    What it leaves out is as in [eval]. With several samples of each problem it also tells pass@k.
+    """
+
+    path: str = ""  # jsonl, hf: its own file or data set; empty: eval.path, with eval.config and eval.split
+    config: str = ""  # hf: configuration of its path
+    split: str = ""  # hf: split of its path; empty: eval.split
+    params: dict[str, ParamValue] = {}  # reasoning_gym: of the task, where they differ from data.params
+    problems: AtLeast0 = 0  # of this set, no more than its data has; 0: eval.problems, or as many as there are
+    samples: Annotated[int, Meta(ge=1, le=4096)] = 1  # samples of each problem, each an answer of its own
+    temperature: NotNegative | None = None  # left out: eval.temperature; with several samples sampling.temperature
+
+
 class EvalSettings(Section, frozen=True, kw_only=True):
     """Held-out problems, and the evaluation lane that asks them while the run trains (docs/evaluation.md)."""
 
@@ -316,6 +331,8 @@ class EvalSettings(Section, frozen=True, kw_only=True):
     path: str = ""  # jsonl, hf: file or data set of held-out problems; empty: at most a tenth of data.path is held out
     config: str = ""  # hf: configuration of eval.path; empty: data.config, where the path is data.path
     split: str = "test"  # hf: split of eval.path, which may be data.path
+    passed_by: str = "right"  # pass@k: component of the reward that is 1 where an answer passes; none such: the reward
+    sets: dict[Name, EvalSet] = msgspec.field(default_factory=dict[Name, EvalSet])  # several sets by name; empty: one
 
 
 class Settings(Section, frozen=True, kw_only=True):
@@ -339,6 +356,24 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+
+
+def eval_sets(settings: Settings) -> dict[str, EvalSet]:
+    """The run's sets of held-out problems, with nothing left out; one whose name is "" where [eval.sets] is empty."""
+    held_out = settings.eval
+
+    def whole(one: EvalSet) -> EvalSet:
+        drawn = held_out.temperature if one.samples == 1 else settings.sampling.temperature
+        return msgspec.structs.replace(
+            one,
+            path=one.path or held_out.path,
+            config=one.config if one.path else one.config or held_out.config,
+            split=one.split or held_out.split,
+            problems=one.problems or held_out.problems,
+            temperature=drawn if one.temperature is None else one.temperature,
+        )
+
+    return {name: whole(one) for name, one in (held_out.sets or {"": EvalSet()}).items()}
 
 
 def public(settings: Settings) -> Settings:

@@ -10,13 +10,13 @@ import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 import numpy as np
 
+from transport.contracts.pass_at_k import pass_rates
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, SamplingParams, Struct
 from transport.process.clock import MonotonicClock
@@ -39,12 +39,16 @@ class Asking:
 
 
 class HeldOut(Struct, frozen=True, kw_only=True):
-    """One line of ``eval.jsonl``. entry: JSON, what the reward needs."""
+    """One line of ``eval.jsonl``. entry: JSON, what the reward needs.  eval_set: of ``[eval.sets]``, "" without."""
 
     prompt_id: str
     text: str
     prompt_ids: list[int]
     entry: str
+    eval_set: str = ""
+
+
+TOKENS = "response_tokens"
 
 
 def evaluate_run(
@@ -59,7 +63,8 @@ def evaluate_run(
     temperature: float | None = None,
     passed_by: str = "right",
 ) -> dict[str, float]:
-    """Mean reward and components over the answers to the held-out problems of ``run_dir``.
+    """Mean reward and components over the answers to the held-out problems of ``run_dir``, and again of each of its
+    named sets as ``NAME/...``.
 
     model: "base" (what the run started from), "final" (what it ended with), "checkpoint" (the newest; with ":N", of
     version N; then the answer names it), or a Hugging Face directory.
@@ -140,27 +145,40 @@ async def _evaluate(
         ]
     finally:
         await pool.close()
-    means = {name: fmean(reward.components[name] for reward in rewards) for name in rewards[0].components}
-    lengths = fmean(len(completion.response_ids) for answers in completions for completion in answers)
-    passes = pass_rates([{**one.components, "reward": one.value} for one in rewards], ask.samples, ask.passed_by)
-    return {"reward": fmean(reward.value for reward in rewards), **means, **passes, "response_tokens": lengths}
+    lengths = [len(completion.response_ids) for answers in completions for completion in answers]
+    told = [
+        {"reward": reward.value, **reward.components, TOKENS: length}
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    named = {problem.eval_set: None for problem in problems if problem.eval_set}
+    of_sets = {
+        f"{name}/{key}": value
+        for name in named
+        for key, value in figures(
+            [one for place, one in enumerate(told) if problems[place // ask.samples].eval_set == name],
+            ask.samples,
+            ask.passed_by,
+        ).items()
+    }
+    return figures(told, ask.samples, ask.passed_by) | of_sets
 
 
-def pass_rates(components: Sequence[Mapping[str, float]], samples: int, passed_by: str) -> dict[str, float]:
-    """``pass@1`` ... of ``samples`` answers to each problem, problem after problem; {} where there is one answer each.
+def figures(answers: Sequence[Mapping[str, float]], samples: int, passed_by: str) -> dict[str, float]:
+    """Means of ``samples`` answers to each problem, problem after problem; of several answers pass@k, too.
 
-    Raises RunFilesError: the reward has no component ``passed_by``.
+    answers: what is known of each, with the same keys.  Raises RunFilesError: none of them is ``passed_by``.
     """
+    means = {name: fmean(one[name] for one in answers) for name in answers[0]}
     if samples == 1:
-        return {}
-    if passed_by not in components[0]:
+        return means
+    if passed_by not in means:
         raise RunFilesError(
             f"the reward has no component {passed_by!r} that says whether an answer passes; --passed-by takes one of "
-            f"{', '.join(components[0])}"
+            f"{', '.join(name for name in means if name != TOKENS)}"
         )
-    passed = [one[passed_by] >= 1 for one in components]
+    passed = [one[passed_by] >= 1 for one in answers]
     num_right = [sum(passed[first : first + samples]) for first in range(0, len(passed), samples)]
-    return {f"pass@{k}": pass_at_k(samples, num_right, k) for k in ks(samples)}
+    return means | pass_rates(samples, num_right)
 
 
 async def _answers(engine: GenerationEngine, problems: Sequence[HeldOut], samples: int) -> list[list[Completion]]:
@@ -172,20 +190,3 @@ async def _answers(engine: GenerationEngine, problems: Sequence[HeldOut], sample
                 raise EvaluationError(f"held-out problem {problems[int(result.group_id)].prompt_id}: {result.reason}")
             answers[int(result.group_id), result.sample] = result
     return [[answers[problem, sample] for sample in range(samples)] for problem in range(len(problems))]
-
-
-def pass_at_k(num_samples: int, num_right: Sequence[int], k: int) -> float:
-    """Mean over problems of 1 - C(n - c, k) / C(n, k).
-
-    Args:   num_samples: n answers to each problem.  num_right: [P] c of them are right, in [0, n].  k: in [1, n].
-    Raises: ValueError: no problem, or a number out of its range.
-    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, eq. 1.
-    """
-    if not num_right or not 1 <= k <= num_samples or not all(0 <= right <= num_samples for right in num_right):
-        raise ValueError(f"need 1 <= k <= {num_samples} and counts in [0, {num_samples}], got k = {k} of {num_right}")
-    return fmean(1.0 - comb(num_samples - right, k) / comb(num_samples, k) for right in num_right)
-
-
-def ks(num_samples: int) -> list[int]:
-    """The k that are told for n answers: 1, 2, 4, ... and n itself."""
-    return [*(1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples), num_samples]

@@ -373,6 +373,9 @@ class GenerationWorker:
             raise MessageError("the broker does not have it")
         plan = held.plan
         sampling = plan.sampling or self._settings.sampling
+        temperature = sampling.temperature
+        if plan.sampling is None and is_evaluation(plan.group_id):
+            temperature = self._settings.eval.temperature
         held.prompt_tokens = len(prompt_ids)
         self._engine.submit(
             GenerationRequest(
@@ -381,9 +384,7 @@ class GenerationWorker:
                 samples=plan.samples,
                 sampling=SamplingParams(
                     max_new_tokens=sampling.max_new_tokens,
-                    temperature=(
-                        self._settings.eval.temperature if is_evaluation(plan.group_id) else sampling.temperature
-                    ),
+                    temperature=temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
                     stop_token_ids=self._stop_token_ids,

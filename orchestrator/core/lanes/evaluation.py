@@ -38,6 +38,8 @@ from orchestrator.core.rollout.lifecycle import (
 from transport.contracts.messages import (
     DropRows,
     GroupScored,
+    HeldOutAnswer,
+    PromptRef,
     RequestHeldOutPrompts,
     RolloutFinished,
     ScoringFailed,
@@ -133,9 +135,8 @@ class EvaluationLane(GroupLane):
 
     def _attempt(self, problem: int, worker: Worker) -> None:
         p, current = self._p, self.current
-        assert p.evaluations.problems is not None
         name = evaluation_id(current.number, current.num_attempts)
-        group = Group.of(p.evaluations.problems[problem], name, current.number, 1, lane=Lane.EVAL)
+        group = Group.of(self._problem(problem), name, current.number, 1, lane=Lane.EVAL)
         p.groups[group.group_id] = group
         current.num_attempts += 1
         if current.opened_s is None:
@@ -143,6 +144,10 @@ class EvaluationLane(GroupLane):
         current.attempts[group.group_id] = Attempt(problem=problem, deadline_s=self._deadline_s())
         announce(p, [group])
         start(p, group, worker)
+
+    def _problem(self, place: int) -> PromptRef:
+        assert self._p.evaluations.problems is not None
+        return self._p.evaluations.problems[place]
 
     def _deadline_s(self) -> float:
         return self._p.now_s + self._p.settings.rollout_timeout_s
@@ -187,7 +192,17 @@ class EvaluationLane(GroupLane):
         current.response_tokens += group.tokens[0]
         for name, value in event.components.items():
             current.components[name] = current.components.get(name, 0.0) + value
-        self._drop(group)
+        problem = self._problem(self._drop(group))
+        if problem.eval_set:
+            current.answers.append(
+                HeldOutAnswer(
+                    eval_set=problem.eval_set,
+                    prompt_id=problem.prompt_id,
+                    reward=event.rewards[0],
+                    components=event.components,
+                    response_tokens=group.tokens[0],
+                )
+            )
 
     def scoring_failed(self, group: Group, event: ScoringFailed) -> None:
         self.retry(group, event.reason)

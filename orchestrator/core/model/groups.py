@@ -99,7 +99,7 @@ class Group(msgspec.Struct, kw_only=True):
     admission: of its prompt columns, until they are known to exist.
     newest_version: of the newest weights in any of its rows, -1 without rows.
     oldest_version: of the oldest weights that any of its samples was started under.
-    sampling: how its request wants it sampled, None: as the settings say.
+    sampling: how its request, or its set of held-out problems, wants it sampled, None: as the settings say.
     predicted_sigma: of a sample's log length around predicted_tokens, 0 where it is not known.
     rank: of the trainer, that got it last.
     num_tokens: prompt once + responses.  loss_tokens: responses only.  Both are set when it was scored.
@@ -149,6 +149,7 @@ class Group(msgspec.Struct, kw_only=True):
             prompt_tokens=prompt.prompt_tokens,
             predicted_tokens=prompt.predicted_tokens,
             predicted_sigma=prompt.predicted_sigma,
+            sampling=prompt.sampling,
             tokens=[MISSING] * size,
             num_missing=size,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transport.contracts.messages import EvaluationOutcome, PromptRef
+from transport.contracts.messages import EvaluationOutcome, HeldOutAnswer, PromptRef
 from transport.contracts.types import GroupId, RowId, WeightIdentity
 
 
@@ -25,6 +25,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     opened_s: when the first problem was dispatched, None before.  newer_s: since when newer weights wait for it.
     waiting: problems without an attempt.  attempts: the open ones, by their group.  num_attempts: all so far.
     failures: of each problem.  deaths: of workers while it ran there, for each problem.
+    answers: those to problems of named sets, one by one.
     The rest are sums over the answers; tokens and engine_s also count those that could not be used.
     """
 
@@ -44,6 +45,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     response_tokens: int = 0
     tokens: int = 0
     engine_s: float = 0.0
+    answers: list[HeldOutAnswer] = msgspec.field(default_factory=list[HeldOutAnswer])
 
     def outcome(self, now_s: float, reason: str) -> EvaluationOutcome:
         """What is reported of it. A component that an answer does not have counts as 0."""
@@ -60,6 +62,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
             seconds=now_s - self.opened_s if self.opened_s is not None else 0.0,
             engine_s=self.engine_s,
             reason=reason,
+            answers=tuple(self.answers),
         )
 
 

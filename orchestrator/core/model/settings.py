@@ -21,6 +21,7 @@ from transport.contracts.settings import (
     ServiceSettings,
     Settings,
     TrainerSettings,
+    eval_sets,
 )
 from transport.contracts.types import UpdateMode
 
@@ -88,7 +89,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     lr_schedule: "constant" or how the trainer's rate falls until the last batch, which only the core knows.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
-    eval_every: batches between two evaluations of at most eval_problems held-out problems each; 0: none.
+    eval_every: batches between two evaluations; 0: none.  eval_problems: of each, at most; a problem that is to be
+    answered several times counts as often.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
     ``lanes/evaluation.py``.
     dispatch: policy, see ``dispatch/compute.py``.  plan_wait_s: a batch waits so long for its plan.
@@ -170,6 +172,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "train_token_s": settings.decode_cost.train_token_s,
         "max_response_tokens": settings.sampling.max_new_tokens,
         "scaling": scaling,
+        "eval_problems": sum(one.problems * one.samples for one in eval_sets(settings).values()),
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import printable
+from orchestrator.observability.metrics import sets_of
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.report.record import RunRecord, duration, verdict
 
@@ -176,10 +177,16 @@ def _held_out(runs: Sequence[RunRecord], components: Sequence[str]) -> Iterator[
         found = [_of_problems(line, f"eval_{name}") for line in lines]
         at = f" at version {max(common)}" if common and name == "reward" else ""
         yield Row(name=f"{name}{at}", numbers=found, better=int(name == "reward"))
+    for name, keys in sets_of(lines).items():
+        for key in keys:
+            if key == "reward" or key.startswith("pass@"):
+                found = [_of_problems(line, f"eval/{name}/{key}", of=f"eval/{name}/problems") for line in lines]
+                yield Row(name=f"{name}: {key}", numbers=found, better=1)
 
 
-def _of_problems(line: Mapping[str, Any], key: str) -> Number | None:
-    value, answered = line.get(key), line.get("eval_answered", 0)
+def _of_problems(line: Mapping[str, Any], key: str, of: str = "eval_answered") -> Number | None:
+    """of: how many problems it is the mean of, each of which counts as one however often it was answered."""
+    value, answered = line.get(key), line.get(of, 0)
     if not isinstance(value, int | float):
         return None
     known = answered and 0.0 <= value <= 1.0

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from orchestrator.config.run_directory import RunDir, journal_of
 from orchestrator.errors import ConfigError, printable, writing_out
-from orchestrator.observability.metrics import warnings_of
+from orchestrator.observability.metrics import sets_of, warnings_of
 from orchestrator.observability.report.bubbles import Cause, Usage
 from orchestrator.observability.report.comparison import COLUMNS, LAST, Comparison, compare_runs, outcomes, tables
 from orchestrator.observability.report.drawing import (
@@ -134,6 +134,13 @@ def render_report(run: RunRecord) -> str:
     parts = [series_of(name, run.evaluations, f"eval_{name}", over="version", dots=True) for name in run.components]
     others += [("reward components", [series_of(name, run.lines, name) for name in run.components])]
     others += [("components of held-out problems", parts)]
+    sets = sets_of(run.evaluations)
+    for name, keys in sets.items():
+        drawn_keys = [key for key in keys if key == "reward" or key.startswith("pass@")]
+        series = [
+            series_of(key, run.evaluations, f"eval/{name}/{key}", over="version", dots=True) for key in drawn_keys
+        ]
+        others.append((f"held-out set {name}", series))
     curves = {"Reward": _drawn(others), **{heading: _drawn(charts(heading)) for heading in list(CHARTS)[1:]}}
     idle = [_usage_row(track, run.usage[track]) for track in run.timeline.workers]
     if len(idle) > 1:
@@ -151,6 +158,7 @@ def render_report(run: RunRecord) -> str:
             facts=facts(run),
             against=against,
             changed=changed,
+            sets={name: _set_rows(run, name, keys) for name, keys in sets.items()},
             large=[_drawn([("reward", [*mean, held_out])], **size) for size in LARGE],
             curves=curves,
             timelines=[
@@ -163,6 +171,16 @@ def render_report(run: RunRecord) -> str:
             max_troubles=MAX_TROUBLES,
         )
     )
+
+
+def _set_rows(run: RunRecord, name: str, keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """A named set of held-out problems at each version: (what the columns are, rows)."""
+
+    def shown(value: float | str) -> str:
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    rows = [[line["version"], *(line.get(f"eval/{name}/{key}", "") for key in keys)] for line in run.evaluations]
+    return ["version", *(key.replace("_", " ") for key in keys)], [list(map(shown, row)) for row in rows]
 
 
 LARGE = ({"width": 1160.0, "height": 220.0}, {"width": 380.0, "height": 180.0})  # on a screen, and on a phone

@@ -67,11 +67,24 @@ export function showEvaluations(lines, components) {
   const column = (name) => answered.map((line) => line[name] ?? null);
   const names = ["reward", ...components];
   const columns = Object.fromEntries([...names.map((name) => [name, column(`eval_${name}`)]), ["share", column("eval_share")]]);
+  const sets = [...setsOf(answered)];
+  for (const [name, numbers] of sets) for (const key of numbers) columns[`${name}/${key}`] = column(`eval/${name}/${key}`);
   const charts = [
     { title: "Held-out problems", names, floor: 0 },
+    ...sets.map(([name, numbers]) => ({ title: `Held out: ${name}`, names: numbers.map((key) => `${name}/${key}`), labels: numbers, floor: 0 })),
     { title: "Evaluation's share of generation", names: ["share"], floor: 0 },
   ].map((chart) => withSeries(chart, columns));
   drawAll(byId("evaluations"), answered.length ? charts : [], answered.map((line) => line.version - 1));
+}
+
+/** Named sets of held-out problems -> what is drawn of each: the reward, and of several samples pass@k. */
+function setsOf(lines) {
+  const sets = new Map();
+  for (const key of new Set(lines.flatMap((line) => Object.keys(line)))) {
+    const [, name, number] = key.match(/^eval\/([^/]+)\/(reward|pass@\d+)$/) || [];
+    if (name) sets.set(name, [...(sets.get(name) || []), number]);
+  }
+  return sets;
 }
 
 function withSeries(chart, curves) {

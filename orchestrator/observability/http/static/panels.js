@@ -43,7 +43,7 @@ export function showEvaluation(status) {
   if (!current) return;
   const places = ["waiting", "running", "scoring"].filter((name) => current[name]).map((name) => `${current[name]} ${name}`);
   const held = current.held ? "; newer weights wait for it" : "";
-  const answered = `${current.answered} of ${current.problems} held-out problems answered`;
+  const answered = `${current.answered} of ${current.problems} answers to held-out problems`;
   setText(byId("evaluation"), `Evaluating v${current.weights.version}: ${[answered, ...places].join(", ")}${held}.`);
 }
 
