@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
+from tests.fakes.gpu_driver import FakeDriver
 from tests.property.exploring import SEED
 
 os.environ["STREAMRL_SEED"] = str(SEED)  # the processes that share the tests draw from one seed
@@ -189,3 +190,9 @@ def _is_orphan(segment: str) -> bool:
     if not pid.isdigit() or int(pid) == os.getpid():
         return True
     return not SHARES_TESTS and not psutil.pid_exists(int(pid))
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """Of GPUs; called with their number."""
+    return FakeDriver(tmp_path, monkeypatch)

@@ -16,6 +16,7 @@
     │   ├── ForeignError            a file or directory that must be this user's own is not: nothing of it was used
     │   ├── InputFileError          a file of rows from outside cannot be read: the message names file and line
     │   ├── LengthFileError         a file of lengths is missing, or holds what is no length: the message names its line
+    │   ├── GpuError                a GPU that a process should take is not there, or is not free: the message names it
     │   ├── SegmentSpaceError       no place on this host holds another version of the weights
     │   └── RunExistsError          a live run has this name
     ├── TailLostError               the broker came back without what was written last: write all of it again
@@ -102,6 +103,9 @@ class InputFileError(FatalError):
 class LengthFileError(FatalError): ...
 
 
+class GpuError(FatalError): ...
+
+
 class SegmentSpaceError(FatalError):
     def __init__(self, nbytes: int, tried: str) -> None:
         super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
@@ -123,6 +127,7 @@ class ChecksumError(StreamError): ...
 MISTAKES = (
     BrokerRejectedError,
     ForeignError,
+    GpuError,
     InputFileError,
     LengthFileError,
     ListenError,

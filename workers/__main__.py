@@ -34,7 +34,6 @@ from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET,
 from transport.tensors.base import parse_ports
 from workers.errors import (
     EvaluationError,
-    GpuError,
     ModelError,
     ModelMismatchError,
     ResumeMismatchError,
@@ -58,7 +57,7 @@ EXIT_SIGNALLED = 143
 
 BAD_CONFIG = (
     *MISTAKES,
-    *(EvaluationError, GpuError, ModelError, ModelMismatchError, ResumeMismatchError, RewardSetupError, RunFilesError),
+    *(EvaluationError, ModelError, ModelMismatchError, ResumeMismatchError, RewardSetupError, RunFilesError),
 )
 
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
@@ -82,9 +81,27 @@ add_version(app)
 Index = Annotated[
     str, typer.Option(help='number of this worker among its kind, from 0, or "auto" for one that is free')
 ]
-Gpus = Annotated[
-    str, typer.Option(help="GPUs of this machine of which this worker takes one that is free: 0,2-3 or all")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The options of every worker that computes on GPUs."""
+
+    gpus: Annotated[
+        str, typer.Option(help="GPUs of this machine of which this worker takes what is free: 0,2-3 or all")
+    ] = ""
+    gpus_each: Annotated[int, typer.Option(min=1, help="GPUs that it takes of them")] = 1
+    gpu_share: Annotated[
+        float, typer.Option(help="of their memory, what it may use, 0 to 1; below 1 others may share these GPUs")
+    ] = 1.0
+
+    def take(self) -> None:
+        """Before torch is imported. Raises GpuError."""
+        from transport.process.gpus import take_gpus
+
+        take_gpus(self.gpus, each=self.gpus_each, share=self.gpu_share)
+
+
 UserReward = Annotated[
     str, typer.Option(help="module:function this machine allows as reward; the run's must be the same")
 ]
@@ -182,26 +199,27 @@ def prepare(
 
 
 @app.command()
-@with_options(Joining)
+@with_options(Joining, Gpus)
 def generate(
     joining: Joining,
+    gpus: Gpus,
     index: Index = "0",
-    gpus: Gpus = "",
     trust_remote_code: TrustRemoteCode = False,
     engine_url: Annotated[str, typer.Option(help="SGLang or vLLM server to use, http://host:port  [its own]")] = "",
     server_command: Annotated[str, typer.Option(help="how to start SGLang or vLLM  [that of this Python]")] = "",
     server_args: Annotated[str, typer.Option(help="more arguments for that server")] = "",
 ) -> None:
     """Generate rollouts: claim dispatch plans, run the engine, push each sample back the moment it ends."""
-    from workers.commands.build import ServerChoice, generation_worker, take_gpu
+    from workers.commands.build import ServerChoice, generation_worker
 
-    take_gpu(gpus)
+    gpus.take()
     secret = _shared_secret()
     server = ServerChoice(
         url=engine_url,
         key=read_secret(os.environ, ENGINE_KEY),
         command=(*shlex.split(server_command),),
         args=(*shlex.split(server_args),),
+        gpus=gpus.gpus_each,
     )
     make = partial(
         generation_worker, run_dir=joining.home, trust_remote_code=trust_remote_code, secret=secret, server=server
@@ -210,9 +228,12 @@ def generate(
 
 
 @app.command()
-@with_options(Joining)
-def score(joining: Joining, index: Index = "0", reward: UserReward = "", reward_path: RewardPath = "") -> None:
+@with_options(Joining, Gpus)
+def score(
+    joining: Joining, gpus: Gpus, index: Index = "0", reward: UserReward = "", reward_path: RewardPath = ""
+) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
+    gpus.take()
     from workers.commands.build import scoring_worker
     from workers.scoring.jail import hide_from_children
 
@@ -222,17 +243,17 @@ def score(joining: Joining, index: Index = "0", reward: UserReward = "", reward_
 
 
 @app.command()
-@with_options(Publishing)
+@with_options(Publishing, Gpus)
 def train(
     joining: Publishing,
+    gpus: Gpus,
     index: Annotated[int, typer.Option(help="rank of this trainer process, from 0")] = 0,
-    gpus: Gpus = "",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
-    from workers.commands.build import take_gpu, trainer_worker
+    from workers.commands.build import trainer_worker
 
-    take_gpu(gpus)
+    gpus.take()
     make = partial(
         trainer_worker,
         run_dir=joining.home,

@@ -3,7 +3,6 @@
 FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
 ├── ModelMismatchError    a worker's model is not the one of the run that it would join: its token ids are other words
-├── GpuError              a GPU that this worker should take is not there, or none is free: the message names them
 ├── RewardSetupError      the run's reward cannot be built, or this worker's command line does not allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
@@ -43,9 +42,6 @@ class ModelError(FatalError): ...
 
 
 class ModelMismatchError(FatalError): ...
-
-
-class GpuError(FatalError): ...
 
 
 class RewardSetupError(FatalError): ...

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from transport.contracts.types import Struct
 from transport.errors import InputFileError
 from transport.process.files import read_json
+from transport.process.gpus import gpu_share
 from transport.process.programs import command
 from workers.errors import ModelError
 
@@ -290,7 +291,10 @@ def stop_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 
 def choose_device(name: str, setting: str) -> torch.device:
-    """The device that ``setting`` names; "auto" is cuda when there is one. Raises ModelError where it is not."""
+    """The device that ``setting`` names; "auto" is cuda when there is one. Raises ModelError where it is not.
+
+    Of the memory of a GPU that is shared, this process then takes no more than its share.
+    """
     import torch
 
     try:
@@ -301,6 +305,8 @@ def choose_device(name: str, setting: str) -> torch.device:
         raise ModelError(
             f"{setting} is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here: use auto or cpu"
         )
+    if device.type == "cuda" and (share := gpu_share(os.environ)) < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
     return device
 
 

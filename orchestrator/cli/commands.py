@@ -154,7 +154,10 @@ def run(
     overrides = configuration.overrides(run_name=name, run_dir=directory)
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
     if dry_run:
-        typer.echo(render(resolved), nl=False)
+        from orchestrator.launch.gpus import place_gpus
+
+        placed = place_gpus(resolved.settings)
+        typer.echo(render(resolved) + "".join(f"# {line}\n" for line in (placed.lines() if placed else ())), nl=False)
         return
     from orchestrator.launch import supervisor
 

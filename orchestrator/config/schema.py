@@ -26,6 +26,8 @@ from transport.contracts.settings import SERVER_ENGINES, EvalSet, Section, Setti
 from transport.process.secret import BROKER_PASSWORD, HOW_TO_MAKE, MIN_CHARACTERS, SHARED_SECRET
 from transport.tensors.base import parse_ports
 
+TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
+"""Options of servers for what ``generation.gpus_per_worker`` says."""
 A_SERVER = " or ".join(f'"{engine}"' for engine in SERVER_ENGINES)
 PASSWORD = "broker.password"
 FROM_ENVIRONMENT = {PASSWORD: BROKER_PASSWORD, "api.secret": SHARED_SECRET}
@@ -235,6 +237,16 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "generation.stop generation.engine",
             'must be empty with generation.engine "emulated", which writes no text',
+        )
+    if s.generation.gpus_per_worker > 1 and (s.generation.engine not in SERVER_ENGINES or s.generation.engine_url):
+        yield (
+            "generation.gpus_per_worker generation.engine",
+            f"needs generation.engine {A_SERVER}, which a worker starts itself: others compute on one GPU",
+        )
+    if split := [one for one in s.generation.server_args if one.partition("=")[0] in TENSOR_PARALLEL]:
+        yield (
+            "generation.server_args generation.gpus_per_worker",
+            f"must not name {split[0]}: set generation.gpus_per_worker, so that each worker gets as many GPUs",
         )
     if s.generation.engine_url and s.generation.engine not in SERVER_ENGINES:
         yield "generation.engine_url generation.engine", f"needs generation.engine {A_SERVER}"

@@ -26,6 +26,7 @@ from orchestrator.config.run_directory import RunDir
 from orchestrator.core.model.groups import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
 from orchestrator.http import check_listening
+from orchestrator.launch.gpus import PlacedGpus
 from orchestrator.loop.intake import SilenceClock, read_statuses
 from orchestrator.loop.ranking import open_ranker
 from orchestrator.prompts.dataset import Problem, load_problems
@@ -221,7 +222,7 @@ class ChildSpec:
 class LocalFleet:
     """The processes of a run and their command lines, on which no secret stands.
 
-    url: of the broker, without its password.  env: what no command line may show.
+    url: of the broker, without its password.  env: what no command line may show.  gpus: None where there are none.
     """
 
     settings: Settings
@@ -229,6 +230,7 @@ class LocalFleet:
     model_dir: Path
     url: str
     env: Mapping[str, str]
+    gpus: PlacedGpus | None = None
 
     def orchestrator(self) -> ChildSpec:
         return ChildSpec(name=ORCHESTRATOR, argv=python_module("orchestrator", "serve", *self._common()), env=self.env)
@@ -237,15 +239,8 @@ class LocalFleet:
         broker = self.settings.broker
         reach = ["--tls-ca", broker.tls_ca, "--outage-s", str(broker.outage_s)]
         argv = python_module("workers", kind.value, "--index", str(index), *self._common(), *reach)
-        return ChildSpec(name=f"{kind.value}-{index}", argv=[*argv, *self._local_arguments(kind)], env=self.env)
-
-    def workers(self) -> list[tuple[WorkerKind, int]]:
-        """How many of each kind it begins with."""
-        settings = self.settings
-        generate = (WorkerKind.GENERATE, settings.generation.workers)
-        if settings.trainer.engine == "none":
-            return [(WorkerKind.PUBLISH, 1), generate]
-        return [(WorkerKind.TRAIN, settings.trainer.ranks), generate, (WorkerKind.SCORE, settings.scoring.workers)]
+        argv += self._local_arguments(kind) + (self.gpus.arguments(kind, index) if self.gpus else [])
+        return ChildSpec(name=f"{kind.value}-{index}", argv=argv, env=self.env)
 
     def _local_arguments(self, kind: WorkerKind) -> list[str]:
         """What only this machine's owner may allow: code named here was named on the user's own command line."""

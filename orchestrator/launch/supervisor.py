@@ -31,6 +31,7 @@ from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError, exit_code
 from orchestrator.launch.console import RunConsole
+from orchestrator.launch.gpus import PlacedGpus, place_gpus, workers_of
 from orchestrator.launch.processes import (
     FIRST_ANSWER_S,
     Children,
@@ -96,6 +97,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     rundir.check_free(resume=resume)
     check_installed(settings.run.loggers)
     await check_places(settings)
+    gpus = place_gpus(settings)
     check_workers_inputs(settings)
     problems = check_inputs(settings)
     await check_workers(settings, () if resume else problems)
@@ -105,7 +107,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
         note_start(rundir, resolved)
-        supervisor = Supervisor(settings, rundir, view, resume=resume)
+        supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
             await supervisor.run()
         except StreamError as error:
@@ -122,10 +124,13 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, rundir: RunDir, view: View, *, resume: bool) -> None:
+    def __init__(
+        self, settings: Settings, rundir: RunDir, view: View, gpus: PlacedGpus | None, *, resume: bool
+    ) -> None:
         self._settings = settings
         self._rundir = rundir
         self._view = view
+        self._gpus = gpus
         self._resume = resume
         self._children = Children(rundir.logs, max_restarts=settings.liveness.max_restarts)
         self._stopping = asyncio.Event()
@@ -152,6 +157,8 @@ class Supervisor:
                 size = f"{run.batches} batches of {groups.groups_per_batch} groups of {groups.group_size}"
                 dispatch = chosen_dispatch(self._settings)
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
+            for line in self._gpus.lines() if self._gpus else ():
+                self._view.note(line)
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
             url, password = await self._open_broker(stack)
@@ -166,7 +173,9 @@ class Supervisor:
                 await self._until_stopped(self._reopen(broker))
             self.started = True
             run_dir = self._rundir.path
-            fleet = LocalFleet(settings=self._settings, run_dir=run_dir, model_dir=model_dir, url=url, env=env)
+            fleet = LocalFleet(
+                settings=self._settings, run_dir=run_dir, model_dir=model_dir, url=url, env=env, gpus=self._gpus
+            )
             await self._until_stopped(self._supervise(broker, fleet))
         self._view.note(self._console.summary(time.monotonic() - started_s))
 
@@ -282,7 +291,7 @@ class Supervisor:
 
                 orchestrator = keep(fleet.orchestrator())
                 others = [group.create_task(self._keep_broker(self._server))] if self._server else []
-                for kind, count in fleet.workers():
+                for kind, count in workers_of(self._settings):
                     tasks = [keep(fleet.worker(kind, index)) for index in range(count)]
                     (trainers if kind is WorkerKind.TRAIN else others).extend(tasks)
                 others.append(group.create_task(self._watch(broker), name="watch"))

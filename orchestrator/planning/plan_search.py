@@ -345,11 +345,10 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     layout = job.layout(split, job.workload(1))
     cost = decode_cost(job.llm, split.generation.gpu, split.tensor_parallel, job.assumed)
     costs = {name: getattr(cost, name) for name in cost.__struct_fields__}
-    server_args = {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"}
     timeout_s = ceil(max(300.0, GROUP_LIVES * (core.max_staleness + 1) * plan.iteration_s))
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
     if split.tensor_parallel > 1:
-        generation["server_args"] = [server_args[engine], str(split.tensor_parallel)]
+        generation["gpus_per_worker"] = split.tensor_parallel
     return {
         "model": {"path": model_path},
         "sampling": {"max_new_tokens": max(max(group) for group in job.groups)},

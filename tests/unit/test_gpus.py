@@ -1,4 +1,4 @@
-"""One GPU for each worker: which are allowed, which are there, which are free. The driver is a stand-in on PATH."""
+"""GPUs for each worker: which are allowed, which are there, which are free. The driver is a stand-in on PATH."""
 
 from __future__ import annotations
 
@@ -10,36 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from workers.commands import build as gpus
-from workers.errors import GpuError
+from tests.fakes.gpu_driver import FakeDriver
+from transport.errors import GpuError
+from transport.process import gpus
 
 HOLD = """
 import os, sys
-from workers.commands.build import take_gpu
-take_gpu(sys.argv[1])
+from transport.process.gpus import take_gpus
+take_gpus(sys.argv[1], each=int(sys.argv[2]), share=float(sys.argv[3]))
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts an ``nvidia-smi`` that shows so many GPUs first on PATH, and the locks into this test's directory."""
-
-    def show(count: int) -> None:
-        script = tmp_path / "nvidia-smi"
-        lines = "".join(f"echo GPU-{number:04d}\n" for number in range(count))
-        script.write_text(f"#!/bin/sh\n{lines}")
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.setenv(gpus.LOCKS_VARIABLE, str(tmp_path / "locks"))
-        monkeypatch.delenv(gpus.VISIBLE, raising=False)
-
-    return show
-
-
-def hold(wanted: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HOLD, wanted]
+def hold(wanted: str, *, each: int = 1, share: float = 1.0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLD, wanted, str(each), str(share)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
     )
@@ -50,7 +35,7 @@ def held_by(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_each_worker_gets_a_gpu_of_its_own_and_a_dead_one_gives_it_back(driver):
+def test_each_worker_gets_a_gpu_of_its_own_and_a_dead_one_gives_it_back(driver: FakeDriver):
     driver(3)
     workers = [hold("1-2") for _ in range(2)]
     try:
@@ -68,55 +53,120 @@ def test_each_worker_gets_a_gpu_of_its_own_and_a_dead_one_gives_it_back(driver):
             worker.communicate()
 
 
-def test_a_gpu_that_is_not_there_is_named(driver):
+def test_a_gpu_that_is_not_there_is_named(driver: FakeDriver):
     driver(2)
     with pytest.raises(GpuError, match="no GPU 2, 3 here; nvidia-smi shows 2"):
-        gpus.take_gpu("1-3")
+        gpus.take_gpus("1-3")
 
 
-def test_a_machine_without_gpus_says_what_to_look_for(driver):
+def test_a_machine_without_gpus_says_what_to_look_for(driver: FakeDriver):
     driver(0)
     for wanted in ("0", "all"):
         with pytest.raises(GpuError, match=r"shows none.*Container Toolkit"):
-            gpus.take_gpu(wanted)
+            gpus.take_gpus(wanted)
 
 
 @pytest.mark.parametrize("wanted", ["cuda", "1-", "0,,1", "-1"])
-def test_what_are_no_numbers_is_refused(driver, wanted: str):
+def test_what_are_no_numbers_is_refused(driver: FakeDriver, wanted: str):
     driver(2)
     with pytest.raises(GpuError, match="write numbers of GPUs"):
-        gpus.take_gpu(wanted)
+        gpus.take_gpus(wanted)
 
 
-def test_locks_that_cannot_be_written_are_named(driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_locks_that_cannot_be_written_are_named(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver(1)
     (tmp_path / "file").touch()
     monkeypatch.setenv(gpus.LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
     with pytest.raises(GpuError, match=f"set {gpus.LOCKS_VARIABLE}"):
-        gpus.take_gpu("0")
+        gpus.take_gpus("0")
 
 
-def test_locks_lie_in_a_directory_that_no_other_user_enters(driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_locks_lie_in_a_directory_that_no_other_user_enters(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """In one for all users, whoever came first kept all others from every GPU."""
     driver(1)
     monkeypatch.delenv(gpus.LOCKS_VARIABLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"streamrl-gpus-{os.geteuid()}"
-    gpus.take_gpu("0")
+    gpus.take_gpus("0")
     assert own.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in own.iterdir()] == ["GPU-0000.lock"]
 
 
-def test_a_link_that_waits_where_the_locks_lie_is_not_followed(driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_link_that_waits_where_the_locks_lie_is_not_followed(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     driver(1)
     target = tmp_path / "locks" / "elsewhere"
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks" / "GPU-0000.lock").symlink_to(target)
     with pytest.raises(GpuError, match="cannot lock a GPU"):
-        gpus.take_gpu("0")
+        gpus.take_gpus("0")
     assert not target.exists()
     monkeypatch.delenv(gpus.LOCKS_VARIABLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"streamrl-gpus-{os.geteuid()}").symlink_to(tmp_path / "locks")
     with pytest.raises(GpuError, match=r"is no directory .*set STREAMRL_GPU_LOCKS"):
-        gpus.take_gpu("0")
+        gpus.take_gpus("0")
+
+
+def test_a_worker_takes_several_gpus_or_none(driver: FakeDriver):
+    driver(3)
+    first = hold("all", each=2)
+    try:
+        assert held_by(first) == "GPU-0000,GPU-0001"
+        second = hold("all", each=2)
+        _, words = second.communicate(timeout=50)
+        assert "another worker holds some of them" in words
+        third = hold("2")
+        try:
+            assert held_by(third) == "GPU-0002", "what the second could not use, it did not keep"
+        finally:
+            third.kill()
+            third.communicate()
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_a_gpu_is_shared_by_those_who_say_so(driver: FakeDriver):
+    driver(1)
+    sharing = [hold("0", share=0.45) for _ in range(2)]
+    try:
+        assert [held_by(worker) for worker in sharing] == ["GPU-0000"] * 2
+        with pytest.raises(GpuError, match="another worker holds it"):
+            gpus.take_gpus("0")
+        assert gpus.free_gpus(gpus.list_gpus()) == []
+    finally:
+        for worker in sharing:
+            worker.kill()
+            worker.communicate()
+    assert gpus.free_gpus(gpus.list_gpus()) == [0]
+
+
+@pytest.mark.parametrize(
+    ("shown", "uuids"),
+    [
+        (None, ["GPU-0000", "GPU-0001", "GPU-0002"]),
+        ("2,0", ["GPU-0002", "GPU-0000"]),
+        ("GPU-0001", ["GPU-0001"]),
+        ("1,9,0", ["GPU-0001"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_what_cuda_hides_is_not_there(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, shown: str | None, uuids: list[str]
+):
+    driver(3)
+    if shown is not None:
+        monkeypatch.setenv(gpus.VISIBLE, shown)
+    assert [gpu.uuid for gpu in gpus.list_gpus()] == uuids
+
+
+def test_a_share_is_what_torch_and_servers_are_told(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    driver(1)
+    monkeypatch.setenv(gpus.SHARE_VARIABLE, "1")
+    gpus.take_gpus("0", share=0.45)
+    assert gpus.gpu_share(os.environ) == 0.45

@@ -41,6 +41,10 @@ ModelPath = Annotated[
 ]
 FunctionName = Annotated[str, Meta(pattern=r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description="module:function")]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
+GpuNumbers = Annotated[
+    str,
+    Meta(pattern=r"^(auto|\d+(-\d+)?(,\d+(-\d+)?)*)\Z", description='"auto", or numbers of GPUs like 0,2-3'),
+]
 HostName = Annotated[str, Meta(pattern=r"^\S+\Z", description="an address or a host name")]
 OwnHostName = Annotated[str, Meta(pattern=r"^[^\s/]*\Z", description="an address or a host name, without a port")]
 ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description="http://host:port")]
@@ -115,7 +119,7 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     engine: Literal["embedded", "sglang", "vllm", "emulated"] = "embedded"  # emulated: see that section
     engine_url: ServerUrl = ""  # sglang, vllm: a server that runs elsewhere; empty: every worker starts one of its own
     server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
-    server_args: list[str] = msgspec.field(default_factory=list[str])  # of that server, e.g. ["--tp-size", "2"]
+    server_args: list[str] = msgspec.field(default_factory=list[str])  # more arguments of that server
     server_silence_s: Annotated[float, Meta(ge=2)] = 30.0  # a server silent for so long hangs: it is started again
     workers: AtLeast1 = 1  # generation workers at the start
     min_workers: AtLeast0 = 0  # fewer workers are never left when lengths shrink; 0: as many as workers
@@ -127,6 +131,8 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the weights that generate, and are published
     threads: AtLeast1 = 1  # CPU threads of each worker
     device: Device = "auto"  # auto: cuda when there is one, else cpu
+    gpus: GpuNumbers = "auto"  # of `run`, which gives each worker its own; auto: those that the trainer leaves
+    gpus_per_worker: AtLeast1 = 1  # sglang, vllm: GPUs that one server splits the model over, by tensor parallelism
     lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
     stop: list[StopString] = msgspec.field(default_factory=list[StopString])  # texts that end a response and stay in it
     max_context: AtLeast0 = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
@@ -184,6 +190,7 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass; weights and sums stay float32
     threads: AtLeast1 = 1  # CPU threads of each rank
     device: Device = "auto"  # auto: cuda when there is one, else cpu
+    gpus: GpuNumbers = "auto"  # of `run`, which gives each rank one of its own; auto: the first
     ranks: AtLeast1 = 1  # data-parallel trainer processes, each with the whole model
     checkpoint_every: AtLeast1 = 10  # batches between two checkpoints; the last one is always saved
     keep_checkpoints: AtLeast1 = 2  # newest checkpoints that are kept; older ones are deleted

@@ -111,20 +111,21 @@ def ending_with_this_process() -> Callable[[], None] | None:
 T = TypeVar("T")
 
 
-def with_options(shared: type[T]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command of typer the fields of ``shared`` as options before its own.
+def with_options(*shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command of typer the fields of the classes ``shared`` as options before its own.
 
-    The command gets them as an instance of ``shared``, its first argument.
+    The command gets them as an instance of each, its first arguments.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = inspect.signature(shared, eval_str=True).parameters
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        parameters = [*(field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields.values())]
-        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        fields = [inspect.signature(one, eval_str=True).parameters for one in shared]
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(shared) :]
+        every = [*(field for one in fields for field in one.values()), *own]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in every]
 
         def with_shared(**given: Any) -> None:
-            command(shared(**{name: given.pop(name) for name in fields}), **given)
+            taken = [{name: given.pop(name) for name in names} for names in fields]
+            command(*(one(**values) for one, values in zip(shared, taken, strict=True)), **given)
 
         with_shared.__name__, with_shared.__doc__ = command.__name__, command.__doc__
         with_shared.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]

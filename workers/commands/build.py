@@ -1,18 +1,14 @@
-"""From a run's settings to a worker object: which parts each kind is made of, and which GPU of this machine it takes.
+"""From a run's settings to a worker object: which parts each kind is made of.
 
-torch is imported in no function before ``take_gpu`` has ended: CUDA_VISIBLE_DEVICES is read at import.
+torch is imported in no function before ``take_gpus`` has ended: CUDA_VISIBLE_DEVICES is read at import.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import re
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +21,11 @@ from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.settings import Settings, TensorSettings
 from transport.contracts.types import WorkerId
 from transport.contracts.user_files import ModelIdentity, identify_model, read_lengths
-from transport.errors import ForeignError
 from transport.process.clock import MonotonicClock
-from transport.process.files import private_directory, run_directory, writing
+from transport.process.files import run_directory, writing
+from transport.process.gpus import gpu_share
 from transport.tensors.base import Endpoint, parse_ports
-from workers.errors import GpuError, ModelError, ModelMismatchError
+from workers.errors import ModelError, ModelMismatchError
 from workers.generation.worker import ForcedLengths
 from workers.leases.announce import event_entry
 from workers.leases.lifecycle import Worker, WorkerFactory
@@ -83,13 +79,15 @@ async def check_model(broker: Broker, worker_id: WorkerId, directory: Path) -> N
 class ServerChoice:
     """Which inference server a worker uses: this machine's decision, as it names a program to run.
 
-    url, key: of one that runs elsewhere.  command, args: of one of its own; empty: of this Python.
+    url, key: of one that runs elsewhere.  command, args: of one of its own; empty: of this Python.  gpus: that this
+    worker took for it.
     """
 
     url: str = ""
     key: str = ""
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
+    gpus: int = 1
 
 
 async def generation_worker(
@@ -156,6 +154,8 @@ def engine_of(
         url=server.url,
         key=server.key,
         command=(*(server.command or kind.command), *server.args),
+        gpus=max(generation.gpus_per_worker, server.gpus),
+        gpu_share=gpu_share(os.environ),
         slots=generation.slots,
         stop=generation.stop,
         dtype=generation.dtype,
@@ -265,107 +265,3 @@ def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) 
     """Where the trainer serves weights. Raises SecretError."""
     chosen = msgspec.structs.replace(tensors, **{name: value for name, value in own.items() if value})
     return Endpoint(host=chosen.host, advertise=chosen.advertise, ports=parse_ports(chosen.ports), secret=secret)
-
-
-# --- one GPU for one worker, found without a scheduler ----------------------------------------------------------------
-
-# Several workers start from the same command line (replicas of a container, a shell loop), and each shall have a GPU of
-# its own. A worker locks one of the GPUs that it may take, and torch and engine servers see no other. The kernel lets
-# go of the lock when this process dies. No two workers with the same lock directory hold the same GPU.
-
-LOCKS_VARIABLE = "STREAMRL_GPU_LOCKS"
-"""Directory of the locks; containers that share GPUs share it as a volume.
-
-Without it, each user has a directory of their own: in one for all users, the first user kept all others from every GPU.
-The driver's compute mode, or a scheduler, keeps users apart.
-"""
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-LIST_S = 30.0
-"""nvidia-smi without its persistence daemon takes seconds a GPU."""
-
-_held: list[int] = []
-"""Lock files of this process: open until it ends."""
-
-
-def take_gpu(wanted: str) -> None:
-    """Lock one GPU of ``wanted`` and make it the only one that this process and its children see. "": change nothing.
-
-    Raises GpuError: one is not there, or none is free; the message names them.
-    """
-    if not wanted:
-        return
-    present = list_gpus()
-    indexes = parse_gpus(wanted, len(present))
-    if absent := [str(index) for index in indexes if index >= len(present)]:
-        raise GpuError(f"--gpus {wanted}: there is no GPU {', '.join(absent)} here; {_seen(present)}")
-    directory = _lock_directory()
-    for index in indexes:
-        if _lock(directory, present[index]):
-            os.environ[VISIBLE] = present[index]
-            return
-    raise GpuError(
-        f"--gpus {wanted}: another worker holds {'it' if len(indexes) == 1 else 'each of them'} "
-        f"(locks in {directory}); start fewer workers, or allow more GPUs"
-    )
-
-
-def _lock_directory() -> Path:
-    """Raises GpuError: what is in the place of this user's own is somebody else's."""
-    if named := os.environ.get(LOCKS_VARIABLE):
-        return Path(named)
-    directory = Path(tempfile.gettempdir()) / f"streamrl-gpus-{os.geteuid()}"
-    try:
-        private_directory(directory)
-    except (ForeignError, OSError) as error:
-        raise GpuError(f"no place for locks of GPUs: {error}; set {LOCKS_VARIABLE} to a directory of yours") from error
-    return directory
-
-
-def parse_gpus(wanted: str, num_present: int) -> list[int]:
-    """``"0,2-3"`` -> ``[0, 2, 3]``; ``"all"`` -> all that are present. Raises GpuError for anything else."""
-    if wanted == "all":
-        if not num_present:
-            raise GpuError(f"--gpus all: {_seen([])}")
-        return list(range(num_present))
-    indexes: list[int] = []
-    for part in wanted.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise GpuError(f'--gpus {wanted}: write numbers of GPUs like 0,2-3, or "all"')
-        indexes += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return list(dict.fromkeys(indexes))
-
-
-def list_gpus() -> list[str]:
-    """Unique ids of the GPUs that the driver shows here, by number; [] without a driver."""
-    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=LIST_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU-\S+$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
-
-
-def _seen(present: Sequence[str]) -> str:
-    if present:
-        return f"nvidia-smi shows {len(present)}, numbered from 0"
-    return (
-        "nvidia-smi shows none. Is the NVIDIA driver installed and, in a container, the NVIDIA Container Toolkit with "
-        "GPUs reserved for this service?"
-    )
-
-
-def _lock(directory: Path, gpu: str) -> bool:
-    """Whether the GPU is ours now."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / f"{gpu}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise GpuError(f"cannot lock a GPU in {directory}: {error.strerror}; set {LOCKS_VARIABLE}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return False
-    _held.append(descriptor)
-    return True

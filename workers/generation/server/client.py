@@ -50,6 +50,7 @@ class ServerSettings:
     """What an engine on a server is made of.
 
     directory: the model.  log: where a server of our own writes.  url, key: of a server elsewhere; empty: our own.
+    gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
     max_context: tokens, 0: the model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it
     hangs.  request_s: of one sample.
@@ -60,6 +61,8 @@ class ServerSettings:
     url: str = ""
     key: str = ""
     command: Sequence[str] = ()
+    gpus: int = 1
+    gpu_share: float = 1.0
     slots: int = 64
     stop: Sequence[str] = ()
     dtype: str = "bfloat16"
@@ -74,11 +77,11 @@ class ServerSettings:
 class ServerKind:
     """tested: versions; the interface has changed between minor ones before, so another is warned of.
     client: makes one of (url, settings, key).  command: starts one of this Python.  flags: what it always gets, and
-    ``*_option``: how it is told the model, the samples at once, the tokens of one, and the loader of ours, which a
-    server elsewhere has to have, too.  refusal: why a request cannot be answered by any server of this kind, "" when
-    it can.  environment: that our own server needs.  Our own server finds its key in the variable ``key_variable``, or
-    as ``key_option`` in the file that its ``--config`` names; ``socket_option`` is for the path of a socket to listen
-    on instead of a port.
+    ``*_option``: how it is told the model, the samples at once, the tokens of one, over how many GPUs the model is
+    split, the share of their memory, and the loader of ours, which a server elsewhere has to have, too.  refusal: why a
+    request cannot be answered by any server of this kind, "" when it can.  environment: that our own server needs.  Our
+    own server finds its key in the variable ``key_variable``, or as ``key_option`` in the file that its ``--config``
+    names; ``socket_option`` is for the path of a socket to listen on instead of a port.
     """
 
     name: str
@@ -88,6 +91,8 @@ class ServerKind:
     model_option: str
     slots_option: str
     context_option: str
+    gpus_option: str
+    memory_option: str
     loader_option: str
     loader: str
     flags: tuple[str, ...]
@@ -106,6 +111,8 @@ class ServerKind:
             *(self.loader_option, self.loader),
             *self.flags,
             *((self.context_option, str(settings.max_context)) if settings.max_context else ()),
+            *((self.gpus_option, str(settings.gpus)) if settings.gpus > 1 else ()),
+            *((self.memory_option, f"{settings.gpu_share:g}") if settings.gpu_share < 1 else ()),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
         ]
 

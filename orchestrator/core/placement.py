@@ -1,0 +1,129 @@
+"""Which GPUs of one machine each process of a run uses. Pure.
+
+    ranks of the trainer     one each, of their own: NCCL takes one rank a GPU
+    generation workers       each ``gpus_per_worker``, of those that are left
+    reference models         one that is idle, else the first rank's
+
+Where fewer are left than the workers ask for, they share: with each other, and, where none is left, with the trainer.
+Each process of a shared GPU has the same share of its memory; a tenth stays free for what they do not account for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transport.contracts.types import WorkerKind
+
+
+class PlacementError(Exception):
+    """There are too few GPUs. key: of the setting that asks for more; the message says what would fit."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key = key
+
+
+USABLE = 0.9
+"""Of the memory of a GPU that several processes share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What computes on GPUs, in processes.
+
+    ranks: of the trainer.  workers: generation workers, as many as there may ever be, each on ``gpus_per_worker`` GPUs.
+    references: scoring workers with a reference model.  trainer, generation: the GPUs that the user named, None: any.
+    """
+
+    ranks: int
+    workers: int
+    gpus_per_worker: int = 1
+    references: int = 0
+    trainer: Sequence[int] | None = None
+    generation: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """GPUs by number: of each rank; of each place for a generation worker, which workers take in turn; of references.
+
+    shares: of the memory of a GPU, what each process there may use.  idle: those that nobody uses.
+    """
+
+    trainer: tuple[int, ...]
+    generation: tuple[tuple[int, ...], ...]
+    references: tuple[int, ...]
+    shares: dict[int, float]
+    idle: tuple[int, ...]
+
+    def gpus(self, kind: WorkerKind, index: int) -> tuple[int, ...]:
+        """Of the ``index``-th worker of its kind; () where it computes on none."""
+        match kind:
+            case WorkerKind.TRAIN if self.trainer:
+                return (self.trainer[index],)
+            case WorkerKind.GENERATE if self.generation:
+                return self.generation[index % len(self.generation)]
+            case WorkerKind.SCORE:
+                return self.references
+            case _:
+                return ()
+
+    def share(self, gpus: Sequence[int]) -> float:
+        """Of the memory of ``gpus``, what one process on them may use: 1 where nobody else is."""
+        return min(self.shares[gpu] for gpu in gpus)
+
+
+def place(free: Sequence[int], needs: Needs) -> Placement:
+    """Deal the free GPUs out.
+
+    Args:    free: at least one, those that nobody holds; the GPUs that the user named are among them.
+    Raises:  PlacementError: too few for ranks that need one each, or for one worker.
+    """
+    trainer = _trainer(free, needs)
+    generation = _generation(free, trainer, needs)
+    used = {*trainer, *(gpu for place in generation for gpu in place)}
+    references: tuple[int, ...] = ()
+    if needs.references:
+        references = next(((gpu,) for gpu in free if gpu not in used), trainer[:1] or tuple(free[:1]))
+    tenants = Counter([*trainer, *references * needs.references])
+    for worker in range(needs.workers):
+        tenants.update(generation[worker % len(generation)])
+    return Placement(
+        trainer=trainer,
+        generation=generation,
+        references=references,
+        shares={gpu: 1.0 if count == 1 else int(100 * USABLE) // count / 100 for gpu, count in tenants.items()},
+        idle=tuple(gpu for gpu in free if gpu not in tenants),
+    )
+
+
+def _trainer(free: Sequence[int], needs: Needs) -> tuple[int, ...]:
+    named = needs.trainer
+    apart = [gpu for gpu in free if gpu not in (needs.generation or ())]
+    candidates = named if named is not None else apart if len(apart) >= needs.ranks else free
+    if len(candidates) < needs.ranks:
+        raise PlacementError(
+            "trainer.ranks",
+            f"{needs.ranks} ranks need a GPU each, and there are {len(candidates)} for them; set "
+            f"trainer.ranks={len(candidates)}",
+        )
+    return tuple(candidates[: needs.ranks])
+
+
+def _generation(free: Sequence[int], trainer: Sequence[int], needs: Needs) -> tuple[tuple[int, ...], ...]:
+    if not needs.workers:
+        return ()
+    each = needs.gpus_per_worker
+    left = [gpu for gpu in free if gpu not in trainer]
+    candidates = needs.generation if needs.generation is not None else left if len(left) >= each else [*left, *trainer]
+    if len(candidates) < each:
+        raise PlacementError(
+            "generation.gpus_per_worker",
+            f"a worker needs {each} GPUs, and there are {len(candidates)} for it; set "
+            f"generation.gpus_per_worker={len(candidates)}",
+        )
+    whole = len(candidates) // each * each
+    places = [tuple(candidates[start : start + each]) for start in range(0, whole, each)]
+    return tuple(places[: needs.workers])

@@ -1,0 +1,211 @@
+"""Who computes on which GPU of one machine, for machines of 1 to 16; the driver is a stand-in on PATH."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.load import resolve
+from orchestrator.core.placement import Needs, PlacementError, place
+from orchestrator.errors import ConfigError
+from orchestrator.launch.gpus import PlacedGpus, place_gpus
+from tests.fakes.command_line import orchestrator
+from tests.fakes.gpu_driver import FakeDriver
+from transport.contracts.types import WorkerKind
+from transport.process.gpus import VISIBLE, take_gpus
+
+
+def test_the_trainer_gets_the_first_gpus_and_generation_the_rest():
+    placed = place(range(8), Needs(ranks=2, workers=3, gpus_per_worker=2))
+    assert placed.trainer == (0, 1)
+    assert placed.generation == ((2, 3), (4, 5), (6, 7))
+    assert placed.idle == ()
+    assert placed.gpus(WorkerKind.TRAIN, 1) == (1,)
+    assert placed.gpus(WorkerKind.GENERATE, 2) == (6, 7)
+    assert placed.gpus(WorkerKind.SCORE, 0) == ()
+    assert placed.share((2, 3)) == 1.0
+
+
+def test_one_gpu_is_shared_by_all_with_equal_shares_of_its_memory():
+    placed = place([0], Needs(ranks=1, workers=2, references=1))
+    everyone = [(WorkerKind.TRAIN, 0), (WorkerKind.GENERATE, 0), (WorkerKind.GENERATE, 1), (WorkerKind.SCORE, 0)]
+    assert [placed.gpus(*who) for who in everyone] == [(0,)] * 4
+    assert placed.shares == {0: 0.22}
+
+
+def test_workers_share_what_the_trainer_leaves():
+    placed = place(range(3), Needs(ranks=1, workers=3))
+    assert [placed.gpus(WorkerKind.GENERATE, index) for index in range(4)] == [(1,), (2,), (1,), (2,)]
+    assert placed.shares == {0: 1.0, 1: 0.45, 2: 1.0}
+
+
+def test_workers_go_to_the_trainers_gpus_where_none_is_left():
+    placed = place(range(2), Needs(ranks=2, workers=2))
+    assert placed.generation == ((0,), (1,))
+    assert placed.shares == {0: 0.45, 1: 0.45}
+
+
+def test_a_reference_model_gets_an_idle_gpu_before_it_shares():
+    needs = Needs(ranks=1, workers=1, references=1)
+    assert place(range(3), needs).references == (2,)
+    shared = place(range(2), needs)
+    assert shared.references == (0,)
+    assert shared.shares == {0: 0.45, 1: 1.0}
+
+
+def test_what_the_user_names_is_used_and_nothing_else():
+    placed = place(range(8), Needs(ranks=1, workers=2, trainer=[7], generation=[1, 2]))
+    assert (placed.trainer, placed.generation, placed.idle) == ((7,), ((1,), (2,)), (0, 3, 4, 5, 6))
+    beside = place(range(8), Needs(ranks=2, workers=1, generation=[0, 1]))
+    assert beside.trainer == (2, 3), "a trainer that may choose stays off what generation was given"
+
+
+def test_gpus_that_others_hold_are_left_alone():
+    placed = place([3, 5, 6], Needs(ranks=1, workers=2))
+    assert (placed.trainer, placed.generation, placed.idle) == ((3,), ((5,), (6,)), ())
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 5])
+def test_every_process_has_its_gpus_and_no_memory_is_promised_twice(ranks: int, each: int):
+    for num_gpus in range(1, 17):
+        for workers in (0, 1, 3, 16):
+            needs = Needs(ranks=ranks, workers=workers, gpus_per_worker=each, references=int(ranks > 0))
+            if ranks > num_gpus or (workers and each > num_gpus):
+                with pytest.raises(PlacementError, match=r"set (trainer.ranks|generation.gpus_per_worker)="):
+                    place(range(num_gpus), needs)
+                continue
+            _check(num_gpus, needs)
+
+
+def _check(num_gpus: int, needs: Needs) -> None:
+    placed = place(range(num_gpus), needs)
+    ranked = [placed.gpus(WorkerKind.TRAIN, index) for index in range(needs.ranks)]
+    assert len({gpu for (gpu,) in ranked}) == needs.ranks, "NCCL takes one rank a GPU"
+    serving = [placed.gpus(WorkerKind.GENERATE, index) for index in range(needs.workers)]
+    assert all(len(set(gpus)) == needs.gpus_per_worker for gpus in serving)
+    everyone = [*ranked, *serving, *([placed.references] if needs.references else [])]
+    for gpu in range(num_gpus):
+        shares = [placed.share(gpus) for gpus in everyone if gpu in gpus]
+        assert sum(shares) <= 1.0
+        assert (not shares) == (gpu in placed.idle)
+    if len({gpu for gpus in everyone for gpu in gpus}) == sum(map(len, everyone)):
+        assert {placed.share(gpus) for gpus in everyone} <= {1.0}
+    else:
+        asked = needs.ranks + needs.workers * needs.gpus_per_worker + needs.references
+        assert asked > num_gpus, "there was room for all"
+
+
+# --- with the settings of a run, on this machine
+
+
+def placed_with(*overrides: str) -> PlacedGpus | None:
+    return place_gpus(resolve("smollm2", [], overrides, {}).settings)
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "lines"),
+    [
+        (1, [], ["GPU 0  H100, 80 GiB  train-0, generate-0 (45% of its memory each)"]),
+        (2, [], ["GPU 0  H100, 80 GiB  train-0", "GPU 1  H100, 80 GiB  generate-0"]),
+        (
+            8,
+            ["generation.engine=sglang", "generation.workers=3", "generation.gpus_per_worker=2"],
+            [
+                "GPU 0  H100, 80 GiB  train-0",
+                *(f"GPU {gpu}  H100, 80 GiB  generate-{(gpu - 1) // 2}" for gpu in range(1, 7)),
+                "GPU 7  H100, 80 GiB  idle",
+            ],
+        ),
+        (
+            16,
+            ["trainer.ranks=8", "generation.workers=8"],
+            [
+                *(f"GPU {gpu}  H100, 80 GiB  train-{gpu}" for gpu in range(8)),
+                *(f"GPU {gpu}  H100, 80 GiB  generate-{gpu - 8}" for gpu in range(8, 16)),
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_shows_who_computes_where(
+    driver: FakeDriver, tmp_path: Path, count: int, overrides: list[str], lines: list[str]
+):
+    driver(count)
+    asked = [part for override in overrides for part in ("--set", override)]
+    done = orchestrator("run", "--preset", "smollm2", "--dry-run", *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.removeprefix("# ") for line in done.stdout.splitlines() if line.startswith("# GPU")] == lines
+
+
+def test_idle_gpus_come_with_the_setting_that_would_use_them(driver: FakeDriver):
+    driver(8)
+    placed = placed_with()
+    assert placed is not None
+    assert placed.lines()[-1] == "idle GPUs would be used with --set generation.workers=7"
+
+
+def test_workers_are_told_their_gpus_on_their_command_lines(driver: FakeDriver):
+    driver(4)
+    placed = placed_with("generation.engine=vllm", "generation.gpus_per_worker=2")
+    assert placed is not None
+    assert placed.arguments(WorkerKind.TRAIN, 0) == ["--gpus", "0"]
+    assert placed.arguments(WorkerKind.GENERATE, 0) == ["--gpus", "1,2", "--gpus-each", "2"]
+    assert placed.arguments(WorkerKind.SCORE, 0) == []
+    driver(1)
+    shared = placed_with()
+    assert shared is not None
+    assert shared.arguments(WorkerKind.GENERATE, 0) == ["--gpus", "0", "--gpu-share", "0.45"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.device=cpu", "generation.device=cpu"],
+        ["trainer.device=cuda:1", "generation.device=cuda:0"],
+        ["trainer.engine=emulated", "generation.engine=emulated"],
+    ],
+)
+def test_who_computes_elsewhere_gets_none(driver: FakeDriver, overrides: list[str]):
+    driver(2)
+    assert placed_with(*overrides) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "words"),
+    [
+        (2, ["trainer.gpus=2"], "trainer.gpus is '2', but there is no GPU 2 here; nvidia-smi shows 2, numbered from 0"),
+        (0, ["generation.gpus=0-1"], "generation.gpus is '0-1', but there is no GPU 0, 1 here; nvidia-smi shows none"),
+        (
+            2,
+            ["trainer.ranks=3"],
+            "trainer.ranks: 3 ranks need a GPU each, and there are 2 for them; set trainer.ranks=2",
+        ),
+        (
+            1,
+            ["generation.engine=sglang", "generation.gpus_per_worker=2"],
+            "generation.gpus_per_worker: a worker needs 2 GPUs, and there are 1 for it",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_starts(
+    driver: FakeDriver, count: int, overrides: list[str], words: str
+):
+    driver(count)
+    with pytest.raises(ConfigError) as refused:
+        placed_with(*overrides)
+    assert words in str(refused.value)
+
+
+def test_a_gpu_that_another_run_holds_is_not_promised(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    driver(2)
+    take_gpus("0")  # as a worker of another run does
+    monkeypatch.delenv(VISIBLE)
+    placed = placed_with()
+    assert placed is not None
+    assert placed.lines() == [
+        "GPU 0  H100, 80 GiB  held by another run",
+        "GPU 1  H100, 80 GiB  train-0, generate-0 (45% of its memory each)",
+    ]
+    with pytest.raises(ConfigError, match="GPU 0 is held by a worker of another run"):
+        placed_with("trainer.gpus=0")
