@@ -43,6 +43,7 @@ from transport.contracts.messages import (
     RolloutFailed,
     RolloutFinished,
     RoundDone,
+    RunResumed,
     StepDone,
     TrainerReady,
     WeightsLoaded,
@@ -175,6 +176,35 @@ def test_a_lost_worker_is_present_until_it_was_lost():
     )
     (presence,) = timeline.presences
     assert (presence.start_s, presence.end_s, presence.capacity) == (1.0, 4.0, 4)
+
+
+def test_what_an_interruption_cost_is_known():
+    """The broker and a worker died; the run was resumed, and its first batch was trained again."""
+    replaced = (WorkerId("generate-0.2"), WorkerId("train-0.2"))
+    told: list[tuple[float, Event]] = [
+        (20.0, RunResumed()),
+        (21.0, WorkerJoined(worker_id=replaced[0], kind=WorkerKind.GENERATE, capacity=4)),
+        (30.0, WorkerLost(worker_id=WORKER, reason="its lease ran out")),
+        (31.0, TrainerReady(worker_id=replaced[1], weights=W0)),
+        (32.0, msgspec.structs.replace(finished(0, 1.0), worker_id=replaced[0])),
+        (33.0, msgspec.structs.replace(STEP, weights=msgspec.structs.replace(STEP.weights, epoch=2))),
+        (34.0, WorkerLost(worker_id=replaced[0], reason="its process ended")),
+        (36.0, WorkerJoined(worker_id=WorkerId("generate-0.3"), kind=WorkerKind.GENERATE, capacity=4)),
+        (40.0, WorkerLost(worker_id=WorkerId("generate-0.3"), reason="it was told to leave", left=True)),
+    ]
+    timeline = build_timeline(records(*((r.now_s, r.event) for r in RUN), *told))
+    ends = {presence.track: presence.end_s for presence in timeline.presences if presence.track != TRAINER}
+    assert ends == {WORKER: 20.0, replaced[0]: 34.0, "generate-0.3": 40.0}
+    assert [
+        (mark.name, mark.back_s) for mark in timeline.marks if mark.at_s >= 20.0 and " joined" not in mark.name
+    ] == [
+        ("run resumed", 13.0),
+        ("generate-0.1 lost: its lease ran out", None),
+        ("ready at e1v0", None),
+        ("generate-0.2 lost: its process ended", 2.0),
+        ("generate-0.3 left: it was told to leave", None),
+    ]
+    assert (timeline.num_again, timeline.batches_again) == (1, [0])
 
 
 def test_a_step_between_mini_batches_lies_before_the_next_round():

@@ -44,6 +44,7 @@ from orchestrator.observability.report.record import (
     facts,
     newest_records,
     read_run,
+    redone,
     verdict,
 )
 from orchestrator.observability.report.spans import Timeline, build_timeline
@@ -167,7 +168,12 @@ def render_report(run: RunRecord) -> str:
             causes={cause.value: CAUSE_COLORS[cause] for cause in Cause},
             idle=[*idle, _usage_row("trainer", run.usage_of("trainer"))],
             warnings=[warning for line in run.lines for warning in warnings_of(line, limit)],
-            troubles=[[f"{mark.at_s:.1f} s", mark.track, mark.name] for mark in run.troubles],
+            troubles=[
+                [f"{mark.at_s:.1f} s", mark.track, mark.name, "" if mark.back_s is None else f"{mark.back_s:.1f} s"]
+                for mark in run.timeline.marks
+                if mark.trouble or mark.back_s is not None
+            ],
+            redone=redone(run.timeline),
             max_troubles=MAX_TROUBLES,
         )
     )
@@ -215,9 +221,8 @@ def _headlines(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("busy", " · ".join(busy), "generation · trainer; idle time by cause is below"))
     dead = sum(line.get("groups_dead", 0) for line in run.lines)
     given_up = f"{dead} groups given up" if dead else "nothing was given up"
-    found.append(
-        ("failures", str(len(run.troubles)), f"each retried; {given_up}" if run.troubles else "nothing failed")
-    )
+    cost = "; ".join(filter(None, ("each retried", given_up, redone(run.timeline))))
+    found.append(("failures", str(len(run.troubles)), cost if run.troubles else "nothing failed"))
     return found
 
 

@@ -54,6 +54,7 @@ class RunRecord:
 
     @property
     def troubles(self) -> Sequence[Mark]:
+        """What cost the run something."""
         return [mark for mark in self.timeline.marks if mark.trouble]
 
     def usage_of(self, stage: str) -> Usage:
@@ -150,6 +151,7 @@ def newest_records(journal: Path, *, most: int = MAX_EVENTS) -> Iterator[Journal
 # --- what one wants to know first -------------------------------------------------------------------------------------
 
 NOT_COMPARED = ("run.name", "run.dir", "broker.url", "broker.password")
+MAX_NAMED = 8  # batches
 KINDS = {State.FINISHED: "good", State.FAILED: "bad", State.CRASHED: "bad"}
 
 
@@ -233,6 +235,15 @@ def _date(text: str) -> str:
     with suppress(ValueError):
         return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M} UTC"
     return text
+
+
+def redone(timeline: Timeline) -> str:
+    """What was done twice: ``5 samples generated again, 2 batches trained again (15, 16)``; "" where nothing was."""
+    samples, batches = timeline.num_again, timeline.batches_again
+    named = ", ".join(str(batch + 1) for batch in batches[:MAX_NAMED]) + (", ..." if len(batches) > MAX_NAMED else "")
+    parts = (f"{samples} sample{'s' * (samples > 1)} generated again" if samples else "",)
+    parts += (f"{len(batches)} batch{'es' * (len(batches) > 1)} trained again ({named})" if batches else "",)
+    return ", ".join(filter(None, parts))
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ orchestrator was away after its restart.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -47,6 +48,7 @@ from transport.contracts.types import (
 TRAINER = "trainer"  # track of the trainer: rank 0 reports for all, and the ranks meet at every step
 SCORING = "scoring"  # track of all scoring workers together
 ORCHESTRATOR = "orchestrator"  # track of what happened to the run as a whole
+RESUMED = "resumed"
 NO_BATCH = -1
 
 
@@ -78,12 +80,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at a moment. trouble: it cost the run something."""
+    """Something that happened at a moment. trouble: it cost the run something.
+
+    back_s: after a loss, until another worker was in its place; after a resume, until the next batch; None if never.
+    """
 
     track: str
     at_s: float
     name: str
     trouble: bool = False
+    back_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,18 @@ class Timeline:
     start_s: float = 0.0  # 0, or where the reported part of a long run begins
 
     @property
+    def num_again(self) -> int:
+        """Samples that were generated again: lost with their worker, dropped, or too old. Each row has one id."""
+        rows = [span.name.split()[0] for span in self.spans if span.kind is SpanKind.SAMPLE]
+        return len(rows) - len(set(rows))
+
+    @property
+    def batches_again(self) -> list[int]:
+        """Batches that were trained again after a loss of the trainer, from 0."""
+        times = Counter(trained.batch for trained in self.trained)
+        return sorted(batch for batch, count in times.items() if count > 1)
+
+    @property
     def workers(self) -> list[str]:
         """Tracks of generation workers, in order of number."""
         return sorted({presence.track for presence in self.presences} - {TRAINER}, key=natural_order)
@@ -142,6 +160,10 @@ class _Builder:
     trainer_ids: set[WorkerId] = field(default_factory=set[WorkerId])
     trainer_spans: list[Span] = field(default_factory=list[Span])
     known: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+    awaited: dict[str, int] = field(default_factory=dict[str, int])  # place, or RESUMED -> index of its mark
+    newest: dict[str, str] = field(default_factory=dict[str, str])  # place -> the worker that joined there last
+    resumed_s: float = float("-inf")
+    heard_s: dict[str, float] = field(default_factory=dict[str, float])  # track -> its last span
 
     def finish(self) -> Timeline:
         for track in list(self.present):
@@ -190,19 +212,27 @@ class _Builder:
                     name = f"step {event.batch + 1}"
                     self._busy(SpanKind.STEP, event.stepped_s, name, event.batch, before_s=publish_s)
                     self._busy(SpanKind.PUBLISH, publish_s, f"publish {event.weights}", event.batch)
+                    self._is_back(RESUMED)
                     self.trained.append(Trained(incarnation=event.weights.epoch, batch=event.batch, at_s=now_s))
             case CheckpointSaved() as event:
                 if self._is_new(event.cursor):
                     self._busy(SpanKind.CHECKPOINT, event.seconds, f"checkpoint {event.weights}", NO_BATCH)
             case WorkerJoined() as event:
                 self._mark(ORCHESTRATOR, f"{event.worker_id} joined")
+                self.newest[place_of(event.worker_id)] = event.worker_id
+                if event.kind is not WorkerKind.TRAIN:  # it still has to read its checkpoint
+                    self._is_back(place_of(event.worker_id))
                 if event.kind is WorkerKind.GENERATE:
                     self.present.setdefault(event.worker_id, (now_s, max(1, event.capacity)))
             case WorkerLost() as event:
-                self._mark(ORCHESTRATOR, f"{event.worker_id} lost: {event.reason}", trouble=True)
+                verb = "left" if event.left else "lost"
+                self._mark(ORCHESTRATOR, f"{event.worker_id} {verb}: {event.reason}", trouble=not event.left)
+                if not event.left and self.newest.get(place_of(event.worker_id)) == event.worker_id:
+                    self.awaited[place_of(event.worker_id)] = len(self.marks) - 1
                 self._leave(TRAINER if event.worker_id in self.trainer_ids else event.worker_id)
             case TrainerReady() as event:
                 self.trainer_ids = {event.worker_id}
+                self._is_back(place_of(event.worker_id))
                 self._mark(TRAINER, f"ready at {event.weights}")
                 self.present.setdefault(TRAINER, (now_s, 1))
             case RolloutFailed() as event:
@@ -215,6 +245,7 @@ class _Builder:
                 self._mark(event.worker_id, f"{event.weights} not loaded: {event.reason}", trouble=True)
             case RunResumed():
                 self._mark(ORCHESTRATOR, "run resumed")
+                self.awaited[RESUMED], self.resumed_s = len(self.marks) - 1, now_s
             case StopRequested() as event:
                 self._mark(ORCHESTRATOR, f"stop requested: {event.reason}")
             case _:
@@ -232,22 +263,34 @@ class _Builder:
     ) -> None:
         """A span of the trainer that ended ``before_s`` ago."""
         if seconds > 0:
-            end_s = self.now_s - before_s
+            end_s, self.heard_s[TRAINER] = self.now_s - before_s, self.now_s
             about = {"track": TRAINER, "kind": kind, "name": name, "batch": batch, "tokens": tokens}
             self.trainer_spans.append(Span(start_s=end_s - seconds, end_s=end_s, **about))
 
     def _leave(self, track: str) -> None:
         if track in self.present:
             start_s, capacity = self.present.pop(track)
-            self.presences.append(Presence(track=track, start_s=start_s, end_s=self.now_s, capacity=capacity))
+            silent = max(start_s, self.heard_s.get(track, start_s)) < self.resumed_s
+            end_s = self.resumed_s if silent else self.now_s  # it ended with the run, before that was resumed
+            self.presences.append(Presence(track=track, start_s=start_s, end_s=end_s, capacity=capacity))
+
+    def _is_back(self, what: str) -> None:
+        """``what`` was waited for since the mark at ``awaited``, if it was."""
+        if (index := self.awaited.pop(what, None)) is not None:
+            self.marks[index] = replace(self.marks[index], back_s=self.now_s - self.marks[index].at_s)
 
     def _mark(self, track: str, name: str, *, trouble: bool = False) -> None:
         self.marks.append(Mark(track=track, at_s=self.now_s, name=name, trouble=trouble))
 
     def _span(self, track: str, kind: SpanKind, seconds: float, name: str, **about: Any) -> None:
         """A span that ended now."""
-        start_s = max(0.0, self.now_s - seconds)
+        start_s, self.heard_s[track] = max(0.0, self.now_s - seconds), self.now_s
         self.spans.append(Span(track=track, kind=kind, start_s=start_s, end_s=self.now_s, name=name, **about))
+
+
+def place_of(worker_id: str) -> str:
+    """``generate-0`` of ``generate-0.2``: what its replacement is called, too."""
+    return worker_id.rpartition(".")[0]
 
 
 def _batch(group_or_row: str) -> int:
