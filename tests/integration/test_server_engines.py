@@ -43,7 +43,7 @@ from transport.contracts.types import FinishReason, GroupId, SamplingParams
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from workers.errors import WeightsMismatchError
-from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, serving
+from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, StopStrings, serving
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
 from workers.generation.server.engine import KINDS, ServerEngine
 from workers.generation.server.loader import LoadOrder
@@ -187,6 +187,28 @@ async def test_each_sample_ends_at_its_limit_or_stop_token(engine: ServerEngine)
     first = limited["0/0", 1].response_ids.tolist().index(stop)
     assert stopped.response_ids.tolist() == limited["0/0", 1].response_ids[: first + 1].tolist()
     assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(
+    engine: ServerEngine, served: Served
+) -> None:
+    """And leaves what was sampled before as it was; the server gets its slot back long before the limit."""
+    sampling = SamplingParams(max_new_tokens=300, temperature=0.0)
+    asked = [request(f"0/{number}", prompt(number), sampling=sampling) for number in range(3)]
+    free = await completions(engine, *asked)
+    third, fourth = free["0/0", 0].response_ids[2:4].tolist()
+    stops = StopStrings([f"{third} {fourth} "], lambda ids: "".join(f"{token} " for token in ids))
+    engine.sender.stops = stops  # its directory has no tokenizer that it could take them from
+    for key, found in (await completions(engine, *asked)).items():
+        whole = free[key].response_ids.tolist()
+        end = stops.end(whole)
+        assert found.response_ids.tolist() == whole[:end]
+        assert found.finish_reason is (free[key].finish_reason if end is None else FinishReason.STOP)
+        assert spans_of(found) == [(0, len(found.response_ids), OLD)]
+        assert_logprobs(served.model, prompt(int(key[0][-1])), found, 1.0)
+    assert stops.end(free["0/0", 0].response_ids.tolist()) in (2, 3, 4)
+    forced = await completions(engine, request("1/0", prompt(0), tokens=24))
+    assert len(forced["1/0", 0].response_ids) == 24, "a length that is forced is not cut"
 
 
 async def test_the_longest_prediction_runs_first(served: Served) -> None:

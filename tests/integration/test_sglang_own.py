@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,14 +28,14 @@ from tests.fakes.served_samples import (
 from tests.fakes.sglang_servers import command, needs_sglang
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.settings import GenerationSettings
-from transport.contracts.types import FinishReason
+from transport.contracts.types import FinishReason, SamplingParams
 from transport.process.clock import MonotonicClock
 from workers.generation.embedded.engine import EmbeddedEngine
-from workers.generation.engine import EngineFailure, GenerationRequest, serving
+from workers.generation.engine import Completion, EngineFailure, GenerationRequest, serving
 from workers.generation.server.client import ServerSettings
 from workers.generation.server.engine import ServerEngine
 from workers.generation.server.sglang import SGLANG
-from workers.models import model_cache, prepare_model, random_model
+from workers.models import load_detokenizer, model_cache, prepare_model, random_model
 
 pytestmark = [pytest.mark.sglang, needs_sglang, pytest.mark.timeout(600)]
 
@@ -43,7 +43,9 @@ STARTUP_S = 240.0
 
 
 @asynccontextmanager
-async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: int) -> AsyncIterator[ServerEngine]:
+async def own(
+    directory: Path, log: Path, *, silence_s: float = 30.0, stop: Sequence[str] = (), **limits: int
+) -> AsyncIterator[ServerEngine]:
     settings = ServerSettings(
         directory=directory,
         log=log,
@@ -52,6 +54,7 @@ async def own(directory: Path, log: Path, *, silence_s: float = 30.0, **limits: 
         dtype="float32",
         startup_s=STARTUP_S,
         silence_s=silence_s,
+        stop=stop,
     )
     engine = ServerEngine(SGLANG, settings, MonotonicClock())
     async with serving(engine):
@@ -152,6 +155,30 @@ async def test_greedy_samples_are_those_of_the_embedded_engine(tmp_path: Path, f
     for key, one in found.items():
         np.testing.assert_array_equal(one.response_ids, expected[key].response_ids)
         np.testing.assert_allclose(one.logprobs, expected[key].logprobs, atol=EXACT)
+
+
+async def test_stop_strings_end_the_same_samples_as_in_the_embedded_engine(tmp_path: Path) -> None:
+    """The strings reach both through the settings, and are read with the model's own tokenizer."""
+    directory = _checkpoint("smollm2", tmp_path)
+    sampling = SamplingParams(max_new_tokens=48, temperature=0.0)
+    requests = [request(f"0/{number}", prompt(number, 8 + 5 * number), sampling=sampling) for number in range(4)]
+
+    async def embedded(stop: list[str]) -> dict[tuple[str, int], Completion]:
+        generation = GenerationSettings(slots=8, dtype="float32", max_context=512, stop=stop)
+        engine = EmbeddedEngine(generation, directory, MonotonicClock())
+        async with serving(engine):
+            return await completions(engine, *requests)
+
+    free = await embedded([])
+    text = load_detokenizer(directory, special=True)(free["0/0", 0].response_ids[5:9].tolist())
+    expected = await embedded([text])
+    assert expected["0/0", 0].finish_reason is FinishReason.STOP
+    assert len(expected["0/0", 0].response_ids) <= 9
+    async with own(directory, tmp_path / "log", stop=[text]) as engine:
+        found = await completions(engine, *requests)
+    for key, one in found.items():
+        np.testing.assert_array_equal(one.response_ids, expected[key].response_ids)
+        assert one.finish_reason is expected[key].finish_reason
 
 
 def _checkpoint(family: str, tmp_path: Path) -> Path:

@@ -18,6 +18,7 @@ from transport.contracts.types import SamplingParams
 from workers.errors import ModelError, ServerAnswerError
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
 from workers.generation.server.loader import LoadOrder, LoadResult, result_numbers
+from workers.generation.server.sender import STOP_TOKENS
 from workers.generation.server.sglang import SglangClient
 from workers.generation.server.vllm import LOADER, VllmClient
 
@@ -105,6 +106,18 @@ async def test_vllm_is_asked_in_its_words(server: FakeServer, client: ServerClie
     forced = replace(SAMPLE, sampling=msgspec.structs.replace(SAMPLE.sampling, ignore_eos=True))
     body = await asked_of(server, client, path, forced)
     assert body["sampling_params"]["stop_token_ids"] == [], "a length that is forced is not cut by a stop token"
+
+
+@pytest.mark.parametrize(("kind", "path"), [(SglangClient, "/generate"), (VllmClient, "/inference/v1/generate")])
+async def test_stop_strings_are_looked_for_here_so_a_server_is_only_asked_to_speak_often(
+    server: FakeServer, kind: type[ServerClient], path: str
+) -> None:
+    """It has no tokenizer, and would say which string ended a response, not which token."""
+    async for client in opened(kind, server):
+        body = await asked_of(server, client, path, replace(SAMPLE, chunk_tokens=STOP_TOKENS))
+        sampling = body["sampling_params"]
+        assert sampling["stream_interval"] == STOP_TOKENS
+        assert not {"stop", "stop_regex", "no_stop_trim", "include_stop_str_in_output"} & sampling.keys()
 
 
 def choice(ids: list[int], finish: str | None = None, spans: object = None) -> dict[str, object]:
