@@ -155,7 +155,7 @@ def commands() -> Iterator[Case]:
     yield case("compare without runs", "o compare", "run_dirs")
     yield case("compare one run", "o compare {s}/runs/done", "two runs or more")
     for command in ("inspect", "report", "timeline", "replay", "pause", "resume", "drain", "checkpoint"):
-        yield case(f"{command} without a run", f"o {command}", "run_dir")
+        yield case(f"{command} without a run", f"o {command}", "Missing argument", "RUN")
         yield case(f"{command} of nothing", f"o {command} runs/absent", "runs/absent", "holds no run", "<dir>/<name>")
     yield case("inspect a file", "o inspect a.txt", "a.txt", "holds no run", files={"a.txt": ""})
     yield case("inspect the directory of runs", "o inspect {s}/runs", "runs", "holds no run", "<dir>/<name>")
@@ -217,7 +217,9 @@ def commands() -> Iterator[Case]:
 
 def settings() -> Iterator[Case]:
     yield setting("trainer.learning_rate=1", "unknown key", "trainer.lr")
-    yield setting("trainner.lr=1", "unknown section", "trainer")
+    yield case(
+        "--set trainner.lr=1", "o run --preset tiny --set trainner.lr=1", "--set", "section trainner", "trainer?"
+    )
     yield setting("trainer.lr=fast", "a number in (0, 1]", "fast")
     for value in ("-1", "0", "inf", "nan", "1e308"):
         yield setting(f"trainer.lr={value}", "a number in (0, 1]", value.removesuffix("308"))
@@ -321,7 +323,10 @@ def documents() -> Iterator[Case]:
     yield document("too deep", "[run]\nloggers = " + "[" * 40 + "]" * 40, "mine.toml:2", "levels")
     yield document("too large a number", "[run]\nbatches = " + "9" * 30, "mine.toml", "64 bits")
     yield case(
-        "a file that nobody may read", "o run --config mine.toml", "mine.toml", "Permission denied", prepare=_unreadable
+        "a file that nobody may read",
+        "o run --config mine.toml",
+        *("mine.toml", "cannot be read", "Permission denied" if os.geteuid() else "Input/output error"),
+        prepare=_unreadable,
     )
 
 
@@ -602,6 +607,16 @@ def directories() -> Iterator[Case]:
         code=1,
         prepare=_copied(_cut_checkpoints),
     )
+    for about, name in (("", "runs/done"), (" of a copy with another name", "runs/copy")):
+        yield case(
+            f"resume from checkpoints that are all damaged{about}",
+            f"o run --resume --name {name.removeprefix('runs/')} --set run.batches=9 --plain",
+            *("version 0", "damaged checkpoints", "step-2", "step-1", "model.safetensors is not what was written"),
+            *("put back a copy", "another --name"),
+            code=1,
+            prepare=_copied(_cut_checkpoints, to=name),
+            loads=True,
+        )
     yield case(
         "a module like ours beside the user",
         "py -m orchestrator run --preset tiny --set trainer.lr=0",
@@ -715,10 +730,10 @@ def _damaged(change: Callable[[Path], object]) -> Prepare:
     return prepare
 
 
-def _copied(change: Callable[[Path], object]) -> Prepare:
+def _copied(change: Callable[[Path], object], *, to: str = "r") -> Prepare:
     def prepare(here: Path, shared: Path) -> None:
-        shutil.copytree(shared / "runs/done", here / "r", ignore=shutil.ignore_patterns("*.sock"))
-        change(here / "r")
+        shutil.copytree(shared / "runs/done", here / to, ignore=shutil.ignore_patterns("*.sock"))
+        change(here / to)
 
     return prepare
 
@@ -838,7 +853,8 @@ def shared_runs(shared: Path) -> Iterator[dict[str, str]]:
     said = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     live, path = subprocess.Popen(endless, **said), shared / "runs/live"
     try:
-        subprocess.run([*run, "--name", "done", "--set", "run.batches=2"], check=True, **said)
+        done = ["--name", "done", "--set", "run.batches=2", "--set", "trainer.checkpoint_every=1"]
+        subprocess.run([*run, *done], check=True, **said)
         prepare = [programs["w"], "prepare", "--model", "random:qwen3-tiny"]
         model = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
         shutil.copytree(model, shared / "model")

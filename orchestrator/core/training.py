@@ -36,6 +36,7 @@ from transport.contracts.messages import (
     TrainerReady,
     TrainRound,
     TrimRounds,
+    damage_of,
 )
 from transport.contracts.types import GroupId, WeightIdentity, WorkerKind
 
@@ -355,9 +356,8 @@ def _restart(p: Pipeline, report: TrainerReady, train: TrainLane, evaluation: Ev
     begins = not p.batches and not p.lineage.epoch  # a state without batches can begin anywhere
     if not begins and not freed <= version <= p.training.batch:
         reach = f"rows before {freed} are freed and batches from {p.training.batch} on were never sent"
-        for one in report.damaged[:1]:
-            reach += f"; the checkpoint {one}: put back a copy of it, or begin a new run with another --name"
-        finish_run(p, f"the trainer came back with version {version}: {reach}", failed=True)
+        why = f"the trainer came back with version {version}: {reach}{damage_of(report.damaged)}"
+        finish_run(p, why, failed=True)
         return
     if not p.batches:
         p.next_batch = p.training.batch = max(p.next_batch, version)
@@ -365,7 +365,7 @@ def _restart(p: Pipeline, report: TrainerReady, train: TrainLane, evaluation: Ev
     p.evaluations.reached = min(p.evaluations.reached, version)
     p.retention.checkpoints = [one for one in p.retention.checkpoints if one.version <= version]  # others are damaged
     p.training.dp_size, p.training.damaged = report.dp_size, report.damaged
-    p.training.trained_version = version
+    p.training.trained_version = p.training.went_back_to = version
     lost = p.lineage.restart(report.weights)
     if lost:
         train.drop_lost_versions(version)

@@ -101,7 +101,8 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     ranker: what it was judged last, None where there is none.
     scaling: None where the number of generation workers is fixed.
     num_requests: that came so far, None where the run trains.
-    damaged_checkpoints: that the trainer could not use when it started last, and why.
+    damaged_checkpoints: that the trainer could not use when it started last, and why, and from which version it went
+    on instead.
     """
 
     seq: int
@@ -135,6 +136,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     scaling: ScalingView | None = None
     num_requests: int | None = None
     damaged_checkpoints: tuple[str, ...] = ()
+    went_back_to: int = 0
 
 
 def view(pipeline: Pipeline) -> PipelineView:
@@ -185,6 +187,7 @@ def view(pipeline: Pipeline) -> PipelineView:
         scaling=_scaling_view(p),
         num_requests=p.last_request if p.settings.service else None,
         damaged_checkpoints=p.training.damaged,
+        went_back_to=p.training.went_back_to,
     )
 
 

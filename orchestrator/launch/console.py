@@ -50,7 +50,9 @@ class RunConsole:
             if status is not None:
                 self._view.status({**status, "restarts": self._restarts()})
                 for text in status.get("damaged_checkpoints", ()):  # the trainer could not go on from them
-                    self._note_once(text, f"damaged checkpoint, going on from the one before it: {text}")
+                    version = status.get("went_back_to", 0)
+                    where = f"version {version}" if version else "the base model, for want of a whole checkpoint"
+                    self._note_once(text, f"damaged checkpoint, going on from {where}: {text}")
                 for worker in status.get("workers", ()):
                     if worker["counters"].get("jailed", 1.0) == 0.0 and worker["doing"] != STARTING:
                         self._note_once(

@@ -193,9 +193,14 @@ class Supervisor:
                     await broker.put_meta(keys.STOPPED, f"by {self._stopped_by}".encode(), ttl_s=STOP_GRACE_S)
 
     async def _reopen(self, broker: Broker) -> None:
-        """Undo the end of the run before any worker reads it, and have workers start with the settings of now."""
+        """Undo the end of the run before any worker reads it, and have workers start with the settings of now.
+
+        A broker that knows nothing of the run, as for a directory that was copied to another name, gets them from the
+        orchestrator, after the epochs: a trainer that starts before would take an epoch that its run has used.
+        """
         await self._until_written(broker, lambda: append_event(broker, RunResumed()))
-        await self._until_written(broker, lambda: broker.put_meta(keys.SETTINGS, encode(public(self._settings))))
+        if await broker.get_meta(keys.SETTINGS) is not None:
+            await self._until_written(broker, lambda: broker.put_meta(keys.SETTINGS, encode(public(self._settings))))
         none_yet = encode(SpawnWorkers(total=0, reason="the run was resumed"))
         await self._until_written(broker, lambda: broker.put_meta(keys.SPAWN, none_yet))
         await self._until_written(broker, lambda: broker.put_meta(keys.STATE, keys.STATE_RUNNING))

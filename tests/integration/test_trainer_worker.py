@@ -339,6 +339,17 @@ async def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert [text.endswith("step-2: model.safetensors is not what was written") for text in damaged[1]] == [True]
 
 
+async def test_a_log_that_begins_after_what_the_weights_contain_is_not_trained(run: TrainerRun) -> None:
+    await train(run, [0, 1])
+    for path in (run.run_dir / "checkpoints").glob("*/meta.json"):
+        path.write_text("{")
+    await run.broker.trim(keys.ROUNDS, "4-0")  # what the checkpoints before this one contain
+    told = r"goes on with batch 1, but the weights are of version 0; damaged checkpoints: .*step-2: .*put back a copy"
+    with pytest.raises(RoundsError, match=told):
+        await run.trainer(DigestPublisher()).run()
+    assert len(await run.told(StepDone)) == 2, "of the first trainer"
+
+
 async def test_a_full_disk_leaves_the_former_checkpoint_and_is_tried_again(
     run: TrainerRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

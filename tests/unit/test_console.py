@@ -64,6 +64,21 @@ async def test_rewards_without_a_jail_are_part_of_the_start(
     assert capsys.readouterr().out.count("score-0.1 runs rewards without a jail") == told
 
 
+@pytest.mark.parametrize(
+    ("version", "where"), [(4, "version 4"), (0, "the base model, for want of a whole checkpoint")]
+)
+async def test_a_damaged_checkpoint_is_told_once_with_what_the_run_goes_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: int, where: str
+):
+    broker = MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    console = RunConsole(Settings(), RunDir(tmp_path), PlainView())
+    status = {"trained_version": 5, "num_batches": 9, "damaged_checkpoints": ["step-6: cut"], "went_back_to": version}
+    for _ in range(2):
+        await broker.put_meta(keys.STATUS, json.dumps(status).encode())
+        await console.show(broker)
+    assert capsys.readouterr().out.count(f"damaged checkpoint, going on from {where}: step-6: cut") == 1
+
+
 async def test_what_was_given_up_is_told_once_and_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

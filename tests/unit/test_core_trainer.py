@@ -266,6 +266,30 @@ def test_a_trainer_older_than_the_freed_rows_ends_the_run_by_name():
     assert world.finished.startswith("the trainer came back with version 0")
 
 
+def test_a_trainer_without_a_whole_checkpoint_ends_the_run_with_what_is_wrong_with_each():
+    world = PipelineWorld.ready(core(checkpoint_every=1))
+    for batch in range(2):
+        finish_batch(world, batch)
+        train_all(world)
+        world.load(W0)
+    weights, damaged = WeightIdentity(epoch=9, version=0), ("step-2: cut", "step-1: gone")
+    world.tell(TrainerReady(worker_id=WorkerId("train-0.9"), weights=weights, damaged=damaged))
+    assert world.failed
+    assert "damaged checkpoints: step-2: cut; step-1: gone: put back a copy" in world.finished
+
+
+def test_a_trainer_whose_only_checkpoint_is_damaged_begins_again_on_the_rows_that_were_kept():
+    world = PipelineWorld.ready(core(checkpoint_every=1))
+    finish_batch(world, 0)
+    train_all(world)
+    world.load(W0)
+    weights = WeightIdentity(epoch=9, version=0)
+    world.tell(TrainerReady(worker_id=WorkerId("train-0.9"), weights=weights, damaged=("step-1: cut",)))
+    view = world.state.view()
+    assert not world.failed
+    assert (view.damaged_checkpoints, view.went_back_to, view.trained_version) == (("step-1: cut",), 0, 0)
+
+
 def test_a_fresh_state_begins_where_the_checkpoint_is():
     state = PipelineState(core())
     state.handle(TrainerReady(worker_id=WorkerId("train-0.1"), weights=WeightIdentity(epoch=1, version=3)), 0.0)

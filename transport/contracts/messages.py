@@ -7,6 +7,7 @@ message or raise MessageError, and nothing here can make a reader import code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -203,6 +204,12 @@ class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):
     cursor: EntryId = "0-0"  # it reads the rounds log from here on
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1  # ranks that each want a part of every round
     damaged: tuple[str, ...] = ()  # newer checkpoints that it could not use, and what is wrong with each, for people
+
+
+def damage_of(damaged: Sequence[str]) -> str:
+    """What to add to an error of a run that cannot go on, because of these checkpoints; "" for none."""
+    advice = "put back a copy of one, or begin a new run with another --name"
+    return f"; damaged checkpoints: {'; '.join(damaged)}: {advice}" if damaged else ""
 
 
 class RowsMissing(Struct, frozen=True, kw_only=True, tag=True):

@@ -136,6 +136,11 @@ class CheckpointStore:
         self.damaged: dict[Path, str] = {}
         """Checkpoints that were passed over, and what is wrong with each."""
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """``damaged``, newest first, for people."""
+        return tuple(f"{path}: {reason}" for path, reason in self.damaged.items())
+
     def save(
         self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta, steps: Sequence[StepDone] = ()
     ) -> Path:

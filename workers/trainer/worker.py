@@ -41,6 +41,7 @@ from transport.contracts.messages import (
     TrainerCommand,
     TrainerReady,
     TrainRound,
+    damage_of,
     trainer_command_decoder,
 )
 from transport.contracts.settings import Settings
@@ -166,7 +167,7 @@ class TrainerWorker:
                 weights=self._weights,
                 cursor=cursor,
                 dp_size=self._learner.world_size,
-                damaged=tuple(f"{path}: {reason}" for path, reason in self._store.damaged.items()),
+                damaged=self._store.told,
             )
             await self._announce(event, cursor=cursor, version=self._weights.version)
             await self._announcer.announce_steps(checkpoint.steps if checkpoint else ())
@@ -214,6 +215,7 @@ class TrainerWorker:
             if self._open not in (None, place):  # gradients of two mini-batches must not mix
                 raise RoundsError(f"round {command.round_id} of {place} came before {self._open} was closed")
             self._open = place
+            self._check_follows(command.batch)
             rows = [row_id(g.group_id, sample) for rank in command.ranks for g in rank for sample in g.samples]
             refused = self._ledger.add(command.pass_index, rows)  # of all ranks
         if refused:
@@ -264,11 +266,16 @@ class TrainerWorker:
         if command.finishes_batch:
             await self._finish_batch(command, entry_id)
 
+    def _check_follows(self, batch: int) -> None:
+        """Raises RoundsError: the weights that ``batch`` is trained from are not those that this trainer holds."""
+        version = self._ledger.version
+        if batch == version:
+            return
+        problem = f"the rounds log goes on with batch {batch}, but the weights are of version {version}"
+        raise RoundsError(problem + damage_of(self._store.told))
+
     async def _finish_batch(self, command: CloseMiniBatch, entry_id: str) -> None:
-        if command.batch != self._ledger.version:
-            raise RoundsError(
-                f"batch {command.batch} was closed, but the weights are of version {self._ledger.version}"
-            )
+        self._check_follows(command.batch)
         faults.point("train.stepped")
         self._learner.forget_logprobs()
         self._ledger.version, self._ledger.cursor = command.batch + 1, entry_id

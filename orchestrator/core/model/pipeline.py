@@ -291,7 +291,8 @@ class Training(msgspec.Struct, kw_only=True):
     progress_s: when it last confirmed one (or got one while idle).  source_*: furthest prompt of any closed batch.
     finish_id: where FinishTraining stands on the rounds log.
     rank_tokens: sent to each rank since the last close, where all of them met; empty after one.
-    damaged: checkpoints that the trainer could not use when it started last, and why.
+    damaged: checkpoints that the trainer could not use when it started last, and why.  went_back_to: the version that
+    it went on from.
     """
 
     dp_size: int = 0
@@ -304,6 +305,7 @@ class Training(msgspec.Struct, kw_only=True):
     finish_id: CommandId | None = None
     rank_tokens: list[int] = msgspec.field(default_factory=list[int])
     damaged: tuple[str, ...] = ()
+    went_back_to: int = 0
 
 
 WaitStage: TypeAlias = Literal["prompts", "weights", "generation", "scoring", "training", "deciding"]
