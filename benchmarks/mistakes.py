@@ -188,31 +188,35 @@ def commands() -> Iterator[Case]:
     yield case("compare into a directory", "o compare {s}/runs/done {s}/runs/done --out .", "--out")
     yield case("a broker that is none", "o inspect {s}/runs/done --broker here", "broker.url", "redis://host:port")
     yield case("plan without GPUs", "o plan", "--gpus")
-    yield case("plan with nonsense", "o plan --gpus many --model 7B", "--gpus", "many", "128xH800")
-    yield case("plan with an unknown GPU", "o plan --gpus 8xT1000 --model Qwen2.5-7B", "T1000", "H800")
-    yield case("plan with no GPUs", "o plan --gpus 0xH800", "--gpus", "0xH800", "from 1")
-    yield case("plan with an unknown model", "o plan --gpus 8xH800 --model Qwen-9", "--model", "Qwen-9", "config.json")
-    yield case("plan with lengths that are not there", "o plan --gpus 8xH800 --lengths no.txt", "no.txt")
-    yield case("plan by an unknown aim", "o plan --gpus 8xH800 --minimise speed", "--minimise", "speed", "cost")
-    yield case("plan with a wrong price", "o plan --gpus 8xH800 --prices H800=free", "--prices", "H800=free")
-    yield case("plan with a broken profile", "o plan --gpus 1xhere --profile p.json", "p.json", files={"p.json": "{"})
+    lengths = "--lengths l.txt"
+    files = {"l.txt": "100\n200\n", "p.json": "{"}
+    for about, typed, words in (
+        ("nonsense", f"--gpus many --model 7B {lengths}", ("--gpus", "many", "128xH800")),
+        ("an unknown GPU", f"--gpus 8xT1000 --model Qwen2.5-7B {lengths}", ("T1000", "H800")),
+        ("no GPUs", f"--gpus 0xH800 --model Qwen2.5-7B {lengths}", ("--gpus", "0xH800", "from 1")),
+        ("an unknown model", f"--gpus 8xH800 --model Qwen-9 {lengths}", ("--model", "Qwen-9", "config.json")),
+        ("no model", f"--gpus 8xH800 {lengths}", ("--model", "--profile")),
+        ("no lengths", "--gpus 8xH800 --model Qwen2.5-7B", ("Missing option", "--lengths")),
+        ("lengths that are not there", "--gpus 8xH800 --model Qwen2.5-7B --lengths no.txt", ("no.txt",)),
+        ("an unknown aim", f"--gpus 8xH800 --model Qwen2.5-7B --minimise speed {lengths}", ("speed", "cost")),
+        ("a wrong price", f"--gpus 8xH800 --model Qwen2.5-7B --prices H800=free {lengths}", ("--prices", "H800=free")),
+        ("a broken profile", f"--gpus 1xmeasured --profile p.json {lengths}", ("p.json",)),
+    ):
+        yield case(f"plan with {about}", f"o plan {typed}", *words, files=files)
     yield case("simulate an unknown pipeline", "o simulate --pipeline fast", "--pipeline", "fast")
     yield case("simulate an unknown dispatch", "o simulate --dispatch best", "--dispatch", "best")
-    yield case("simulate too few iterations", "o simulate --iterations 1", "--iterations", "1")
+    yield case("simulate too few iterations", "o simulate --iterations 1", "--iterations", "or equal to 3")
     yield case("simulate two pools at once", "o simulate --generate 4xH800,4xH20", "--generate", "40xH800")
     yield case("simulate with broken lengths", "o simulate --lengths l.txt", "l.txt:1", files={"l.txt": "long\n"})
-    yield case("simulate with a word for a number", "o simulate --batch many", "--batch", "many")
+    yield case("simulate with a word for a number", "o simulate --batch many", "--batch", "valid integer")
     yield case("rank of a log that is not there", "o rank train no.jsonl", "no.jsonl")
     yield case("rank of an empty log", "o rank train l.jsonl", "l.jsonl", files={"l.jsonl": ""})
     yield case("rank of a broken log", "o rank train l.jsonl", "l.jsonl:1", files={"l.jsonl": "{no\n" * 50})
     yield case(
-        "rank with what is no ranker", "o rank predict {s}/rows.jsonl --ranker r.bin", "r.bin", files={"r.bin": "x"}
+        "rank with what is no ranker", "o rank score {s}/rows.jsonl --ranker r.bin", "r.bin", files={"r.bin": "x"}
     )
-    yield case(
-        "rank with a ranker that is not there", "o rank predict {s}/rows.jsonl --ranker r.bin", "r.bin", "No such"
-    )
+    yield case("rank with a ranker that is not there", "o rank score {s}/rows.jsonl --ranker r.bin", "r.bin", "No such")
     yield case("profile into nowhere", "o profile --preset tiny --out no/where", "--out", "no")
-    yield case("a service that trains", "o run --preset service --set trainer.engine=torch", "data")
 
 
 def settings() -> Iterator[Case]:
@@ -678,16 +682,15 @@ def workers() -> Iterator[Case]:
     yield case("evaluate nothing", "w evaluate --run-dir absent", "absent", "<dir>/<name>", loads=True)
     yield case(
         "evaluate without a model",
-        "w evaluate --run-dir {s}/runs/done --model ./absent",
+        "w evaluate --run-dir {s}/runs/done --model ./absent --reward workers.scoring.rewards:digit_share",
         "absent",
         "does not exist",
         loads=True,
     )
     yield case(
         "evaluate a run that saved none",
-        "w evaluate --run-dir {s}/runs/done",
-        "runs/done/model",
-        "does not exist",
+        "w evaluate --run-dir {s}/runs/done --reward workers.scoring.rewards:digit_share",
+        *("runs/done", "no final model", "--model checkpoint"),
         loads=True,
     )
     yield case(

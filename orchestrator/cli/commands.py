@@ -115,7 +115,8 @@ class Configuration:
         """The settings a run was started with, and over them what is asked for now.
 
         The run is found by the name and directory that the arguments alone give, the newest of a preset's where no name
-        is given; its own config.toml comes first.
+        is given; its own config.toml comes first. It goes on where it is found, also as a copy of the run that its
+        config.toml was written for.
         """
         asked = self.resolve([argument for argument in overrides if argument.startswith("run.")])
         directory, name = Path(asked.settings.run.dir), asked.settings.run.name
@@ -126,7 +127,9 @@ class Configuration:
             raise ConfigError(f"there is no run to resume: {stored} does not exist; name it with --name and --dir")
         check_own(stored.parent.resolve())
         before = resolve(None, [], [], {}, stored=stored)
-        resolved = resolve(self.preset, self.config_file or [], overrides, os.environ, stored=stored)
+        places = (("run.dir", str(directory), before.settings.run.dir), ("run.name", name, before.settings.run.name))
+        moved = [f"{key}={found}" for key, found, written in places if found != written]
+        resolved = resolve(self.preset, self.config_file or [], [*overrides, *moved], os.environ, stored=stored)
         check_resume(before.settings, resolved)
         return resolved
 

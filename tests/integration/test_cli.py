@@ -131,6 +131,16 @@ def test_a_resumed_run_takes_its_own_settings(tmp_path: Path):
     assert 'model.path was "random:qwen3-tiny" when the run began and cannot become' in other.stderr
 
 
+def test_a_run_that_was_copied_goes_on_as_the_copy(tmp_path: Path):
+    """It went on with the run that it was copied from, in the place that its config.toml names."""
+    (tmp_path / "runs/y").mkdir(parents=True)
+    started = cli("run", "--preset", "tiny", "--name", "x", "--dir", "elsewhere", "--dry-run", cwd=tmp_path)
+    (tmp_path / "runs/y/config.toml").write_text(started.stdout)
+    resumed = cli("run", "--resume", "--name", "y", "--dry-run", cwd=tmp_path)
+    run = tomllib.loads(resumed.stdout)["run"]
+    assert (run["name"], run["dir"]) == ("y", "runs")
+
+
 def test_help_tells_the_exit_codes(tmp_path: Path):
     done = cli("run", "--help", cwd=tmp_path)
     assert done.returncode == 0

@@ -239,21 +239,24 @@ async def serve_worker(
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
-    settings = await fetch_settings(broker, timeout_s=Settings().liveness.startup_s)
+    stopping = _stop_on_signal()  # before it waits: the first process of a container ignores what nobody handles
+    fetching = asyncio.create_task(fetch_settings(broker, timeout_s=Settings().liveness.startup_s), name="settings")
+    settings = await _first_of(fetching, stopping)
+    if settings is None:
+        return False
     name = f"{kind.value}-{await free_index(broker, kind) if index is None else index}"
     worker_id = WorkerId(f"{name}.{await broker.next_incarnation(name)}")
     structlog.contextvars.bind_contextvars(worker=worker_id)
-    stopping = _stop_on_signal()
     starting = asyncio.create_task(build(broker, settings, worker_id), name="start")
     lease = _Lease(broker, worker_id, kind, settings.liveness, clock, heartbeat_file)
     beating = asyncio.create_task(lease.keep(), name="heartbeat")
     try:
-        worker = await _first_of(starting, beating, stopping)
+        worker = await _first_of(starting, stopping, beating)
         if worker is None:
             return not stopping.is_set()
         lease.worker = worker
         log.info("joined", kind=kind.value)
-        await _first_of(asyncio.create_task(worker.run(), name="work"), beating, stopping)
+        await _first_of(asyncio.create_task(worker.run(), name="work"), stopping, beating)
         return not stopping.is_set()
     finally:
         beating.cancel()
@@ -275,15 +278,15 @@ async def free_index(broker: Broker, kind: WorkerKind) -> int:
             return index
 
 
-async def _first_of(work: asyncio.Task[T], beating: asyncio.Task[None], stopping: asyncio.Event) -> T | None:
+async def _first_of(work: asyncio.Task[T], stopping: asyncio.Event, *beating: asyncio.Task[None]) -> T | None:
     """The result of ``work``, or None when the run ended or a signal came first; ``work`` is then cancelled."""
     stop = asyncio.create_task(stopping.wait(), name="stop")
     try:
-        done, _ = await asyncio.wait({work, beating, stop}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({work, stop, *beating}, return_when=asyncio.FIRST_COMPLETED)
         if work in done:
             return work.result()
-        if beating in done:
-            beating.result()
+        for ended in done.intersection(beating):
+            ended.result()
         return None
     finally:
         for task in (stop, work):
