@@ -9,12 +9,16 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from matplotlib.colors import same_color
 
 from orchestrator.config.run_directory import journal_of
 from orchestrator.errors import ConfigError
 from orchestrator.journal import Journal, JournalError
 from orchestrator.observability.report import pages
 from orchestrator.observability.report.drawing import (
+    BAND,
+    BUSY,
+    Section,
     draw_timeline,
     section,
     sections,
@@ -30,6 +34,7 @@ from orchestrator.observability.report.spans import (
     SCORING,
     TRAINER,
     Presence,
+    Span,
     SpanKind,
     Timeline,
     Trained,
@@ -100,6 +105,26 @@ def test_a_long_run_is_drawn_in_means_and_some_batches_as_they_were():
     assert {"batch 20", "300", "all batches: a column is the mean of 3"} <= words
     with pytest.raises(ConfigError, match="no batch from 301 to 310"):
         section(timeline, 301, 310)
+
+
+def test_a_column_is_as_full_as_its_worker_was_there():
+    """One column of ten seconds, of which its worker was there for five, and busy for all of them."""
+    late = Presence(track=WORKER, start_s=5.0, end_s=10.0)
+    sample = Span(track=WORKER, kind=SpanKind.SAMPLE, start_s=5.0, end_s=10.0, name="0/0/0 stop", batch=0)
+    timeline = Timeline(spans=[sample], marks=(), presences=[late], trained=(), end_s=10.0)
+    part = Section(name="", edges=[0.0, 10.0], trained=(), per_column=1)
+    boxes = draw_timeline(timeline, part=part).axes[0].patches
+    (busy,) = [box.get_path().get_extents() for box in boxes if same_color(box.get_facecolor(), BUSY)]
+    assert busy.height == pytest.approx(BAND / 2)
+
+
+def test_numbers_of_batches_do_not_lie_on_each_other():
+    ends = [Trained(incarnation=1, batch=batch, at_s=100.0 + batch / 100) for batch in range(20)]
+    presence = Presence(track=TRAINER, start_s=0.0, end_s=101.0)
+    timeline = Timeline(spans=(), marks=(), presences=[presence], trained=ends, end_s=101.0)
+    words = {each.text for each in ElementTree.fromstring(to_svg(draw_timeline(timeline))).iter()}
+    assert "batch 1" in words
+    assert not {"2", "3", "19"} & words
 
 
 @pytest.mark.parametrize("wrong", ["x", "0", "8-7", "1-2-3"])

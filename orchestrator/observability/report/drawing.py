@@ -220,6 +220,7 @@ def smooth(points: Sequence[tuple[float, float]], around: int) -> list[tuple[flo
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1200.0, 130.0, 70.0, 62.0, 34.0
 BAND, GAP, THIN = 44.0, 8.0, 10.0
 THINNEST = 0.3  # no span is drawn narrower: it could not be seen
+LABEL = 26.0  # from one batch's number to the next at least: four digits, and some room
 NUM_COLUMNS = 600  # columns of a band: two pixels each, and a drawing of any run stays under a few hundred kB
 MAX_WORKERS = 32  # more bands than that cannot be read; the others are left out and counted
 
@@ -367,9 +368,13 @@ def _draw_batches(axes: Axes, part: Section, height: float) -> None:
     if not part.per_column:
         axes.vlines(ends_s, -4, height, INK, linewidth=0.4, alpha=0.4, clip_on=False)
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if len(ends_s) <= step * 20)
-    shown = [one for one in part.trained if (one.batch + 1) % every == 0]
-    for place, one in enumerate(shown):
-        axes.text(one.at_s, -5, f"{'' if place else 'batch '}{one.batch + 1}", ha="right", va="bottom", fontsize=8)
+    least_s = LABEL * (part.edges[-1] - part.edges[0]) / (WIDTH - LEFT - RIGHT)
+    last_s: float | None = None
+    for one in part.trained:
+        if (one.batch + 1) % every == 0 and (last_s is None or one.at_s - last_s >= least_s):
+            first = "batch " if last_s is None else ""
+            axes.text(one.at_s, -5, f"{first}{one.batch + 1}", ha="right", va="bottom", fontsize=8)
+            last_s = one.at_s
 
 
 def _troubles(timeline: Timeline, edges: Sequence[float]) -> Iterator[Mark]:
@@ -411,7 +416,8 @@ def _boxes(
     timeline: Timeline, usage: Mapping[str, Sequence[Usage]], part: Section, tops: Mapping[str, float]
 ) -> dict[str, list[_Box]]:
     """Colour -> boxes of the bands. One column a window, from below: busy (for the trainer spans are drawn there), then
-    the causes; of scoring, groups that wait, of the most that ever did. Windows that look the same are one box."""
+    the causes, and nothing for the share of it in which the worker was not there; of scoring, groups that wait, of the
+    most that ever did. Windows that look the same are one box."""
     found: defaultdict[str, list[_Box]] = defaultdict(list)
 
     def add(color: str, left: float, right: float, top: float, bottom: float) -> None:
@@ -427,7 +433,7 @@ def _boxes(
             bottom = tops[track] + BAND
             parts = [(busy, used.busy_s), *((CAUSE_COLORS[cause], used.idle_s.get(cause, 0.0)) for cause in Cause)]
             for color, seconds in parts:
-                height = BAND * max(0.0, seconds) / (used.present_s or 1.0)
+                height = BAND * max(0.0, seconds) / (right - left)
                 bottom -= height
                 if color and height > 0.05:
                     add(color, left, right, bottom, bottom + height)
