@@ -37,6 +37,7 @@ class RunConsole:
         self._view = view
         self._restarts = restarts
         self._lines = NewLines(rundir.metrics, skip=True)  # those before --resume were shown
+        self._newest = max((line["batch"] for line in read_metrics(rundir.metrics)), default=-1)
         self._links: list[str] = []
         self._given_up = 0
         self._given_up_reason = ""
@@ -67,9 +68,14 @@ class RunConsole:
                 for text in evaluation_lines(line):
                     self._view.note(text)
             else:
+                if line["batch"] <= self._newest:
+                    self._view.note(f"batch {line['batch'] + 1} again: from the newest checkpoint, which it was not in")
+                self._newest = max(line["batch"], self._newest)
                 self._view.batch(line)
                 for warning in warnings_of(line, self._settings.algorithm.mismatch_limit):
-                    self._view.note(f"warning: {warning}")
+                    which, _, advice = warning.partition(": ")
+                    self._view.note(f"warning: {which if advice in self._noted else warning}")
+                    self._noted.add(advice)
 
     def _note_once(self, what: str, text: str) -> None:
         if what not in self._noted:

@@ -30,6 +30,22 @@ async def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path: Path, capsys:
     assert console.summary(3.0).startswith("finished in 3 s: 2 batches  reward 0.25 -> 0.50")
 
 
+async def test_a_batch_that_is_trained_again_is_called_so_and_the_same_advice_given_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rundir, broker = RunDir(tmp_path), MemoryBroker(MemoryServer(ManualClock()), RunName("r"))
+    rundir.metrics.write_text(json.dumps({"batch": 0, "reward": 0.25}) + "\n")
+    console = RunConsole(Settings(), rundir, PlainView())
+    for batch in (0, 1):
+        with rundir.metrics.open("a") as file:
+            file.write(json.dumps({"batch": batch, "reward": 0.5, "grad_norm": 0.0}) + "\n")
+        await console.show(broker)
+    first, _, warning, _, again = capsys.readouterr().out.splitlines()
+    assert first.startswith("batch 1 again: ")
+    assert "larger group_size" in warning
+    assert again == "warning: batch 2 carries no gradient"
+
+
 async def test_the_summary_counts_a_batch_that_was_trained_again_once(tmp_path: Path):
     rundir = RunDir(tmp_path)
     lines = [{"batch": batch, "reward": reward} for batch, reward in ((0, 0.1), (1, 0.9), (1, 0.5))]

@@ -83,7 +83,7 @@ def reward_spec(settings: Settings, allowed: str, path: str = "") -> RewardSpec:
     if wanted != allowed:
         raise RewardSetupError(
             f"the run wants reward {wanted or '(own verifier)'!r}, this worker allows {allowed or '(own verifier)'!r}; "
-            f"start it with --reward {wanted}"
+            f"start it with --reward {wanted}, and --reward-path where its module is not installed"
             if wanted
             else f"the run uses the data's own verifier; drop --reward {allowed}"
         )
