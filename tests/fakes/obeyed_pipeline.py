@@ -7,6 +7,7 @@ with everything outstanding carried out again. Entries of streams are appended o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -324,6 +325,11 @@ class ObeyedPipeline:
         assert outcome.number == len(self.evaluations)
         assert outcome.answered == outcome.problems or outcome.reason
         assert outcome.answered <= outcome.problems == HELD_OUT
+        told = Counter((answer.eval_set, answer.prompt_id) for answer in outcome.answers)
+        problems = self.state.pipeline.evaluations.problems or ()
+        named = Counter((one.eval_set, one.prompt_id) for one in problems if one.eval_set)
+        assert told <= named, "an answer to no problem of a set, or a second one"
+        assert outcome.reason or told == named
         self.evaluations.append(outcome)
 
     def _check_freed(self, commands: list[Command]) -> None:

@@ -109,7 +109,9 @@ class PipelineWorld(ObeyedPipeline):
         """Name the held-out problems; asked again, they are told again."""
         self.held_out_asked = False
         prompts = [
-            PromptRef(prompt_id=PromptId(f"h{i}"), prompt_tokens=2, predicted_tokens=5.0)
+            PromptRef(
+                prompt_id=PromptId(f"h{i}"), prompt_tokens=2, predicted_tokens=5.0, eval_set="odd" if i % 2 else ""
+            )
             for i in range(self.num_held_out)
         ]
         self.tell(HeldOutPromptsArrived(prompts=tuple(prompts)))

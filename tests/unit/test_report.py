@@ -273,6 +273,8 @@ def test_named_sets_have_their_table_and_their_rows_in_a_comparison(tmp_path: Pa
     page = render_report(read_run(runs[0]))
     check_harmless(page)
     assert "Held-out set hard" in Tags(page).text
+    assert "16 answers" in Tags(page).text
+    assert "pass@1 0.25 → 0.25" in Tags(page).text
     for shown in ("pass@4", "0.250", "64"):
         assert shown in Tags(page).text
     rows = compare_runs([read_run(run_dir) for run_dir in runs]).results["held-out problems"]

@@ -203,9 +203,14 @@ def _headlines(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append(("reward", f"{ends[0]:.2f} → {ends[1]:.2f}", "; ".join(notes)))
     if held_out := ends_of(run.evaluations, "eval_reward"):
         first, last = run.evaluations[0], run.evaluations[-1]
-        notes = [f"version {first['version']} → {last['version']}, {last.get('eval_problems')} problems"]
+        sets = sets_of(run.evaluations)
+        asked = f"{last.get('eval_problems')} {'answers' if sets else 'problems'}"
+        notes = [f"version {first['version']} → {last['version']}, {asked}"]
         parts = ((name, ends_of(run.evaluations, f"eval_{name}")) for name in run.components)
         notes += [f"{name} {before:.2f} → {after:.2f}" for name, part in parts if part for before, after, _ in [part]]
+        firsts = {name: "pass@1" if "pass@1" in keys else "reward" for name, keys in sets.items()}
+        of_sets = ((f"{name} {key}", ends_of(run.evaluations, f"eval/{name}/{key}")) for name, key in firsts.items())
+        notes += [f"{name} {part[0]:.2f} → {part[1]:.2f}" for name, part in of_sets if part]
         change = f"{held_out[0]:.2f} → {held_out[1]:.2f}" if len(run.evaluations) > 1 else f"{held_out[1]:.2f}"
         found.append(("held-out reward", change, "; ".join(notes)))
     batches = f"{len(run.lines)} / {run.settings['run.batches']}" if "run.batches" in run.settings else len(run.lines)

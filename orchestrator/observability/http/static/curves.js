@@ -68,21 +68,21 @@ export function showEvaluations(lines, components) {
   const names = ["reward", ...components];
   const columns = Object.fromEntries([...names.map((name) => [name, column(`eval_${name}`)]), ["share", column("eval_share")]]);
   const sets = [...setsOf(answered)];
-  for (const [name, numbers] of sets) for (const key of numbers) columns[`${name}/${key}`] = column(`eval/${name}/${key}`);
+  for (const key of sets.flatMap(([, keys]) => keys)) columns[key] = column(key);
   const charts = [
     { title: "Held-out problems", names, floor: 0 },
-    ...sets.map(([name, numbers]) => ({ title: `Held out: ${name}`, names: numbers.map((key) => `${name}/${key}`), labels: numbers, floor: 0 })),
+    ...sets.map(([name, keys]) => ({ title: `Held out: ${name}`, names: keys, labels: keys.map((key) => key.split("/").at(-1)), floor: 0 })),
     { title: "Evaluation's share of generation", names: ["share"], floor: 0 },
   ].map((chart) => withSeries(chart, columns));
   drawAll(byId("evaluations"), answered.length ? charts : [], answered.map((line) => line.version - 1));
 }
 
-/** Named sets of held-out problems -> what is drawn of each: the reward, and of several samples pass@k. */
+/** Named sets of held-out problems -> the keys that are drawn of each: its reward, and of several samples pass@k. */
 function setsOf(lines) {
   const sets = new Map();
   for (const key of new Set(lines.flatMap((line) => Object.keys(line)))) {
-    const [, name, number] = key.match(/^eval\/([^/]+)\/(reward|pass@\d+)$/) || [];
-    if (name) sets.set(name, [...(sets.get(name) || []), number]);
+    const [, name] = key.match(/^\w+\/([^/]+)\/(?:reward|pass@\d+)$/) || [];
+    if (name) sets.set(name, [...(sets.get(name) || []), key]);
   }
   return sets;
 }
