@@ -115,11 +115,10 @@ def write_held_out(settings: Settings, model_dir: Path, path: Path) -> None:
 
     Raises DataError.
     """
-    if path.exists() or settings.trainer.engine == "none":
+    asked = any(one.problems for one in eval_sets(settings).values())
+    if path.exists() or not asked or settings.trainer.engine == "none":
         return
     source = held_out(settings, model_dir)
-    if not len(source):
-        return
     lines: list[str] = []
     for number, prompt in enumerate(source.next(len(source)).prompts):
         if prompt.eval_set and number and source.problems[number] is source.problems[number - 1]:
