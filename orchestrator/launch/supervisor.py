@@ -148,6 +148,7 @@ class Supervisor:
         for number in ending_signals():
             loop.add_signal_handler(number, self._stop, number)
         started_s = time.monotonic()
+        log.info("resumed" if self._resume else "started", run=self._settings.run.name)
         async with AsyncExitStack() as stack:
             stack.callback(self._console.write_report)  # last of all, however the run ends: it says how
             stack.enter_context(noting_end(self._rundir))
@@ -183,6 +184,7 @@ class Supervisor:
         if number is signal.SIGHUP:
             leave_terminal()
         self._stopped_by = self._stopped_by or STOPPED_BY[number]
+        log.info("stopping", by=self._stopped_by)
         self._stopping.set()
 
     async def _tell_stop(self, broker: Broker) -> None:
