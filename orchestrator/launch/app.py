@@ -313,13 +313,12 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         await publish_metadata()
         decider.restate()
 
-    async def answer_http(listener: socket) -> None:
+    async def answer_http(listener: socket, key: str) -> None:
         routes = Api(board, rundir.metrics, history.latest).routes()
         routes += ControlRoutes(broker, settings, state.view).routes()
         if service is not None:
             prompts = await asyncio.to_thread(ServicePrompts, settings, model_dir)
             routes += ServiceApi(service, prompts, settings).routes()
-        key = run_key(settings.api, rundir.api_secret)
         web = build_app(routes, host=settings.api.host, key=key, body_limits=BODY_LIMITS)
         await serve_http(web, listener)
 
@@ -332,6 +331,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         )
     for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.stop, number)
+    # The key first: whoever finds the address finds it.
+    key = run_key(settings.api, rundir.api_secret) if settings.api.enabled else ""
     listener = open_listener(settings.api, rundir.api_address) if settings.api.enabled else None
     gc.freeze()  # modules and what was restored are no garbage: collections need not walk through them again and again
     async with asyncio.TaskGroup() as group:
@@ -360,7 +361,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
             if settings.ranker.kind == "text":
                 run("refit ranker", ranking.learn())
         if listener is not None:
-            run("http", answer_http(listener))
+            run("http", answer_http(listener, key))
         if service is not None:
             await service.recover()
         await ended.wait()
