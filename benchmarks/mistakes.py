@@ -152,7 +152,7 @@ def commands() -> Iterator[Case]:
         "serve with half of what run gives it", "o serve --broker redis://h:1 --run-dir x", "--run-dir needs --run"
     )
     yield case("set without an assignment", "o set {s}/runs/done", "SECTION.KEY=VALUE")
-    yield case("compare without runs", "o compare", "run_dirs")
+    yield case("compare without runs", "o compare", "Missing argument", "RUNS")
     yield case("compare one run", "o compare {s}/runs/done", "two runs or more")
     for command in ("inspect", "report", "timeline", "replay", "pause", "resume", "drain", "checkpoint"):
         yield case(f"{command} without a run", f"o {command}", "Missing argument", "RUN")
@@ -183,9 +183,10 @@ def commands() -> Iterator[Case]:
         "no/where.html",
         "--out",
     )
+    yield case("report into a directory", "o report {s}/runs/done --out .", "--out", "Is a directory")
     yield case("timeline into a file", "o timeline {s}/runs/done --out a", "--out", "a cannot", files={"a": ""})
     yield case("compare with what is no run", "o compare {s}/runs/done runs/x", "runs/x", "holds no run")
-    yield case("compare into a directory", "o compare {s}/runs/done {s}/runs/done --out .", "--out")
+    yield case("compare into a directory", "o compare {s}/runs/done {s}/runs/done --out .", "--out", "Is a directory")
     yield case("a broker that is none", "o inspect {s}/runs/done --broker here", "broker.url", "redis://host:port")
     yield case("plan without GPUs", "o plan", "--gpus")
     lengths = "--lengths l.txt"

@@ -114,6 +114,15 @@ def test_a_link_is_replaced_and_what_it_names_is_not_touched(tmp_path: Path):
     assert (tmp_path / "file").read_text() == "new"
 
 
+@pytest.mark.parametrize("name", [".", "here", "/"])
+def test_a_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsADirectoryError):
+        replace(Path(name), "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
 def test_only_the_owner_reads_what_is_private_from_its_first_byte_on(tmp_path: Path):
     with replacing(tmp_path / "file", mode=0o600) as file:
         assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600

@@ -51,6 +51,8 @@ def replacing(path: Path, *, mode: int = 0o666) -> Generator[IO[bytes]]:
     file is on the disk before its name is, and the name before this returns. A link at ``path`` is replaced, not
     followed. mode: as for ``open``, less the umask.  Raises OSError; nothing of the attempt is left then.
     """
+    if path.is_dir() and not path.is_symlink():  # "." has no name to put another beside
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{REMAINS}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
