@@ -37,6 +37,7 @@ HOSTILE = (
     "<svg onload='window.hacked = 3'></svg> \x1b[31mred\x1b[0m \x9b2J \u202egnp.exe\u202c"
 )
 WORKERS = ("generate-0.1", "generate-1.2", "score-0.1", "train-0.1", "train-1.1")
+ARRIVES_S = 20.0
 
 
 KEY, RUN = "hush&more", RunName("page")
@@ -82,10 +83,18 @@ class LivePage:
         self._stop()
         self._thread.join(10)
 
-    def asked(self) -> list[tuple[str, str]]:
-        """What stands on the events log: (id of the entry, name of the event)."""
-        entries = asyncio.run(MemoryBroker(self.server, RUN).read(keys.EVENTS, ZERO_ID, count=100))
-        return [(entry.entry_id, entry.entry.fields["event"]) for entry in entries]
+    def asked(self, count: int) -> list[tuple[str, str]]:
+        """What stands on the events log, once it is ``count``: (id of the entry, name of the event).
+
+        The page shows that it asks before its request has arrived.
+        """
+        deadline_s = time.monotonic() + ARRIVES_S
+        while True:
+            entries = asyncio.run(MemoryBroker(self.server, RUN).read(keys.EVENTS, ZERO_ID, count=100))
+            found = [(entry.entry_id, entry.entry.fields["event"]) for entry in entries]
+            if len(found) >= count or time.monotonic() > deadline_s:
+                return found
+            time.sleep(0.05)
 
     def tell(self, **changes: Any) -> None:
         """Publish a newer status."""
@@ -511,7 +520,7 @@ def test_the_run_is_paused_and_drained_by_keyboard_and_only_if_that_is_meant(pag
     browser.press("Enter")
     browser.wait_for(is_busy)
     page.tell()
-    ((entry, event),) = page.asked()
+    ((entry, event),) = page.asked(1)
     assert event == "PauseRequested"
     assert browser.evaluate(is_busy), "it is on the log, and not applied yet"
     page.tell(paused=True, events_cursor=entry)
@@ -522,7 +531,7 @@ def test_the_run_is_paused_and_drained_by_keyboard_and_only_if_that_is_meant(pag
     browser.evaluate("document.querySelector('#drain').focus()")
     browser.press("Enter")
     browser.press("Enter")  # the harmless answer has the focus
-    assert len(page.asked()) == 1
+    assert len(page.asked(1)) == 1
     page.server.down = True
     browser.press("Enter")
     browser.press("Tab")
@@ -535,7 +544,7 @@ def test_the_run_is_paused_and_drained_by_keyboard_and_only_if_that_is_meant(pag
     browser.press("Enter")
     browser.wait_for("document.querySelector('#drain').getAttribute('aria-busy') === 'true'")
     browser.wait_for("document.querySelector('#control-note').textContent === ''")
-    assert [event for _, event in page.asked()] == ["PauseRequested", "StopRequested"]
+    assert [event for _, event in page.asked(2)] == ["PauseRequested", "StopRequested"]
 
 
 def test_what_goes_wrong_is_in_the_headline_and_said_below_it(page: LivePage, browser: Browser):
