@@ -164,6 +164,7 @@ SET_FOR: Mapping[str, Sequence[str]] = {
     "data.task": ("data.params",),
     "data.source": ("data.params", "data.path", "data.shuffle", "eval.path", "eval.sets"),
     "data.path": ("data.shuffle", "eval.path", "eval.sets"),
+    "trainer.lr_schedule": ("trainer.lr_min_share",),
 }
 """Setting -> those that belong to its value."""
 

@@ -118,6 +118,14 @@ def test_another_task_forgets_the_parameters_of_the_one_before():
     assert with_set("data.task=chain_sum", preset="smollm2-hard").settings.data.params["max_terms"] == 3
 
 
+def test_another_schedule_forgets_what_the_one_before_left_at_its_end():
+    constant = resolve("smollm2", [], ["trainer.lr_schedule=constant"], {}).settings.trainer
+    assert (constant.lr_schedule, constant.lr_min_share) == ("constant", 0.0)
+    both = ["trainer.lr_min_share=0.2", "trainer.lr_schedule=linear"]
+    assert resolve("smollm2", [], both, {}).settings.trainer.lr_min_share == 0.2
+    assert resolve("smollm2", [], ["trainer.lr_schedule=cosine"], {}).settings.trainer.lr_min_share == 0.1
+
+
 def test_other_data_forgets_the_order_and_the_held_out_file_of_the_ones_before():
     mine = with_set("data.path=mine.jsonl", preset="smollm2").settings
     assert (mine.data.path, mine.data.shuffle, mine.eval.path) == ("mine.jsonl", True, "")
