@@ -63,6 +63,7 @@ class TrlReference:
     def advantages(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
         """[groups, group_size] rewards -> advantages of the same shape, as TRL scores its own completions."""
         self._rewards = rewards.reshape(-1).tolist()
+        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False  # ``loss`` may have set it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scored = self.trainer._generate_and_score_completions([{"prompt": "1 + 1"} for _ in self._rewards])
