@@ -169,6 +169,24 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
 
 
+class ParallelSettings(Section, frozen=True, kw_only=True):
+    """How the ranks of the trainer share the work: data x tensor x pipeline = trainer.ranks, see docs/parallel.md."""
+
+    data: AtLeast1 | Literal["auto"] = "auto"  # parts of every round; each rank holds its share of every tensor (FSDP)
+    tensor: AtLeast1 | Literal["auto"] = "auto"  # ranks that compute each layer together: they want fast links
+    pipeline: AtLeast1 | Literal["auto"] = "auto"  # stages of consecutive layers
+    buckets: list[AtLeast1] = msgspec.field(default_factory=list[AtLeast1])  # pipeline: sizes of micro-batches, tokens
+
+
+class LoraSettings(Section, frozen=True, kw_only=True):
+    """Low-rank adapters: the base model is frozen in bfloat16, and only they are trained."""
+
+    rank: AtLeast0 = 0  # of each adapter; 0: off, all weights are trained
+    alpha: Positive = 32.0  # an adapter adds alpha / rank times its product
+    targets: list[str] = msgspec.field(default_factory=lambda: ["all-linear"])  # names of layers, as q_proj
+    publish: Literal["merged", "adapter"] = "merged"  # what engines get: whole weights, or adapters beside their base
+
+
 class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer.
 
@@ -191,7 +209,12 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     threads: AtLeast1 = 1  # CPU threads of each rank
     device: Device = "auto"  # auto: cuda when there is one, else cpu
     gpus: GpuNumbers = "auto"  # of `run`, which gives each rank one of its own; auto: the first
-    ranks: AtLeast1 = 1  # data-parallel trainer processes, each with the whole model
+    ranks: AtLeast1 = 1  # trainer processes, which share the model as trainer.parallel says
+    parallel: ParallelSettings = ParallelSettings()
+    lora: LoraSettings = LoraSettings()
+    round_tokens: AtLeast0 = 0  # tokens a rank that a round waits for while more is to come; 0: none
+    recompute: Literal["none", "selective", "whole"] = "none"  # activations that backward computes again, for memory
+    offload: Literal["none", "optimizer"] = "none"  # what stays in host memory between two steps
     checkpoint_every: AtLeast1 = 10  # batches between two checkpoints; the last one is always saved
     keep_checkpoints: AtLeast1 = 2  # newest checkpoints that are kept; older ones are deleted
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of model/; auto: the base model's own
