@@ -179,7 +179,9 @@ def settings(
 
     for name in names or []:
         if name not in (*FIELDS, *SECTIONS, *ENTRIES, *TABLES):
-            hint = nearest(name, [*FIELDS, *ENTRIES]) or nearest(name, SECTIONS) or f"; sections: {', '.join(SECTIONS)}"
+            hint = (
+                nearest(name, [*FIELDS, *ENTRIES]) or nearest(name, [*SECTIONS]) or f"; sections: {', '.join(SECTIONS)}"
+            )
             raise ConfigError(f"there is no setting {name}{hint}", where="settings")
     typer.echo("\n\n".join(map(explained, names)) if names else settings_table())
 

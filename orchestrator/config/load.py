@@ -31,6 +31,7 @@ from orchestrator.config.schema import (
     SECTIONS,
     TABLES,
     expected_type,
+    is_section,
     keys_of,
     nearest,
     to_toml,
@@ -53,8 +54,12 @@ FIXED_ON_RESUME = (
     "eval.problems",
     "eval.seed",
     "eval.sets",
+    "trainer.lora.rank",
+    "trainer.lora.alpha",
+    "trainer.lora.targets",
 )
-"""Another value would train something else under the same name: the position in the data would mean another prompt."""
+"""Another value would train something else under the same name: the position in the data would mean another prompt,
+other adapters do not go on from those of the checkpoint. The layout of the ranks is none of these: it may change."""
 
 RENAMED = {
     "replay": "emulated",
@@ -171,22 +176,41 @@ SET_FOR: Mapping[str, Sequence[str]] = {
 
 def _apply(layer: Iterable[Setting], values: dict[str, object], origins: dict[str, str]) -> None:
     """Lay ``layer`` over ``values``. Another task, source or file forgets what was set for the one before."""
-    settings = [setting for setting in layer if not (setting.key in SECTIONS and setting.value == {})]
+    settings = [one for setting in layer for one in _of_sections(setting)]
     for setting in settings:
         if setting.key in SET_FOR and values.get(setting.key) != setting.value:
             for key in SET_FOR[setting.key]:
                 values.pop(key, None)
                 origins[key] = "default"
     for setting in settings:
-        key = ".".join(setting.path[:2])
+        key, _ = setting.field
         values[key] = _typed(setting, values)
         origins.pop(key)  # so that they end in the order in which they were set: of a broken rule the last is blamed
         origins[key] = setting.where
 
 
+def _of_sections(setting: Setting) -> Iterator[Setting]:
+    """``--set 'trainer.parallel={data = 2, tensor = 4}'`` sets what is in the section. Anything else is as it was."""
+    if setting.key in SECTIONS and isinstance(setting.value, dict):
+        for path, value in _leaves(setting.path, typing.cast("dict[str, object]", setting.value)):
+            yield replace(setting, path=path, value=value)
+    else:
+        yield setting
+
+
+def _leaves(section: tuple[str, ...], content: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
+    """The paths and values of a section, and of the sections inside of it; any other table is one value."""
+    for name, value in content.items():
+        path = (*section, name)
+        if ".".join(path) in SECTIONS and isinstance(value, dict):
+            yield from _leaves(path, typing.cast("dict[str, object]", value))
+        else:
+            yield path, value
+
+
 def _typed(setting: Setting, values: Mapping[str, object]) -> object:
     """The value as its field wants it. Raises ConfigError for an unknown key or a value of another type."""
-    key, inside = ".".join(setting.path[:2]), setting.path[2:]
+    key, inside = setting.field
     field = FIELDS.get(key)
     if field is None:
         raise _unknown(setting)
@@ -225,22 +249,24 @@ def _replaced(table: dict[str, Any], path: Sequence[str], value: object) -> dict
 
 def _entries(setting: Setting) -> Iterator[Setting]:
     """The settings of the tables that one of a table of tables sets; of one that is none, nothing."""
+    field, inside = setting.field
     values: object = setting.value
-    for name in reversed(setting.path[2:]):
+    for name in reversed(inside):
         values = {name: values}
     for name, table in typing.cast("dict[str, object]", values if isinstance(values, dict) else {}).items():
-        path = (*setting.path[:2], name)
+        path = (*field.split("."), name)
         for key, value in typing.cast("dict[str, object]", table if isinstance(table, dict) else {}).items():
             yield replace(setting, path=(*path, key), value=value)
 
 
 def _check_entry(setting: Setting, table: str) -> None:
     """Raises ConfigError for one setting of one of the tables that ``table`` stands for."""
-    key = f"{table}.{setting.path[3]}"
+    _, (name, entry, *_) = setting.field
+    key = f"{table}.{entry}"
     if key not in ENTRIES:
         known = [one.rpartition(".")[2] for one in keys_of(table)]
-        where = ".".join(setting.path[:3])
-        hint = nearest(setting.path[3], known)
+        where = f"{table.removesuffix(ENTRY)}{name}"
+        hint = nearest(entry, known)
         problem = f"unknown key {setting.key}{hint}; keys of {where}: {', '.join(known)}"
         raise ConfigError(problem, key=setting.key, where=setting.where)
     _converted(setting, setting.value, ENTRIES[key].type, key)
@@ -265,22 +291,29 @@ def _unknown(setting: Setting) -> ConfigError:
     if problem := _renamed(setting.key):
         pass
     elif section not in SECTIONS:
-        hint = nearest(section, SECTIONS) or nearest(setting.key, list(FIELDS))
+        hint = nearest(section, [*SECTIONS]) or nearest(setting.key, list(FIELDS))
         problem = f"unknown section {section}{hint}; sections: {', '.join(SECTIONS)}"
-    elif len(setting.path) == 1:
-        problem = f"{section} is a section: write [{section}], then one line for each of its keys"
+    elif setting.key in SECTIONS:
+        problem = f"{setting.key} is a section: write [{setting.key}], then one line for each of its keys"
     else:
-        keys = ", ".join(key.partition(".")[2] for key in keys_of(section))
-        problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}; keys of {section}: {keys}"
+        within = setting.section
+        keys = ", ".join(key.rpartition(".")[2] for key in keys_of(within))
+        problem = f"unknown key {setting.key}{nearest(setting.key, list(FIELDS))}; keys of {within}: {keys}"
     return ConfigError(problem, key=setting.key, where=setting.where)
 
 
 def _build(values: Mapping[str, object]) -> Settings:
-    def section(name: str, kind: Any) -> Section:
-        return kind(**{key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")})
+    def section(kind: type[Section], name: str) -> Section:
+        built: dict[str, Any] = {}
+        for field in msgspec.structs.fields(kind):
+            key = f"{name}{field.name}"
+            if is_section(field.type):
+                built[field.name] = section(field.type, f"{key}.")
+            elif key in values:
+                built[field.name] = values[key]
+        return kind(**built)
 
-    built: dict[str, Any] = {field.name: section(field.name, field.type) for field in msgspec.structs.fields(Settings)}
-    return Settings(**built)
+    return typing.cast("Settings", section(Settings, ""))
 
 
 def _hide_password(settings: Settings, origins: dict[str, str]) -> Settings:
@@ -322,7 +355,7 @@ def render(resolved: Resolved) -> str:
                 value, origin = "", f"{origin}; set, not shown"
             if value == "auto" and key == "pipeline.dispatch":
                 origin = f"{origin}; {chosen_dispatch(resolved.settings)} here"
-            lines.append(f"{key.partition('.')[2]} = {to_toml(value)}  # {origin}")
+            lines.append(f"{key.rpartition('.')[2]} = {to_toml(value)}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
@@ -345,6 +378,21 @@ class Setting:
     @property
     def key(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def section(self) -> str:
+        """The innermost section that its path names; its first part where that is none."""
+        names = (".".join(self.path[:depth]) for depth in range(len(self.path), 0, -1))
+        return next((name for name in names if name in SECTIONS), self.path[0])
+
+    @property
+    def field(self) -> tuple[str, tuple[str, ...]]:
+        """The key of the field that its path leads to, and what is left inside of the field, as in ``data.params.x``.
+
+        The key is no field's where the path ends at a section, or names none.
+        """
+        depth = self.section.count(".") + 2
+        return ".".join(self.path[:depth]), self.path[depth:]
 
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
@@ -373,15 +421,15 @@ _TOKEN = re.compile(
 def read_document(document: str, name: str) -> list[Setting]:
     """The settings of a TOML document of ``[section]`` tables, in order. name: of the file, for ``where``.
 
-    A table inside a section (``[data.params]``) is one value. Raises ConfigError for text that is not TOML, or is more
-    than a configuration.
+    A table inside a section that is no section itself (``[data.params]``) is one value. Raises ConfigError for text
+    that is not TOML, or is more than a configuration.
     """
     tables = _parsed(document, name)
     lines = key_lines(document)
     settings: list[Setting] = []
     for section, content in tables.items():
-        leaves: dict[str, Any] = content if isinstance(content, dict) else {}
-        for path, value in [((section, name), leaf) for name, leaf in leaves.items()] or [((section,), content)]:
+        leaves = _leaves((section,), content if isinstance(content, dict) else {})
+        for path, value in [*leaves] or [((section,), content)]:
             settings.append(Setting(path=path, value=value, where=f"{name}:{lines[path]}"))
             _check_integers(value, settings[-1].where)
     return settings

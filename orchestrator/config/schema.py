@@ -13,7 +13,9 @@ import functools
 import inspect
 import io
 import json
+import math
 import tokenize
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,14 +37,28 @@ FROM_ENVIRONMENT = {PASSWORD: BROKER_PASSWORD, "api.secret": SHARED_SECRET}
 SECRET = (*FROM_ENVIRONMENT, "broker.url")
 """Shown in no error: a mistyped URL may hold a password that was not recognised as one."""
 
+
+def is_section(kind: object) -> typing.TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _sections(kind: type[Section], name: str) -> Iterator[tuple[str, type[Section]]]:
+    for field in msgspec.structs.fields(kind):
+        if is_section(field.type):
+            inside = f"{name}{field.name}"
+            yield inside, field.type
+            yield from _sections(field.type, f"{inside}.")
+
+
+SECTIONS: Mapping[str, type[Section]] = dict(_sections(Settings, ""))
+"""Name -> class, in the order of the schema. A section inside of another has a dotted name: ``trainer.parallel``."""
 FIELDS = {
-    f"{section.name}.{field.name}": field
-    for section in msgspec.structs.fields(Settings)
-    for field in msgspec.structs.fields(typing.cast("type[Section]", section.type))
+    f"{name}.{field.name}": field
+    for name, kind in SECTIONS.items()
+    for field in msgspec.structs.fields(kind)
+    if not is_section(field.type)
 }
 """Dotted key -> its field, in the order of the schema."""
-SECTIONS = tuple(field.name for field in msgspec.structs.fields(Settings))
-
 
 ENTRY = "NAME"
 """In the key of a table of tables, as ``eval.sets.NAME.samples``: the name that its user gives to one of them."""
@@ -50,15 +66,14 @@ TABLES: Mapping[str, type[Section]] = {
     f"{key}.{ENTRY}": kind
     for key, field in FIELDS.items()
     for kind in typing.get_args(field.type)[1:]
-    if isinstance(kind, type) and issubclass(kind, Section)
+    if is_section(kind)
 }
 ENTRIES = {f"{table}.{field.name}": field for table, kind in TABLES.items() for field in msgspec.structs.fields(kind)}
 """Dotted key -> its field, of every table in TABLES."""
 
 
 def value_of(settings: Settings, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(settings, section), name)
+    return functools.reduce(getattr, key.split("."), settings)
 
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
@@ -75,8 +90,10 @@ def _in_words(kind: Any) -> str:
     arguments = typing.get_args(kind)
     if type(None) in arguments:
         return _in_words(arguments[0])
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return ", or ".join(map(_in_words, arguments))
     if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
+        return "one of " * (len(arguments) > 1) + ", ".join(f'"{choice}"' for choice in arguments)
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(arguments)}, each {_in_words(arguments[0])}"
     if typing.get_origin(kind) is list:
@@ -121,6 +138,12 @@ FIELD_WORDS = {
     "steps": "run.batches",
     "dataset_name": "data.path",
     "dataset_config": "data.config",
+    "lora_rank": "trainer.lora.rank",
+    "lora_alpha": "trainer.lora.alpha",
+    "target_modules": "trainer.lora.targets",
+    "tensor_parallel_size": "trainer.parallel.tensor",
+    "pipeline_parallel_size": "trainer.parallel.pipeline",
+    "gradient_checkpointing": "trainer.recompute",
 }
 """What other trainers call some of our settings."""
 
@@ -198,11 +221,8 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.groups_per_batch trainer.mini_batches",
             "must be divisible by trainer.mini_batches, so that every optimizer step sees as many groups",
         )
-    if s.trainer.ranks * s.trainer.mini_batches > s.pipeline.groups_per_batch:
-        yield (
-            "trainer.ranks pipeline.groups_per_batch trainer.mini_batches",
-            "must be at most groups_per_batch / mini_batches, or some ranks never get a group",
-        )
+    yield from _broken_by_layout(s)
+    yield from _broken_by_adapters(s)
     if s.pipeline.rollout_batches > s.pipeline.max_staleness + 1:
         yield (
             "pipeline.rollout_batches pipeline.max_staleness",
@@ -358,6 +378,55 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         )
 
 
+def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
+    """Rules of how the ranks of the trainer share the work. What a model allows is checked when the trainer starts."""
+    parallel, ranks = s.trainer.parallel, s.trainer.ranks
+    axes = (parallel.data, parallel.tensor, parallel.pipeline)
+    numbers = math.prod(axis for axis in axes if axis != "auto")
+    if ranks % numbers or (ranks != numbers and "auto" not in axes):
+        multiple = "a multiple of " if "auto" in axes else ""
+        yield (
+            "trainer.ranks trainer.parallel.data trainer.parallel.tensor trainer.parallel.pipeline",
+            f"must be {multiple}{numbers}, which is data x tensor x pipeline: every rank has one place in it",
+        )
+    parts = ranks // numbers if parallel.data == "auto" else parallel.data
+    if parts * s.trainer.mini_batches > s.pipeline.groups_per_batch:
+        most = s.pipeline.groups_per_batch // s.trainer.mini_batches
+        yield (
+            "trainer.ranks trainer.parallel.data pipeline.groups_per_batch trainer.mini_batches",
+            f"divides a round into {parts} parts, and there may be at most groups_per_batch / mini_batches = {most}, "
+            "or some ranks never get a group; more ranks need trainer.parallel.tensor or pipeline",
+        )
+    if parallel.pipeline not in (1, "auto") and s.algorithm.old_logprobs == "recomputed":
+        yield (
+            "algorithm.old_logprobs trainer.parallel.pipeline",
+            'must be "rollout": "recomputed" is not supported with pipeline stages',
+        )
+    if parallel.buckets and parallel.pipeline == 1:
+        yield "trainer.parallel.buckets trainer.parallel.pipeline", "needs trainer.parallel.pipeline above 1"
+    if parallel.buckets and max(parallel.buckets) <= s.sampling.max_new_tokens:
+        yield (
+            "trainer.parallel.buckets sampling.max_new_tokens",
+            "must reach beyond sampling.max_new_tokens, or one response fits into none of them",
+        )
+
+
+def _broken_by_adapters(s: Settings) -> Iterator[tuple[str, str]]:
+    """Rules of training low-rank adapters."""
+    lora = s.trainer.lora
+    if lora.rank and s.trainer.engine != "torch":
+        yield "trainer.lora.rank trainer.engine", 'needs trainer.engine "torch", which alone trains adapters'
+    if lora.rank and not lora.targets:
+        yield (
+            "trainer.lora.targets trainer.lora.rank",
+            'must name layers that get adapters, as "q_proj", or be ["all-linear"]',
+        )
+    if lora.publish == "adapter" and not lora.rank:
+        yield "trainer.lora.publish trainer.lora.rank", "needs trainer.lora.rank above 0: there are no adapters"
+    if lora.publish == "adapter" and s.generation.engine == "emulated":
+        yield "trainer.lora.publish generation.engine", 'must be "merged" with generation.engine "emulated"'
+
+
 def _broken_in_set(s: Settings, one: EvalSet) -> Iterator[tuple[str, str]]:
     """Rules of one of the sets of held-out problems."""
     if one.samples > 1 and one.temperature == 0:
@@ -395,9 +464,10 @@ that the variable with `_FILE` after it names.
 def settings_table() -> str:
     lines = [TABLE_HEAD]
     for section in SECTIONS:
-        lines += [f"## [{section}]", *_rows(section)]
+        lines += [f"##{'#' * section.count('.')} [{section}]", *_rows(section)]
         for table in TABLES:
-            lines += [f"### [{table}]", *_rows(table)] if table.startswith(f"{section}.") else []
+            of_section = table.rsplit(".", 2)[0] == section
+            lines += [f"### [{table}]", *_rows(table)] if of_section else []
     return "\n".join(lines)
 
 
@@ -414,14 +484,15 @@ def _rows(table: str) -> Iterator[str]:
 def explained(name: str) -> str:
     """A setting, or all of a section, for a terminal. Raises KeyError for what is neither."""
     if name in SECTIONS or name in TABLES:
-        return "\n\n".join([f"[{name}]\n{_about(name)}", *map(explained, keys_of(name))])
+        inside = [section for section in SECTIONS if section.rpartition(".")[0] == name]
+        return "\n\n".join([f"[{name}]\n{_about(name)}", *map(explained, keys_of(name)), *map(explained, inside)])
     said = f"{name} = {_default(name)}\n    {expected_type(name)}\n    {descriptions()[name]}"
     tables = [explained(table) for table in TABLES if table == f"{name}.{ENTRY}"]
     return "\n\n".join([said, *tables])
 
 
 def keys_of(table: str) -> list[str]:
-    """The keys of a section, or of one of TABLES."""
+    """The keys of a section without those of sections inside of it, or of one of TABLES."""
     return [key for key in FIELDS | ENTRIES if key.rpartition(".")[0] == table]
 
 
@@ -436,7 +507,7 @@ def _about(table: str) -> str:
 
 
 def _class_of(table: str) -> type[Section]:
-    return TABLES[table] if table in TABLES else typing.cast("type[Section]", type(getattr(Settings(), table)))
+    return TABLES[table] if table in TABLES else SECTIONS[table]
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
 COUNTED = re.compile(
     r"batches|batch\b|groups|samples|prompts|problems|tokens|versions|workers|ranks|processes|threads|slots|steps|passes"
     r"|attempts|dispatches|replacements|restarts|checkpoints|requests|seconds|share|ratio|reward|factor|rate|norm|seed"
-    r"|port|softmax|logprob|GPUs"
+    r"|port|softmax|logprob|GPUs|parts|stages|dimensions"
 )
 
 
@@ -55,7 +55,9 @@ def test_the_command_explains_a_setting_and_a_section():
     assert explain("liveness.lease_s").startswith(
         "liveness.lease_s = 10.0\n    a number > 0 (seconds)\n    a worker silent"
     )
-    assert explain("trainer").count("\ntrainer.") == len(keys_of("trainer"))
+    assert explain("trainer.lora").count("\ntrainer.lora.") == len(keys_of("trainer.lora")) > 0
+    inside = [*keys_of("trainer"), *keys_of("trainer.parallel"), *keys_of("trainer.lora")]
+    assert explain("trainer").count("\ntrainer.") == len(inside)
     assert explain("eval.sets").count("\neval.sets.NAME.") == len(keys_of("eval.sets.NAME"))
     assert explain("eval.sets.NAME.samples").startswith("eval.sets.NAME.samples = 1\n    a whole number in [1, 4096]")
     with pytest.raises(ConfigError, match=r"no setting trainer.learning_rate \(did you mean trainer.lr\?\)"):

@@ -181,8 +181,8 @@ class ParallelSettings(Section, frozen=True, kw_only=True):
 class LoraSettings(Section, frozen=True, kw_only=True):
     """Low-rank adapters: the base model is frozen in bfloat16, and only they are trained."""
 
-    rank: AtLeast0 = 0  # of each adapter; 0: off, all weights are trained
-    alpha: Positive = 32.0  # an adapter adds alpha / rank times its product
+    rank: AtLeast0 = 0  # inner dimensions of each adapter; 0: off, all weights are trained
+    alpha: Positive = 32.0  # an adapter adds its product times the factor alpha / rank
     targets: list[str] = msgspec.field(default_factory=lambda: ["all-linear"])  # names of layers, as q_proj
     publish: Literal["merged", "adapter"] = "merged"  # what engines get: whole weights, or adapters beside their base
 
