@@ -10,17 +10,13 @@ minutes of two runs; without ARGS those of the preset smollm2, the second with a
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
-import pty
 import re
 import select
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +31,7 @@ from rich.text import Text
 from benchmarks.docs import ROOT, end_session
 from orchestrator.config.load import resolve
 from tests.fakes.browser import Browser, find_chromium
+from tests.fakes.command_line import start_in_terminal
 
 PAGE = ROOT / "docs" / "gallery.md"
 COLUMNS, ROWS = 100, 42
@@ -94,22 +91,13 @@ class Run:
         self.command = ["streamrl-orchestrator", "run", "--preset", preset, "--name", name]
         self.command += [word for setting in settings for word in ("--set", setting)]
         self.terminal = Terminal()
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             environment.pop(name, None)
-        self._process = subprocess.Popen(
-            [BIN / self.command[0], *self.command[1:]],
-            cwd=directory,
-            env=environment,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
+        command = [BIN / self.command[0], *self.command[1:]]
+        self._process, self._ours = start_in_terminal(
+            command, cwd=directory, environ=environment, rows=ROWS, columns=COLUMNS
         )
-        os.close(theirs)
-        self._ours = ours
 
     def until(self, done: Callable[[], bool]) -> None:
         """Let it go on, and read what it writes, until ``done`` or its end. Raises SystemExit after RUN_LIMIT_S."""

@@ -158,9 +158,11 @@ def run(
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
     if dry_run:
         from orchestrator.launch.gpus import place_gpus
+        from orchestrator.launch.processes import workers_of
 
         placed = place_gpus(resolved.settings)
-        typer.echo(render(resolved) + "".join(f"# {line}\n" for line in (placed.lines() if placed else ())), nl=False)
+        lines = placed.lines(workers_of(resolved.settings)) if placed else ()
+        typer.echo(render(resolved) + "".join(f"# {line}\n" for line in lines), nl=False)
         return
     from orchestrator.launch import supervisor
 

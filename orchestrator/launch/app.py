@@ -45,8 +45,9 @@ from orchestrator.core.view import rows_reported
 from orchestrator.errors import ConfigError, ExitCode, Interrupted, RunFailedError
 from orchestrator.http import check_listening, open_listener, run_key, serve_http
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
+from orchestrator.launch.checks import FIRST_ANSWER_S, check_inputs, prepare_model
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.processes import FIRST_ANSWER_S, check_inputs, prepare_model, reward_arguments
+from orchestrator.launch.processes import reward_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (

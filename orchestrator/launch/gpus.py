@@ -12,14 +12,6 @@ from transport.contracts.types import WorkerKind
 from transport.process.gpus import Gpu, free_gpus, list_gpus, parse_gpus
 
 
-def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
-    """How many workers of each kind a run begins with."""
-    generate = (WorkerKind.GENERATE, settings.generation.workers)
-    if settings.trainer.engine == "none":
-        return [(WorkerKind.PUBLISH, 1), generate]
-    return [(WorkerKind.TRAIN, settings.trainer.ranks), generate, (WorkerKind.SCORE, settings.scoring.workers)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedGpus:
     """The GPUs of this machine, and who of a run computes on which."""
@@ -38,9 +30,12 @@ class PlacedGpus:
         parts += ["--gpus-each", str(len(gpus))] if len(gpus) > 1 else []
         return [*parts, "--gpu-share", f"{share:g}"] if share < 1 else parts
 
-    def lines(self) -> list[str]:
-        """A line a GPU: what it is, who computes on it, and what would use one that is idle."""
-        everyone = [(kind, index) for kind, count in workers_of(self.settings) for index in range(count)]
+    def lines(self, workers: Sequence[tuple[WorkerKind, int]]) -> list[str]:
+        """A line a GPU: what it is, who computes on it, and what would use one that is idle.
+
+        workers: how many of each kind the run begins with.
+        """
+        everyone = [(kind, index) for kind, count in workers for index in range(count)]
         lines: list[str] = []
         for number, gpu in enumerate(self.present):
             names = [f"{kind.value}-{index}" for kind, index in everyone if number in self.placement.gpus(kind, index)]
@@ -59,17 +54,17 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
     """Look for GPUs and deal them out to the processes of a run; None where there are none, or nothing computes on one.
 
     A device that names its GPU ("cuda:1") is left to its user.
-    Raises: ConfigError: too few GPUs, or named ones that are not there or not free.  GpuError.
+    Raises: ConfigError: too few GPUs, or named ones that are not free.  GpuError: named ones that are not there.
     """
     trainer, generation, scoring = settings.trainer, settings.generation, settings.scoring
     trains = trainer.engine == "torch" and trainer.device in ("auto", "cuda")
     serves = generation.engine in SERVER_ENGINES and not generation.engine_url
     generates = serves or (generation.engine == "embedded" and generation.device in ("auto", "cuda"))
-    named = {"trainer.gpus": trainer.gpus, "generation.gpus": generation.gpus}
     if not trains and not generates:
         return None
     present = list_gpus()
-    chosen = {key: _named_gpus(key, numbers, len(present)) for key, numbers in named.items()}
+    named = {"trainer.gpus": trainer.gpus, "generation.gpus": generation.gpus}
+    chosen = {key: None if gpus == "auto" else parse_gpus(key, gpus, len(present)) for key, gpus in named.items()}
     if not present:
         return None
     free = free_gpus(present)
@@ -90,14 +85,3 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
         return PlacedGpus(present=present, placement=place(free, needs), settings=settings)
     except PlacementError as error:
         raise ConfigError(str(error), key=error.key) from error
-
-
-def _named_gpus(key: str, numbers: str, num_present: int) -> list[int] | None:
-    """None for "auto". Raises ConfigError: one is not there."""
-    if numbers == "auto":
-        return None
-    found = parse_gpus(numbers, num_present)
-    if absent := [str(number) for number in found if number >= num_present]:
-        seen = f"nvidia-smi shows {num_present or 'none'}" + (", numbered from 0" if num_present else "")
-        raise ConfigError(f"{key} is {numbers!r}, but there is no GPU {', '.join(absent)} here; {seen}", key=key)
-    return found

@@ -30,21 +30,17 @@ from orchestrator.config.run_directory import RunDir, resume_command
 from orchestrator.config.starts import note_start
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ChildFailedError, ExitCode, Interrupted, StalledError, exit_code
-from orchestrator.launch.console import RunConsole
-from orchestrator.launch.gpus import PlacedGpus, place_gpus, workers_of
-from orchestrator.launch.processes import (
+from orchestrator.launch.checks import (
     FIRST_ANSWER_S,
-    Children,
-    ChildSpec,
-    Liveness,
-    LocalFleet,
-    Restarts,
     check_inputs,
     check_places,
     check_workers,
     check_workers_inputs,
     prepare_model,
 )
+from orchestrator.launch.console import RunConsole
+from orchestrator.launch.gpus import PlacedGpus, place_gpus
+from orchestrator.launch.processes import Children, ChildSpec, Liveness, LocalFleet, Restarts, workers_of
 from orchestrator.loop.intake import append_event, read_statuses
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
@@ -66,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 STOP_GRACE_S = 15.0
-TELL_S = 1.0
+REPORT_S = 1.0
 LAST_EVENTS_S = 30.0
 """After the trainer's end, how long the orchestrator may take to read of it."""
 STOPPED_BY = {
@@ -158,7 +154,7 @@ class Supervisor:
                 size = f"{run.batches} batches of {groups.groups_per_batch} groups of {groups.group_size}"
                 dispatch = chosen_dispatch(self._settings)
                 self._view.note(f"run {run.name} in {shown(self._rundir.path)}: {size}, dispatch {dispatch}")
-            for line in self._gpus.lines() if self._gpus else ():
+            for line in self._gpus.lines(workers_of(self._settings)) if self._gpus else ():
                 self._view.note(line)
             preparing = prepare_model(self._settings.model.path, self._rundir.logs, self._view.note)
             model_dir = await self._until_stopped(preparing)
@@ -167,7 +163,7 @@ class Supervisor:
             broker = await connect(self._settings.broker, name, url=url, password=password, outage_s=FIRST_ANSWER_S)
             stack.push_async_callback(broker.close)
             stack.push_async_callback(self._children.stop, grace_s=STOP_GRACE_S)  # they leave before the broker does
-            stack.push_async_callback(self._tell_stop, broker)
+            stack.push_async_callback(self._announce_stop, broker)
             secrets = {BROKER_PASSWORD: password, SHARED_SECRET: self._settings.api.secret}
             env = {variable: value for variable, value in secrets.items() if value}
             if self._resume and any(self._rundir.journal.glob("snapshot-*")):  # its orchestrator ever began
@@ -187,11 +183,11 @@ class Supervisor:
         log.info("stopping", by=self._stopped_by)
         self._stopping.set()
 
-    async def _tell_stop(self, broker: Broker) -> None:
+    async def _announce_stop(self, broker: Broker) -> None:
         """Leave the orchestrator the reason for the signal that it gets next, for the pages that show it."""
         if self._stopped_by:
             with suppress(TransientError, TimeoutError):
-                async with asyncio.timeout(TELL_S):
+                async with asyncio.timeout(REPORT_S):
                     await broker.put_meta(keys.STOPPED, f"by {self._stopped_by}".encode(), ttl_s=STOP_GRACE_S)
 
     async def _reopen(self, broker: Broker) -> None:
@@ -353,7 +349,7 @@ class Supervisor:
     async def _report_loss(self, broker: Broker, pid: int) -> None:
         """Report at once that a local worker is gone, instead of waiting for its lease to run out."""
         with suppress(TransientError, TimeoutError):
-            async with asyncio.timeout(TELL_S):
+            async with asyncio.timeout(REPORT_S):
                 for worker_id, status in read_statuses(await broker.leases()).items():
                     if status.pid == pid and status.host == socket.gethostname():
                         lost = WorkerLost(worker_id=worker_id, reason="its process ended")

@@ -139,15 +139,15 @@ def evaluation_lines(line: Mapping[str, Any]) -> list[str]:
     short = f"ended short: {line['eval_short']}" if line.get("eval_short") else ""
     answered = f"{line['eval_answered']} of {line['eval_problems']} {'answers' if sets else 'problems'}"
     said = ["  ".join([*parts, answered, short]).rstrip()]
-    for name, told in sets.items():
-        passes = [key for key in told if key.startswith("pass@")]
+    for name, measured in sets.items():
+        passes = [key for key in measured if key.startswith("pass@")]
         shown = (
             ("reward", "reward {:.3f}"),
             *((key, f"{key} {{:.0%}}") for key in dict.fromkeys((*passes[:1], *passes[-1:]))),
             ("right", "right {:.0%}"),
             ("problems", "{} problems"),
         )
-        numbers = {key: line[f"eval/{name}/{key}"] for key in told}
+        numbers = {key: line[f"eval/{name}/{key}"] for key in measured}
         said.append("  ".join([f"  {name}", *_known(numbers, shown)]))
     return said
 

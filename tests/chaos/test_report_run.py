@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +14,7 @@ import pytest
 from orchestrator.observability.report import pages
 from orchestrator.observability.report.bubbles import Cause
 from orchestrator.observability.standing import State, read_standing
+from tests.fakes.command_line import start_in_terminal
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
 from transport.tensors.shm import SHARED_MEMORY
 
@@ -68,16 +67,8 @@ def check_trace(run: LiveRun) -> None:
 
 
 def test_a_run_whose_terminal_is_closed_is_stopped_and_not_crashed(tmp_path: Path):
-    master, terminal = pty.openpty()
-    done = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", *(f"--set={one}" for one in QUICK)],
-        cwd=tmp_path,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
+    command = [sys.executable, "-m", "orchestrator", "run", "--preset", "tiny", *(f"--set={one}" for one in QUICK)]
+    done, master = start_in_terminal(command, cwd=tmp_path)
     shown = b""
     while b"live page" not in shown:
         shown += os.read(master, 65536)

@@ -1,12 +1,19 @@
-"""Our programs as a person types them, from a directory of the test's; and a run's status, as curl gets it."""
+"""Our programs as a person types them, from a directory of the test's; and a run's status, as curl gets it.
+
+Those of the benches that run programs in a terminal start them here too.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import termios
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -34,6 +41,29 @@ def orchestrator(
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def start_in_terminal(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path,
+    environ: Mapping[str, str] | None = None,
+    rows: int = 24,
+    columns: int = 80,
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start ``command`` in a terminal and a session of its own.
+
+    environ: all of its environment; None: this process's.
+    Returns: the process, and the end of its terminal that the person sits at: reading gets what it wrote, and EIO once
+    it has ended. Closing it closes the terminal.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    started = subprocess.Popen(
+        command, cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    return started, ours
 
 
 def ask_status(run_dir: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from orchestrator.errors import ConfigError
-from orchestrator.launch import processes
+from orchestrator.launch import checks
 from workers import models
 from workers.errors import ModelError
 from workers.models import cached, check_model_dir, model_cache, prepare_model
@@ -164,7 +164,7 @@ def test_a_chat_template_that_ends_is_no_matter_of_the_trial(copy: Path, templat
 async def test_a_run_is_not_started_with_a_chat_template_that_does_not_end(copy: Path, tmp_path: Path):
     (copy / "chat_template.jinja").write_text(BOMB)
     with pytest.raises(ConfigError, match=rf"the chat template of {copy} does not end"):
-        await processes.prepare_model(str(copy), tmp_path, print)
+        await checks.prepare_model(str(copy), tmp_path, print)
 
 
 def test_a_healthy_directory(copy: Path, tmp_path: Path):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.launch.processes import LocalFleet, prepare_model
+from orchestrator.launch.checks import prepare_model
+from orchestrator.launch.processes import LocalFleet
 from ranker.logs import PromptLengths
 from ranker.online import refit_in_process
 from transport.contracts.settings import ScoringSettings, Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.launch.processes import check_inputs
+from orchestrator.launch.checks import check_inputs
 from orchestrator.loop.ranking import base_lengths, open_ranker
 from ranker.protocol import LengthLogError
 from transport.contracts.settings import (

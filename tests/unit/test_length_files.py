@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from orchestrator.errors import DataError
-from orchestrator.launch.processes import check_workers_inputs
+from orchestrator.launch.checks import check_workers_inputs
 from orchestrator.sim.lengths import read_lengths, representative, tail_recall, within
 from transport.contracts.settings import GenerationSettings, Settings
 from transport.contracts.user_files import read_lengths as lengths_of_workers

@@ -8,11 +8,13 @@ import pytest
 
 from orchestrator.config.load import resolve
 from orchestrator.core.placement import Needs, PlacementError, place
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ExitCode, exit_code
 from orchestrator.launch.gpus import PlacedGpus, place_gpus
+from orchestrator.launch.processes import workers_of
 from tests.fakes.command_line import orchestrator
 from tests.fakes.gpu_driver import FakeDriver
 from transport.contracts.types import WorkerKind
+from transport.errors import GpuError
 from transport.process.gpus import VISIBLE, take_gpus
 
 
@@ -104,6 +106,10 @@ def placed_with(*overrides: str) -> PlacedGpus | None:
     return place_gpus(resolve("smollm2", [], overrides, {}).settings)
 
 
+def lines_of(placed: PlacedGpus) -> list[str]:
+    return placed.lines(workers_of(placed.settings))
+
+
 @pytest.mark.parametrize(
     ("count", "overrides", "lines"),
     [
@@ -142,7 +148,7 @@ def test_idle_gpus_come_with_the_setting_that_would_use_them(driver: FakeDriver)
     driver(8)
     placed = placed_with()
     assert placed is not None
-    assert placed.lines()[-1] == "idle GPUs would be used with --set generation.workers=7"
+    assert lines_of(placed)[-1] == "idle GPUs would be used with --set generation.workers=7"
 
 
 def test_workers_are_told_their_gpus_on_their_command_lines(driver: FakeDriver):
@@ -174,8 +180,8 @@ def test_who_computes_elsewhere_gets_none(driver: FakeDriver, overrides: list[st
 @pytest.mark.parametrize(
     ("count", "overrides", "words"),
     [
-        (2, ["trainer.gpus=2"], "trainer.gpus is '2', but there is no GPU 2 here; nvidia-smi shows 2, numbered from 0"),
-        (0, ["generation.gpus=0-1"], "generation.gpus is '0-1', but there is no GPU 0, 1 here; nvidia-smi shows none"),
+        (2, ["trainer.gpus=2"], "trainer.gpus 2: there is no GPU 2 here; nvidia-smi shows 2, numbered from 0"),
+        (0, ["generation.gpus=0-1"], "generation.gpus 0-1: there is no GPU 0, 1 here; nvidia-smi shows none"),
         (
             2,
             ["trainer.ranks=3"],
@@ -192,8 +198,9 @@ def test_what_does_not_fit_is_said_before_anything_starts(
     driver: FakeDriver, count: int, overrides: list[str], words: str
 ):
     driver(count)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises((ConfigError, GpuError)) as refused:
         placed_with(*overrides)
+    assert exit_code(refused.value) == ExitCode.BAD_CONFIG
     assert words in str(refused.value)
 
 
@@ -203,7 +210,7 @@ def test_a_gpu_that_another_run_holds_is_not_promised(driver: FakeDriver, monkey
     monkeypatch.delenv(VISIBLE)
     placed = placed_with()
     assert placed is not None
-    assert placed.lines() == [
+    assert lines_of(placed) == [
         "GPU 0  H100, 80 GiB  held by another run",
         "GPU 1  H100, 80 GiB  train-0, generate-0 (45% of its memory each)",
     ]

@@ -68,9 +68,7 @@ def take_gpus(wanted: str, *, each: int = 1, share: float = 1.0) -> None:
             f"--gpus-each {each} --gpu-share {share:g}: needs 1 or more GPUs, and a share above 0, at most 1"
         )
     present = list_gpus()
-    indexes = parse_gpus(wanted, len(present))
-    if absent := [str(index) for index in indexes if index >= len(present)]:
-        raise GpuError(f"--gpus {wanted}: there is no GPU {', '.join(absent)} here; {_seen(present)}")
+    indexes = parse_gpus("--gpus", wanted, len(present))
     if len(indexes) < each:
         raise GpuError(f"--gpus {wanted}: names {len(indexes)}, and --gpus-each asks for {each}")
     directory = lock_directory()
@@ -121,18 +119,24 @@ def lock_directory() -> Path:
     return directory
 
 
-def parse_gpus(wanted: str, num_present: int) -> list[int]:
-    """``"0,2-3"`` -> ``[0, 2, 3]``; ``"all"`` -> all that are present. Raises GpuError for anything else."""
+def parse_gpus(option: str, wanted: str, num_present: int) -> list[int]:
+    """``"0,2-3"`` -> ``[0, 2, 3]``; ``"all"`` -> all that are present.
+
+    option: what ``wanted`` was given as, for the message.  Raises: GpuError: it is nothing of the kind, or one is not
+    there.
+    """
     if wanted == "all":
         if not num_present:
-            raise GpuError(f"--gpus all: {_seen([])}")
+            raise GpuError(f"{option} all: {_seen(0)}")
         return list(range(num_present))
     indexes: list[int] = []
     for part in wanted.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise GpuError(f'--gpus {wanted}: write numbers of GPUs like 0,2-3, or "all"')
+            raise GpuError(f'{option} {wanted}: write numbers of GPUs like 0,2-3, or "all"')
         indexes += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if absent := [str(index) for index in indexes if index >= num_present]:
+        raise GpuError(f"{option} {wanted}: there is no GPU {', '.join(absent)} here; {_seen(num_present)}")
     return list(dict.fromkeys(indexes))
 
 
@@ -166,9 +170,9 @@ def _visible(present: Sequence[Gpu], shown: str | None) -> list[Gpu]:
     return found
 
 
-def _seen(present: Sequence[Gpu]) -> str:
-    if present:
-        return f"nvidia-smi shows {len(present)}, numbered from 0"
+def _seen(num_present: int) -> str:
+    if num_present:
+        return f"nvidia-smi shows {num_present}, numbered from 0"
     return (
         "nvidia-smi shows none. Is the NVIDIA driver installed and, in a container, the NVIDIA Container Toolkit with "
         "GPUs reserved for this service?"

@@ -146,7 +146,7 @@ async def _evaluate(
     finally:
         await pool.close()
     lengths = [len(completion.response_ids) for answers in completions for completion in answers]
-    told = [
+    judged = [
         {"reward": reward.value, **reward.components, TOKENS: length}
         for reward, length in zip(rewards, lengths, strict=True)
     ]
@@ -155,12 +155,12 @@ async def _evaluate(
         f"{name}/{key}": value
         for name in named
         for key, value in figures(
-            [one for place, one in enumerate(told) if problems[place // ask.samples].eval_set == name],
+            [one for place, one in enumerate(judged) if problems[place // ask.samples].eval_set == name],
             ask.samples,
             ask.passed_by,
         ).items()
     }
-    return figures(told, ask.samples, ask.passed_by) | of_sets
+    return figures(judged, ask.samples, ask.passed_by) | of_sets
 
 
 def figures(answers: Sequence[Mapping[str, float]], samples: int, passed_by: str) -> dict[str, float]:

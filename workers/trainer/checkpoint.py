@@ -137,7 +137,7 @@ class CheckpointStore:
         """Checkpoints that were passed over, and what is wrong with each."""
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def damage_lines(self) -> tuple[str, ...]:
         """``damaged``, newest first, for people."""
         return tuple(f"{path}: {reason}" for path, reason in self.damaged.items())
 

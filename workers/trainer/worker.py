@@ -167,7 +167,7 @@ class TrainerWorker:
                 weights=self._weights,
                 cursor=cursor,
                 dp_size=self._learner.world_size,
-                damaged=self._store.told,
+                damaged=self._store.damage_lines,
             )
             await self._announce(event, cursor=cursor, version=self._weights.version)
             await self._announcer.announce_steps(checkpoint.steps if checkpoint else ())
@@ -272,7 +272,7 @@ class TrainerWorker:
         if batch == version:
             return
         problem = f"the rounds log goes on with batch {batch}, but the weights are of version {version}"
-        raise RoundsError(problem + damage_of(self._store.told))
+        raise RoundsError(problem + damage_of(self._store.damage_lines))
 
     async def _finish_batch(self, command: CloseMiniBatch, entry_id: str) -> None:
         self._check_follows(command.batch)

@@ -1,0 +1,176 @@
+"""What must hold before the processes of a run start, and the model that they need.
+
+Each check answers a mistake at once, in words that name the setting, before a run has made anything. What only workers
+can know, as torch stays out of this process, a worker process is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from orchestrator.config.run_directory import RunDir
+from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode
+from orchestrator.http import check_listening
+from orchestrator.launch.processes import Children, last_words
+from orchestrator.loop.ranking import open_ranker
+from orchestrator.prompts.dataset import Problem, load_problems
+from orchestrator.prompts.source import trial_rows
+from ranker.protocol import RankerError
+from transport.broker.redis_streams import connect
+from transport.contracts.gym_tasks import REFUSED, refusal
+from transport.contracts.settings import SERVER_ENGINES, Settings, public
+from transport.contracts.types import RunName
+from transport.contracts.user_files import read_lengths
+from transport.errors import LengthFileError, ListenError, SecretError
+from transport.process.programs import ending_with_this_process, python_module
+from transport.tensors.base import Endpoint, parse_ports
+from transport.tensors.wire import ChannelServer
+
+PREPARING_S = 60.0
+"""Between two words on a preparation that goes on."""
+FIRST_ANSWER_S = 5.0
+"""A broker that does not answer its user's first call so soon is down or misspelt: say so, do not wait for it."""
+
+
+def check_inputs(settings: Settings) -> Sequence[Problem]:
+    """Read the files that settings name once before anything starts: a mistake in them is answered at once.
+
+    A run without a trainer has neither data nor a ranker.
+    Returns: what would be trained on.
+    Raises: DataError naming the file; ConfigError for a task whose answers may not be graded.
+    """
+    if settings.trainer.engine == "none":
+        return ()
+    own_verifier = settings.data.source == "reasoning_gym" and not settings.scoring.reward
+    reason = refusal(settings.data.task) if own_verifier else ""
+    problems: Sequence[Problem] = ()
+    if settings.data.task not in REFUSED or not reason:  # a misspelt name is said first, a refused task never loaded
+        problems = load_problems(settings).training
+    if reason:
+        raise ConfigError(f"data.task: {reason}", key="data.task")
+    if settings.ranker.model or settings.ranker.base_lengths:
+        try:
+            open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
+        except RankerError as error:
+            raise DataError(str(error)) from error
+    return problems
+
+
+async def check_places(settings: Settings) -> None:
+    """Whether what the processes of a run on this host listen on is free, and what they are to reach answers.
+
+    Raises: ConfigError naming the setting; BrokerUnavailableError, BrokerRejectedError.
+    """
+    check_listening(settings.api)
+    tensors, generation = settings.tensors, settings.generation
+    try:
+        endpoint = Endpoint(host=tensors.host, ports=parse_ports(tensors.ports), secret=settings.api.secret.encode())
+        ChannelServer(lambda _: None, endpoint, request_s=FIRST_ANSWER_S).check()
+    except ListenError as error:
+        raise ConfigError(f"tensors.ports: {error}", key="tensors.ports") from error
+    except SecretError as error:
+        raise ConfigError(f"tensors.host: {error}", key="tensors.host") from error
+    if generation.engine_url:
+        try:
+            await _connect_to(generation.engine_url)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"generation.engine_url: no server answers at {generation.engine_url} ({error}); start it first, or "
+                "correct the address",
+                key="generation.engine_url",
+            ) from error
+    if settings.broker.url:
+        broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
+        await broker.close()
+
+
+async def _connect_to(url: str) -> None:
+    """Raises OSError where nobody listens (TimeoutError: within FIRST_ANSWER_S), ValueError for no URL."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    async with asyncio.timeout(FIRST_ANSWER_S):
+        _, writer = await asyncio.open_connection(parts.hostname, port)
+    writer.close()
+
+
+def check_workers_inputs(settings: Settings) -> None:
+    """The same of what only workers read: for a run whose workers are all on this host."""
+    scoring, generation = settings.scoring, settings.generation
+    if scoring.reward_path and not Path(scoring.reward_path).is_dir():
+        raise DataError(f"scoring.reward_path: there is no directory {scoring.reward_path}")
+    if generation.lengths:
+        try:
+            read_lengths(Path(generation.lengths))
+        except LengthFileError as error:
+            raise DataError(f"generation.lengths: {error}") from error
+
+
+async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None:
+    """Have a worker process look for what would end the workers of this host, where settings name anything of the kind.
+
+    problems: the reward is tried on the first of them.  Raises: ConfigError, ChildFailedError.
+    """
+    scoring, generation = settings.scoring, settings.generation
+    devices = (settings.trainer.device, generation.device)
+    if not (scoring.reward or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)):
+        return
+    asked = [public(settings), trial_rows(problems, scoring.answer_marker)]
+    process = await asyncio.create_subprocess_exec(
+        *python_module("workers", "check"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=ending_with_this_process(),
+    )
+    try:
+        _, said = await process.communicate(b"\n".join(map(msgspec.json.encode, asked)))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode:
+        words = last_words(said.decode(errors="replace"))
+        if process.returncode == ExitCode.BAD_CONFIG:
+            raise ConfigError(words)
+        raise ChildFailedError("check", process.returncode, words)
+
+
+async def prepare_model(path: str, logs: Path, note: Callable[[str], None]) -> Path:
+    """Have a worker turn ``model.path`` into a local Hugging Face directory (torch stays out of this process).
+
+    note: reports what is prepared, and that it still is.  Raises ConfigError for a model that cannot be used, else
+    ChildFailedError with its last words, see ``logs``.
+    """
+    note(f"model {path}")
+    log_path = logs / "prepare.log"
+    with log_path.open("ab") as words:
+        process = await asyncio.create_subprocess_exec(
+            *python_module("workers", "prepare", "--model", path),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            preexec_fn=ending_with_this_process(),
+        )
+    started_s = time.monotonic()
+    said = asyncio.create_task(process.communicate(), name="prepare")
+    try:
+        while not (await asyncio.wait({said}, timeout=PREPARING_S))[0]:  # a download takes as long as it takes
+            note(f"preparing the model for {time.monotonic() - started_s:.0f} s; see {log_path}")
+        output = said.result()[0]
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    finally:
+        said.cancel()
+    if process.returncode != 0:
+        said_last = Children(logs, max_restarts=0).last_words("prepare")
+        if process.returncode == ExitCode.BAD_CONFIG:
+            raise ConfigError(said_last, key="model.path", where="model.path")
+        raise ChildFailedError("prepare", -1 if process.returncode is None else process.returncode, said_last)
+    return Path(output.decode().strip().splitlines()[-1])
