@@ -24,6 +24,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 StreamError (transport.errors)
 ├── CheckpointRefusedError  weights that a publisher is asked for are not there, not allowed, or no weights
 ├── WeightsMismatchError  tensors do not fit the model that should take them: the old weights are still served
+├── TensorFileError       a file of tensors is cut off, or none: whose it is decides what that means
 ├── ServerAnswerError     an inference server answers with an error, or with what is no answer
 └── RewardError           one reward could not be computed (raised, too slow, not a number): try again, then give up
     └── RewardTimeoutError  it took longer than its limit: it would again, so it is not tried again
@@ -110,6 +111,12 @@ class CheckpointRefusedError(StreamError): ...
 
 
 class WeightsMismatchError(StreamError): ...
+
+
+class TensorFileError(StreamError):
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file} is no whole file of tensors: {reason}")
+        self.file = file
 
 
 class ServerAnswerError(StreamError):
