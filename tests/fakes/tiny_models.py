@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import (
@@ -55,6 +58,18 @@ def tiny_model(
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.25 + (1.0 if parameter.ndim == 1 else 0.0))
     return model
+
+
+def in_float64(module: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64 throughout: the norms of transformers compute in float32 whatever they are given."""
+    for norm in module.double().modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = partial(_rms_norm, norm)
+    return module
+
+
+def _rms_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return norm.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
 
 
 def full_logprobs(

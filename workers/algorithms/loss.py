@@ -7,8 +7,8 @@ cannot be written so (one that whitens over the batch) declares ``additive=False
 Owns: the arithmetic on log-probabilities. Never: a model, padding, I/O.
 
 Legend: N = loss tokens of one packed piece: the response tokens that the policy chose, laid end to end, no padding.
-Suffix ``_N`` = [N] float32. ``logprobs_N`` carry the gradient; all else is data. Every logprob is that of the sampled
-token under log_softmax(logits / temperature).
+Suffix ``_N`` = [N] float32 (float64 of a float64 model). ``logprobs_N`` carry the gradient; all else is data. Every
+logprob is that of the sampled token under log_softmax(logits / temperature).
 """
 
 from __future__ import annotations

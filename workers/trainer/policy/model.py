@@ -37,7 +37,7 @@ from workers.errors import ModelError
 from workers.models import check_model_dir, choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import packing
-from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
+from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens, summing_dtype
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
@@ -136,7 +136,7 @@ def predictor_hidden(module: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 @torch.no_grad()
 def packed_logprobs(module: PreTrainedModel, batch: PackedBatch, temperature: float) -> Tensor:
-    """[N] float32 logprobs of the loss tokens under the present weights."""
+    """[N] ``summing_dtype`` logprobs of the loss tokens under the present weights."""
     return target_logprobs(predictor_hidden(module, batch), batch.target_N, plain_head(module), temperature)
 
 
@@ -250,7 +250,7 @@ def check_packing(module: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def target_logprobs(hidden_ND: Tensor, target_N: Tensor, head: nn.Linear, temperature: float) -> Tensor:
-    """[N] float32: log_softmax(head(hidden) / temperature) of the targets."""
+    """[N] ``summing_dtype``: log_softmax(head(hidden) / temperature) of the targets."""
     pieces = zip(hidden_ND.split(SOFTMAX_ROWS), target_N.split(SOFTMAX_ROWS), strict=True)
     return torch.cat([_softmax(hidden, target, head, temperature)[0] for hidden, target in pieces])
 
@@ -266,7 +266,7 @@ def backward_through_head(
 ) -> Tensor:
     """Gradient of a token-wise loss through the head.
 
-    Args:    hidden_ND: [N, D], any floating dtype.  weight_gradient: [V, D] float32, added to in place.
+    Args:    hidden_ND: [N, D], any floating dtype.  weight_gradient: [V, D] ``summing_dtype``, added to in place.
     Returns: d(loss)/d(hidden), [N, D] in the dtype of ``hidden_ND``.
     """
     hidden_gradient = torch.empty_like(hidden_ND)
@@ -303,8 +303,8 @@ def _block_gradient(
 
 
 def _softmax(hidden: Tensor, target: Tensor, head: nn.Linear, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob of the target [n], exp(logits - max) [n, V], its sum [n]), all float32, with one pass of exp."""
-    logits = F.linear(hidden, head.weight, head.bias).float()
+    """(logprob of the target [n], exp(logits - max) [n, V], its sum [n]), in ``summing_dtype``, one pass of exp."""
+    logits = F.linear(hidden, head.weight, head.bias).to(summing_dtype(hidden.dtype))
     if temperature != 1.0:
         logits.div_(temperature)
     largest = logits.amax(dim=-1, keepdim=True)

@@ -11,6 +11,9 @@ group costs P^2 + S * R * (P + R), R = longest response.
 
 The last token of a response predicts nothing and nothing attends to it, so it is a target but no input. The last prompt
 token predicts the first token of every response.
+
+A row may be padded to a fixed size behind its last group, down to a row of padding alone, for ranks that compute in
+lockstep: pads attend to nothing, predict nothing, and get a zero gradient, which still reaches every parameter.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ class GroupAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """T input tokens in one row, N loss tokens.
+    """T input tokens in one row, pads included, N loss tokens.
 
-    input_ids, position_ids: [1, T] int64.  attention: one entry a group, in row order.
+    input_ids, position_ids: [1, T] int64, 0 on pads.  attention: one entry a group, in row order.
     predictor_N: [N] int64, the input position whose hidden state predicts the token.  target_N: [N] int64.
     tokens: what the objective needs.  row_lengths: loss tokens of each row, in order of ``row_ids``.
     """
@@ -68,12 +71,22 @@ class PackedBatch:
     row_lengths: tuple[int, ...]
 
 
-def pack(groups: Sequence[PromptGroup], aggregation: Aggregation, device: torch.device | str = "cpu") -> PackedBatch:
+def pack(
+    groups: Sequence[PromptGroup],
+    aggregation: Aggregation,
+    device: torch.device | str = "cpu",
+    *,
+    pad_to: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PackedBatch:
     """Lay groups out in one row.
 
-    Args:    groups: at least one, each with at least one sample.
+    Args:    groups: each with at least one sample; none only with ``pad_to``: a row of pads, without loss tokens.
              aggregation: decides the weight of each token.
-    Raises:  ValueError: an empty group, or columns of one row that differ in length; it names the row.
+             pad_to: T; 0: the tokens of the groups.
+             dtype: of the objective's columns, see ``summing_dtype``.
+    Raises:  ValueError: an empty group, or columns of one row that differ in length; it names the row. More tokens
+             than ``pad_to``, or none at all.
     Source:  ours; the same sharing that Prefix Grouper (arXiv 2506.05433) has for GRPO.
     """
     inputs: list[NDArray[np.int32]] = []
@@ -92,14 +105,17 @@ def pack(groups: Sequence[PromptGroup], aggregation: Aggregation, device: torch.
             positions.append(np.arange(prompt_tokens, prompt_tokens + num_inputs))
             predictors.append(_chosen(sample, np.concatenate([[last_prompt], np.arange(start, start + num_inputs)])))
             start += num_inputs
+    if not max(start, pad_to) or 0 < pad_to < start:
+        raise ValueError(f"a row of {start} tokens cannot be padded to {pad_to}")
+    pads = np.zeros(max(pad_to - start, 0), dtype=np.int64)
     samples = [sample for group in groups for sample in group.samples]
     return PackedBatch(
-        input_ids=_int64(inputs, device)[None],
-        position_ids=_int64(positions, device)[None],
+        input_ids=_int64([*inputs, pads], device)[None],
+        position_ids=_int64([*positions, pads], device)[None],
         attention=tuple(_group_attention(group, device) for group in groups),
         predictor_N=_int64(predictors, device),
         target_N=_int64([_chosen(sample, sample.response_ids) for sample in samples], device),
-        tokens=_token_batch(samples, aggregation, device),
+        tokens=_token_batch(samples, aggregation, device, dtype),
         row_ids=tuple(sample.row_id for sample in samples),
         row_lengths=tuple(sample.num_loss_tokens for sample in samples),
     )
@@ -170,28 +186,29 @@ def _group_attention(group: PromptGroup, device: torch.device | str) -> GroupAtt
     )
 
 
-def _token_batch(samples: Sequence[TrainingSample], aggregation: Aggregation, device: torch.device | str) -> TokenBatch:
+def _token_batch(
+    samples: Sequence[TrainingSample], aggregation: Aggregation, device: torch.device | str, dtype: torch.dtype
+) -> TokenBatch:
     def per_token(values: Sequence[float]) -> Tensor:
         counts = [sample.num_loss_tokens for sample in samples]
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), counts)).to(device)
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(device, dtype)
 
-    def column(name: str) -> Tensor | None:
-        parts = [getattr(sample, name) for sample in samples]
-        present = [_chosen(sample, part) for sample, part in zip(samples, parts, strict=True) if part is not None]
-        if not present:
-            return None
-        if len(present) != len(parts):
-            raise ValueError(f"some rows have {name} and some do not: {[sample.row_id for sample in samples]}")
-        return torch.from_numpy(np.concatenate(present).astype(np.float32)).to(device)
+    def present(name: str) -> bool:
+        missing = [sample.row_id for sample in samples if getattr(sample, name) is None]
+        if missing and len(missing) < len(samples):
+            raise ValueError(f"some rows have {name} and some do not: {missing}")
+        return not missing
 
-    rollout_logprobs_N = column("rollout_logprobs")
-    assert rollout_logprobs_N is not None  # every sample has them, by its type
+    def column(name: str) -> Tensor:
+        parts = [_chosen(sample, getattr(sample, name)) for sample in samples]
+        return torch.from_numpy(np.concatenate([np.zeros(0), *parts])).to(device, dtype)
+
     return TokenBatch(
-        rollout_logprobs_N=rollout_logprobs_N,
+        rollout_logprobs_N=column("rollout_logprobs"),
         advantages_N=per_token([sample.advantage for sample in samples]),
         weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
-        old_logprobs_N=column("old_logprobs"),
-        reference_logprobs_N=column("reference_logprobs"),
+        old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
+        reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
     )
 
 
@@ -201,7 +218,12 @@ def _chosen(sample: TrainingSample, per_token: NDArray[Any]) -> NDArray[Any]:
 
 
 def _int64(parts: Sequence[NDArray[Any]], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)).to(device)
+
+
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a model that computes in ``dtype``, that of its logits, logprobs, objective and sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 # --- attention over a packed row --------------------------------------------------------------------------------------
@@ -228,16 +250,18 @@ def shared_prompt_attention(
 ) -> tuple[Tensor, None]:
     """Attend within each group of a packed row.
 
-    Args:    query: [1, H, T, D].  key, value: [1, K, T, D], H a multiple of K.  groups: their tokens sum to T.
-    Returns: ([1, T, H, D], None), as transformers expects.
+    Args:    query: [1, H, T, D].  key, value: [1, K, T, D], H a multiple of K.  groups: in row order, then pads.
+    Returns: ([1, T, H, D], None), as transformers expects; 0 on pads.
     Raises:  ModelError: the model asks for a sliding window shorter than a sample, or for soft-capped scores.
     """
     longest = max((group.prompt_tokens + group.query_index.shape[1] for group in groups), default=0)
     if kwargs.get("softcap") is not None or (sliding_window is not None and longest > sliding_window):
         raise ModelError(f"{type(module).__name__} needs sliding-window or soft-capped attention; not supported here")
     sizes = [group.num_tokens for group in groups]
+    num_pads = query.shape[2] - sum(sizes)
+    sizes.append(num_pads)
     outputs: list[Tensor] = []
-    for group, q, k, v in zip(groups, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True):
+    for group, q, k, v in zip(groups, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=False):
         p = group.prompt_tokens
         outputs.append(_attend(q[:, :, :p], k[:, :, :p], v[:, :, :p], None, scaling))
         if group.num_tokens > p:
@@ -245,7 +269,16 @@ def shared_prompt_attention(
             keys, values = _gather(k, group.key_index), _gather(v, group.key_index)
             out = _attend(responses, keys, values, group.mask, scaling).transpose(0, 1)
             outputs.append(out.reshape(1, q.shape[1], -1, q.shape[3]).index_select(2, group.real))
+    if num_pads:
+        outputs.append(_pads(query, key, value, num_pads))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _pads(query: Tensor, key: Tensor, value: Tensor, num_pads: int) -> Tensor:
+    """[1, H, num_pads, D] zeros that depend on all three: a parameter that no gradient reaches has none, and a rank
+    that has none leaves out the reduction in which the others wait for it (FSDP2)."""
+    zero = query[:, :, :0].sum() + key[:, :, :0].sum() + value[:, :, :0].sum()
+    return zero.expand(1, query.shape[1], num_pads, query.shape[3])
 
 
 def _gather(tensor: Tensor, index: Tensor) -> Tensor:
@@ -265,7 +298,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     # plain; the queries of the heads that share a key head are stacked, so that no key is repeated
     shared = query.reshape(batch, key.shape[1], -1, head_dim)
-    scores = (shared @ key.transpose(2, 3)).view(batch, num_heads, length, -1).float()
-    bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    scores = (shared @ key.transpose(2, 3)).view(batch, num_heads, length, -1)
+    scores = scores.to(summing_dtype(scores.dtype))
+    bias = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     weights = (scores * (scaling or head_dim**-0.5) + bias).softmax(-1).to(query.dtype)
     return (weights.view(batch, key.shape[1], -1, key.shape[2]) @ value).view(batch, num_heads, length, head_dim)

@@ -35,7 +35,7 @@ from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, T
 from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
 from workers.trainer.policy.export import Exporter, check_names
 from workers.trainer.policy.model import PolicyModel, choose_dtype, load_module, row_logprobs
-from workers.trainer.policy.packing import pack, split_by_tokens
+from workers.trainer.policy.packing import pack, split_by_tokens, summing_dtype
 from workers.trainer.policy.ranks import Meeting, meet_ranks
 from workers.weights.publish import WeightPublisher
 
@@ -267,7 +267,9 @@ class TrainStep:
         ]
         computed = [group for group in computed if group.samples]
         for piece in split_by_tokens(computed, self._settings.micro_batch_tokens):
-            batch = pack(piece, self._objective.aggregation, self.policy.module.device)
+            module = self.policy.module
+            dtype = summing_dtype(module.dtype)
+            batch = pack(piece, self._objective.aggregation, module.device, dtype=dtype)
             self._metrics += self.policy.backward(batch, self._objective)
         num_tokens = sum(row.num_loss_tokens for row in rows)
         entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
@@ -294,7 +296,7 @@ class TrainStep:
         for row in rows:
             logprobs = found[row.row_id]
             if row.loss_mask is not None:  # at their places in the response; 0 where the policy chose nothing
-                logprobs = np.zeros(len(row.response_ids), dtype=np.float32)
+                logprobs = np.zeros(len(row.response_ids), dtype=logprobs.dtype)
                 logprobs[row.loss_mask.astype(bool)] = found[row.row_id]
             self._old_logprobs[row.row_id] = row.response_ids, logprobs
         return PieceDone(num_rows=len(rows), num_tokens=sum(r.num_loss_tokens for r in rows), computed_rows=len(rows))
