@@ -110,6 +110,7 @@ class SegmentSpaceError(FatalError):
     def __init__(self, nbytes: int, tried: str) -> None:
         super().__init__(f"no room for a segment of {nbytes} bytes: {tried}; free some, or enlarge /dev/shm")
         self.nbytes = nbytes
+        self.tried = tried
 
 
 class RunExistsError(FatalError): ...

@@ -322,7 +322,7 @@ async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine
 async def pass_on(engine: ServerEngine, held: HeldWeights, *, same_host: bool) -> None:
     """Have the server load ``held``, as if it ran on this host, or on another one."""
     client = engine.server.client
-    manifest = msgspec.structs.replace(held.manifest, sources=held.sources(same_host=same_host))
+    manifest = held.offer(same_host=same_host)
     order = LoadOrder(number=1, vocab_size=VOCAB, manifest=manifest, verified=same_host)
     await client.update(order, str(held.weights), served=await client.label(), processes=1)
 

@@ -16,7 +16,8 @@ from transport.tensors.manifest import (
     digest_tensors,
     layout_bytes,
     plan_layout,
-    verify_tensors,
+    single_part,
+    verify_piece,
     with_checksums,
 )
 
@@ -62,12 +63,15 @@ def test_the_digest_names_the_content_and_not_its_place() -> None:
 def test_verification_names_the_tensor_that_differs() -> None:
     manifest, buffer = manifest_of({"a": b"one", "b": b"two"})
     check_manifest(manifest)
-    verify_tensors(manifest, memoryview(buffer))
-    buffer[manifest.tensors[1].offset] ^= 1
-    with pytest.raises(ChecksumError, match="'b'"):
-        verify_tensors(manifest, memoryview(buffer))
+    first, second = single_part(manifest).pieces
+    for piece in (first, second):
+        verify_piece(manifest, piece, memoryview(buffer))
     with pytest.raises(ChecksumError, match="instead of"):
-        verify_tensors(manifest, memoryview(buffer)[:-1])
+        verify_piece(manifest, second, memoryview(buffer)[: second.offset + 2])
+    buffer[second.offset] ^= 1
+    verify_piece(manifest, first, memoryview(buffer))
+    with pytest.raises(ChecksumError, match="'b'"):
+        verify_piece(manifest, second, memoryview(buffer))
 
 
 def broken(manifest: WeightManifest, **changes: object) -> WeightManifest:

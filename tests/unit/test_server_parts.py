@@ -185,7 +185,7 @@ def test_held_weights_outlive_what_they_were_made_of() -> None:
     try:
         expected = {name: tensor.clone() for name, tensor in tensors.items()}
         tensors["a"].zero_()
-        (address,) = held.sources(same_host=True)
+        (address,) = held.offer(same_host=True).sources
         manifest = msgspec.structs.replace(held.manifest, sources=(address,))
         with WeightPuller().pull(manifest) as views:
             assert {name: view.tolist() for name, view in views.items()} == {

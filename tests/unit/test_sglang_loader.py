@@ -56,7 +56,7 @@ def told(model: ServedModel, order: LoadOrder) -> LoadResult:
 
 
 def order_of(held: HeldWeights, number: int = 1, **changes: object) -> LoadOrder:
-    manifest = msgspec.structs.replace(held.manifest, sources=held.sources(same_host=True))
+    manifest = held.offer(same_host=True)
     return msgspec.structs.replace(LoadOrder(number=number, vocab_size=VOCAB, manifest=manifest), **changes)
 
 

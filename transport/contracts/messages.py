@@ -14,6 +14,7 @@ import msgspec
 
 from transport.contracts.types import (
     MAX_DIMENSIONS,
+    MAX_PARTS,
     Count,
     EntryId,
     FinishReason,
@@ -600,20 +601,48 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Addresses: TypeAlias = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=8192)], ...], msgspec.Meta(max_length=64)]
 
 
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+
+
 class TensorSpec(Struct, frozen=True, kw_only=True):
     """One tensor inside a manifest's byte range. dtype: torch's name without the prefix, e.g. "bfloat16"."""
 
     name: Name
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    shape: Shape
     dtype: Name
     offset: Count
     nbytes: Count
     checksum: Name
 
 
+class Piece(Struct, frozen=True, array_like=True):
+    """A box of one tensor, in row-major order inside a part's byte range.
+
+    tensor: its index in the manifest.  start, shape: of the box, in elements, within the tensor.  checksum: that of the
+    whole tensor's bytes with zeros everywhere outside of the box (``tensors.pieces``).
+    """
+
+    tensor: Count
+    start: Shape
+    shape: Shape
+    offset: Count
+    checksum: Name
+
+
+class WeightPart(Struct, frozen=True, kw_only=True):
+    """What one rank holds of a version: a segment of its own, with sources of its own. host: that rank's."""
+
+    pieces: tuple[Piece, ...]
+    total_bytes: Count
+    sources: Addresses
+    host: Name
+
+
 class WeightManifest(Struct, frozen=True, kw_only=True):
     """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/...
 
+    sources: of all bytes in one range, in which ``tensors`` lie.  parts: the same bytes from several ranks, whose
+    pieces make up every tensor once. A trainer of one rank gives sources, one of several ranks parts; either will do.
     What is bounded here is checked when it is decoded; ``tensors.manifest.check_manifest`` checks what must agree.
     """
 
@@ -622,6 +651,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     total_bytes: Count
     sources: Addresses
     host: Name
+    parts: Annotated[tuple[WeightPart, ...], msgspec.Meta(max_length=MAX_PARTS)] = ()
 
 
 STARTING = "starting"  # what a worker does before it can take work, and before it counts as a worker

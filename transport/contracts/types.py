@@ -40,6 +40,7 @@ Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]  # of clocks: below 0 at most by what they err
 
 MAX_DIMENSIONS = 8  # of an array in a user's column, or in a version of the weights
+MAX_PARTS = 4096  # of a version of the weights: ranks of a trainer
 PROTOCOL_VERSION = 1  # raised when a message changes its meaning; readers accept this version and the one before
 
 

@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from transport.errors import MessageError, SecretError
@@ -162,6 +162,10 @@ class Deadline:
         return max(0.0, self._end_s - time.monotonic())
 
 
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""(offset, nbytes) of parts of a segment."""
+
+
 class Segment(Protocol):
     """An opened segment. Views of ``buffer`` are valid until ``close``."""
 
@@ -176,6 +180,9 @@ class Segment(Protocol):
 class SegmentReader(Protocol):
     """The reading side of one backend."""
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
-        """Get the segment at ``address``, which must have ``nbytes`` bytes."""
+    def open(self, address: Address, nbytes: int, deadline: Deadline, ranges: Ranges | None = None) -> Segment:
+        """Get the segment at ``address``, which must have ``nbytes`` bytes.
+
+        ranges: what of it is needed; all else in the buffer may be anything, and does not travel. None: all of it.
+        """
         ...

@@ -15,7 +15,7 @@ import numpy as np
 from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
 from transport.errors import ChecksumError, PeerUnavailableError
-from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
+from transport.tensors.base import Address, Deadline, Endpoint, Ranges, SegmentReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
@@ -85,39 +85,49 @@ class TcpSegment:
         self.buffer = buffer
 
     def close(self) -> None:
-        """Give the buffer back: the reader's next segment overwrites it."""
-        self._reader.spare = self.buffer
+        """Give the buffer back: the reader's next segment of this size overwrites it."""
+        self._reader.spare.append(self.buffer)
         self.buffer = memoryview(b"")
 
 
 class TcpReader:
-    """Pulls whole segments. Keeps one buffer for the next of the same size: fresh pages cost more than the transfer."""
+    """Pulls segments, whole or ranges of them. Keeps its buffers for the next of the same sizes: fresh pages cost more
+    than the transfer.
+    """
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
-        self.spare = memoryview(b"")
+        self.spare: list[memoryview] = []
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline) -> TcpSegment:
+    def open(self, address: Address, nbytes: int, deadline: Deadline, ranges: Ranges | None = None) -> TcpSegment:
         channel = connect(address.place, address.port, str(address), self._secret, deadline)
         try:
-            request = ReadRange(segment=address.path, segment_bytes=nbytes, offset=0, nbytes=nbytes)
-            answer = channel.ask(request, _answer_decoder)
-            if isinstance(answer, Refused):
-                if answer.retry:
-                    raise PeerUnavailableError(str(address), answer.reason)
-                raise ChecksumError(f"{address}: {answer.reason} instead of {nbytes}")
-            if answer.nbytes != nbytes:
-                raise ChecksumError(f"{address} sends {answer.nbytes} bytes instead of {nbytes}")
-            buffer = self._take(nbytes)
-            channel.receive_into(buffer)
+            buffer: memoryview | None = None
+            for offset, length in ranges or [(0, nbytes)]:
+                self._ask(channel, ReadRange(segment=address.path, segment_bytes=nbytes, offset=offset, nbytes=length))
+                if buffer is None:  # only now: there is such a segment
+                    buffer = self._take(nbytes)
+                channel.receive_into(buffer[offset : offset + length])
         finally:
             channel.close()
+        assert buffer is not None  # there is a range
         return TcpSegment(self, buffer)
 
+    def _ask(self, channel: Channel, request: ReadRange) -> None:
+        """Raises PeerUnavailableError, ChecksumError: the bytes do not follow."""
+        answer = channel.ask(request, _answer_decoder)
+        if isinstance(answer, Refused):
+            if answer.retry:
+                raise PeerUnavailableError(channel.address, answer.reason)
+            raise ChecksumError(f"{channel.address}: {answer.reason} instead of {request.segment_bytes}")
+        if answer.nbytes != request.nbytes:
+            raise ChecksumError(f"{channel.address} sends {answer.nbytes} bytes instead of {request.nbytes}")
+
     def _take(self, nbytes: int) -> memoryview:
-        spare, self.spare = self.spare, memoryview(b"")
-        if spare.nbytes == nbytes:
-            return spare
+        for index, buffer in enumerate(self.spare):
+            if buffer.nbytes == nbytes:
+                return self.spare.pop(index)
+        self.spare.clear()  # of a layout that is no more
         try:
             return np.empty(nbytes, np.uint8).data
         except MemoryError as error:

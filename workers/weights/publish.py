@@ -2,7 +2,7 @@
 
     WeightPublisher    writes a version, cast to the generation dtype on the way, and keeps the last few readable. Its
                        digest depends on nothing but names, shapes, dtypes and bytes. 270 MB of bf16 from fp32 take
-                       .14 s on one core, checksums included
+                       .14 s on one core, checksums included. Of several ranks each writes a part (parts.py)
     PublishingWorker   the publisher of a run without a trainer: a checkpoint's weights become a version
         start ──► version 0 from the run's model (or the newest one again, when a publisher went away)
         updates ─► claim ─► read the checkpoint ─► segment ─► one commit: manifest, WeightsPublished, ack
@@ -28,24 +28,43 @@ from msgspec.structs import replace
 
 from transport.broker import keys
 from transport.broker.base import Ack, Broker, Commit, Delivery
-from transport.contracts.messages import TensorSpec, UpdateFailed, UpdateRequest, WeightManifest, update_decoder
+from transport.contracts.messages import (
+    TensorSpec,
+    UpdateFailed,
+    UpdateRequest,
+    WeightManifest,
+    encode,
+    update_decoder,
+)
 from transport.contracts.types import WeightIdentity, WorkerId
 from transport.errors import FatalError, FencedError, MessageError, SegmentSpaceError, TailLostError, TransientError
 from transport.process.clock import Clock
 from transport.tensors.base import Endpoint, host_id, parse_address
 from transport.tensors.manifest import (
     check_manifest,
-    checksum_of,
     digest_tensors,
     layout_bytes,
     plan_layout,
     with_checksums,
 )
+from transport.tensors.pieces import box_checksum
 from transport.tensors.shm import ShmWriter, segment_directories
 from transport.tensors.tcp import ServedStore
 from workers.errors import CheckpointRefusedError, ModelError
 from workers.leases.announce import ROLE, Announcer, event_append
 from workers.leases.lifecycle import Activity, Leases
+from workers.weights.parts import (
+    Holding,
+    NotWritten,
+    Shard,
+    TalkingRanks,
+    Written,
+    holding_decoder,
+    holding_of,
+    plan_parts,
+    shard_of,
+    written_decoder,
+)
 from workers.weights.updates import newest_manifest
 
 if TYPE_CHECKING:
@@ -61,7 +80,7 @@ MAX_REASON_CHARACTERS = 1000  # of the report of a refused update: a path in it 
 
 
 class WeightPublisher:
-    """Publishes versions of one trainer; keeps the newest ``keep`` readable.
+    """Publishes versions of one trainer, or of one of its ranks; keeps the newest ``keep`` readable.
 
     run: name of the run.  run_dir: where segments go when /dev/shm is too small.  keep: versions, >= 1; readers of an
     older one keep what they have mapped.  endpoint: where other hosts pull from.  Starts nothing until the first
@@ -78,42 +97,48 @@ class WeightPublisher:
         self._started = self._closed = False
 
     def publish(
-        self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
+        self,
+        epoch: int,
+        version: int,
+        tensors: Mapping[str, torch.Tensor | Shard],
+        cast: torch.dtype,
+        ranks: TalkingRanks | None = None,
     ) -> WeightManifest:
         """Write a version and make it readable.
 
-        Args:    tensors: by name, on any device; floating-point ones are cast to ``cast``, others keep their dtype.
-        Returns: the manifest, with the digest in ``weights`` and the sources shm:// and tcp://.
-        Raises:  SegmentSpaceError: neither shared memory nor the run's directory has room.
-                 ValueError: this epoch and version is published already, or it was closed.
+        Args:    tensors: by name, on any device; floating-point ones are cast to ``cast``, others keep their dtype. Of
+                 a DTensor or Shard only what is held here is written.
+                 ranks: those that publish the version together, all of them at once, each what it holds.
+        Returns: the manifest, with the digest in ``weights``, under rank 0's epoch; the same on all ranks. Sources:
+                 shm:// and tcp://.
+        Raises:  SegmentSpaceError: neither shared memory nor the run's directory of some rank has room.
+                 ValueError: this epoch and version is published already, it was closed, or the ranks do not hold every
+                 tensor whole.
         """
-        dtypes = {name: cast if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
-        layout = plan_layout(
-            (name, tensor.shape, str(dtypes[name]).removeprefix("torch.")) for name, tensor in tensors.items()
-        )
-        return self.publish_layout(
-            epoch, version, layout, lambda writer, spec: _write(writer, spec, tensors[spec.name], dtypes[spec.name])
-        )
+        shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
+        dtypes = {name: cast if one.local.is_floating_point() else one.local.dtype for name, one in shards.items()}
+        names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+
+        def write(writer: ShmWriter, name: str, offset: int) -> str:
+            return _write(writer, offset, shards[name], dtypes[name])
+
+        if ranks is not None:
+            return self._publish_part(ranks, holding_of(epoch, version, shards, names), write)
+        if partial := [name for name, shard in shards.items() if not shard.is_whole]:
+            raise ValueError(f"tensor {partial[0]!r} is only in part here, and there are no other ranks")
+        layout = plan_layout((name, shard.shape, names[name]) for name, shard in shards.items())
+        return self.publish_layout(epoch, version, layout, lambda to, spec: write(to, spec.name, spec.offset))
 
     def publish_layout(
         self, epoch: int, version: int, layout: Sequence[TensorSpec], write: Callable[[ShmWriter, TensorSpec], str]
     ) -> WeightManifest:
         """``publish`` for a caller that has bytes: ``write`` puts one tensor in its place and returns its checksum."""
-        with self._starting:
-            if not (self._started or self._closed):
-                self._store.start()
-                self._started = True
-        name = f"e{epoch}v{version}"
-        while len(self._published) >= self._keep:
-            self._store.drop(self._published.popleft())
-        writer = self._store.create(name, layout_bytes(layout))
-        try:
-            specs = with_checksums(layout, [write(writer, spec) for spec in layout])
-            sources = writer.seal()
-        except BaseException:
-            writer.abort()
-            raise
-        self._published.append(name)
+        checksums, sources = self._fill(
+            f"e{epoch}v{version}",
+            layout_bytes(layout),
+            lambda writer: [write(writer, spec) for spec in layout],
+        )
+        specs = with_checksums(layout, checksums)
         return WeightManifest(
             weights=WeightIdentity(epoch=epoch, version=version, digest=digest_tensors(specs)),
             tensors=specs,
@@ -122,6 +147,50 @@ class WeightPublisher:
             host=host_id(),
         )
 
+    def _publish_part(
+        self, ranks: TalkingRanks, holding: Holding, write: Callable[[ShmWriter, str, int], str]
+    ) -> WeightManifest:
+        """A rank without room says so before it raises: the others wait for what it wrote."""
+        plan = plan_parts([holding_decoder.decode(said) for said in ranks.gather(encode(holding))])
+        pieces = plan.pieces[ranks.rank]
+        name = f"e{plan.epoch}v{holding.version}r{ranks.rank}"
+        said: Written | NotWritten
+        try:
+            checksums, sources = self._fill(
+                name,
+                plan.nbytes(ranks.rank),
+                lambda writer: [write(writer, plan.tensors[piece.tensor].name, piece.offset) for piece in pieces],
+            )
+            said = Written(checksums=tuple(checksums), sources=sources, host=host_id())
+        except SegmentSpaceError as error:
+            said = NotWritten(nbytes=error.nbytes, reason=error.tried)
+        answers = [written_decoder.decode(answer) for answer in ranks.gather(encode(said))]
+        written = [answer for answer in answers if isinstance(answer, Written)]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, NotWritten):
+                raise SegmentSpaceError(answer.nbytes, f"on rank {rank}: {answer.reason}")
+        return plan.manifest(holding.version, written)
+
+    def _fill(
+        self, name: str, nbytes: int, fill: Callable[[ShmWriter], list[str]]
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """A segment with what ``fill`` writes, the oldest dropped for it. Returns (checksums, sources)."""
+        with self._starting:
+            if not (self._started or self._closed):
+                self._store.start()
+                self._started = True
+        while len(self._published) >= self._keep:
+            self._store.drop(self._published.popleft())
+        writer = self._store.create(name, nbytes)
+        try:
+            checksums = fill(writer)
+            sources = writer.seal()
+        except BaseException:
+            writer.abort()
+            raise
+        self._published.append(name)
+        return checksums, sources
+
     def close(self) -> None:
         """Unlink every segment and stop serving, for good; what another thread publishes now fails."""
         with self._starting:
@@ -129,21 +198,21 @@ class WeightPublisher:
         self._store.close()
 
 
-def _write(writer: ShmWriter, spec: TensorSpec, tensor: torch.Tensor, dtype: torch.dtype) -> str:
-    """Write one tensor at its offset in row-major order, cast a chunk at a time. Returns its checksum."""
+def _write(writer: ShmWriter, offset: int, shard: Shard, dtype: torch.dtype) -> str:
+    """Write what is held of one tensor in row-major order, cast a chunk at a time. Returns its checksum."""
     import torch  # here, because an emulated trainer has none
 
-    flat = tensor.detach().reshape(-1)
+    flat = shard.local.reshape(-1)
     scratch = torch.empty(min(CHUNK_ELEMENTS, flat.numel()), dtype=dtype)
 
     def written() -> Iterator[memoryview]:
         for start in range(0, flat.numel(), CHUNK_ELEMENTS):
             piece = flat[start : start + CHUNK_ELEMENTS]
             chunk = scratch[: piece.numel()].copy_(piece).view(torch.uint8).numpy().data
-            writer.write(spec.offset + start * dtype.itemsize, chunk)
+            writer.write(offset + start * dtype.itemsize, chunk)
             yield chunk
 
-    return checksum_of(written())
+    return box_checksum(written(), shard.box, shard.shape, dtype.itemsize)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

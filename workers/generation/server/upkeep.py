@@ -72,10 +72,12 @@ class HeldWeights:
     manifest: WeightManifest
     fd: int
 
-    def sources(self, *, same_host: bool) -> tuple[str, ...]:
+    def offer(self, *, same_host: bool) -> WeightManifest:
         """For a server here, which maps what is held, or for one elsewhere, which pulls, and may be here after all."""
         held = held_address(self.fd)
-        return (held,) if same_host else (held, *self.manifest.sources)
+        if same_host:
+            return replace(self.manifest, sources=(held,), parts=())
+        return replace(self.manifest, sources=(held, *self.manifest.sources))
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -84,15 +86,18 @@ class HeldWeights:
 
 
 def hold(weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
-    """Keep ``tensors``, which may go when this returns: a version in shared memory by its open file (its name may go,
-    its bytes stay), anything else by a copy in anonymous memory, for which it blocks.
+    """Keep ``tensors``, which may go when this returns: a version in one segment of shared memory by its open file
+    (its name may go, its bytes stay), anything else by a copy in anonymous memory, for which it blocks. What came in
+    parts is one range there, with the same digest.
     """
     if not isinstance(tensors, PulledTensors):
         return _copied(weights, tensors)
     fd = _shared_file(tensors.manifest)
     if fd is None:
         fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
-        _write(fd, 0, tensors.buffer[: tensors.manifest.total_bytes])
+        os.ftruncate(fd, tensors.manifest.total_bytes)
+        for offset, data in tensors.bytes_at():
+            _write(fd, offset, data)
     return HeldWeights(weights=weights, manifest=tensors.manifest, fd=fd)
 
 
@@ -387,7 +392,7 @@ class ServerUpkeep:
         order = LoadOrder(
             number=self._num_orders,
             vocab_size=self.model.vocab_size,
-            manifest=replace(held.manifest, sources=held.sources(same_host=here)) if held else None,
+            manifest=held.offer(same_host=here) if held else None,
             verified=here,
         )
         label = str(held.weights) if held else ""
