@@ -20,10 +20,11 @@ from orchestrator.core.model.settings import ScalingSettings
 from orchestrator.sim.costs import H800, Algorithm, Assumptions, Gpu, decode_cost, train_cost, transfer_s
 from orchestrator.sim.engine import Scenario, SimulationLog, counted
 from orchestrator.sim.lengths import RecordedLengths, long_tailed
-from orchestrator.sim.llms import QWEN_72B, Llm
+from orchestrator.sim.llms import QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost, finish_times
+from transport.contracts.llms import Llm
 from transport.contracts.types import GroupId, WorkerId
 
 FULL_LENGTH = 20_000

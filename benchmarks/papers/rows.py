@@ -25,7 +25,8 @@ from benchmarks.papers.settings import (
     tensor_parallel,
 )
 from orchestrator.sim.costs import H20, H800
-from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
+from transport.contracts.llms import Llm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

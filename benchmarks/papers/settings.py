@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from benchmarks.papers.experiments import FULL_LENGTH, Pipelined
 from orchestrator.sim.costs import A100, H800, most_ranks
-from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B, Llm
+from orchestrator.sim.llms import QWEN_7B, QWEN_32B, QWEN_72B
 from orchestrator.sim.scenarios import Layout
+from transport.contracts.llms import Llm
 
 GPUS = {QWEN_7B: 32, QWEN_32B: 64, QWEN_72B: 128}
 """GPUs of each LLM. StreamRL prints 32 for the 7B (fig. 11) and has 128; that of the 32B is ours."""

@@ -25,8 +25,9 @@ from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, r
 from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
 from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError, Gpu
 from orchestrator.sim.lengths import read_lengths
-from orchestrator.sim.llms import HUB, LLMS, Llm, UnknownModelError, from_config
+from orchestrator.sim.llms import HUB, LLMS
 from orchestrator.sim.scenarios import PIPELINES
+from transport.contracts.llms import Llm, UnknownModelError, from_config
 from transport.errors import InputFileError
 from transport.process.files import read_json
 

@@ -31,7 +31,7 @@ from orchestrator.sim.costs import (
     tensor_degrees,
     training_misfit,
 )
-from orchestrator.sim.llms import Llm
+from transport.contracts.llms import Llm
 
 Objective: TypeAlias = Literal["time", "cost"]
 

@@ -43,9 +43,9 @@ from orchestrator.sim.costs import (
 )
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import Group, representative
-from orchestrator.sim.llms import Llm
 from orchestrator.sim.scenarios import MINI_BATCHES, PIPELINES, Bound, Layout, Workload, bound, scenario
 from orchestrator.sim.simulate import simulate
+from transport.contracts.llms import Llm
 
 SLOTS = 256
 """Samples that an instance decodes at once, at most. With 1,024 a long sample shares its steps with more: between 2%

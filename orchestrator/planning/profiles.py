@@ -19,8 +19,8 @@ import msgspec
 from orchestrator.core.model.settings import decode_cost_of
 from orchestrator.errors import ConfigError
 from orchestrator.sim.costs import GPUS, Gpu, Measured, TrainCost
-from orchestrator.sim.llms import Llm, UnknownModelError, from_config
 from transport.contracts.continuous_batching import DecodeCost, DecodeRun, Measurements, PrefillRun, TrainRun
+from transport.contracts.llms import Llm, UnknownModelError, from_config
 from transport.contracts.settings import DecodeCostSettings
 from transport.errors import InputFileError
 from transport.process.files import read_json

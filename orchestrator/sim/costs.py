@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from orchestrator.sim.llms import BYTES, Llm
 from transport.contracts.continuous_batching import DecodeCost
+from transport.contracts.llms import BYTES, Llm
 
 GIGA = 1e9
 TERA = 1e12

@@ -27,7 +27,8 @@ from orchestrator.sim.costs import (
 )
 from orchestrator.sim.engine import CostModel, Scenario
 from orchestrator.sim.lengths import RecordedLengths
-from orchestrator.sim.llms import QWEN_72B, Llm
+from orchestrator.sim.llms import QWEN_72B
+from transport.contracts.llms import Llm
 from transport.contracts.types import UpdateMode
 
 HEARTBEAT_S = 60.0

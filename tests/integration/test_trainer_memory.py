@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orchestrator.planning.plan_search import PLANNED
 from orchestrator.sim.costs import HEAD_ROWS, activation_bytes, state_bytes
-from orchestrator.sim.llms import BYTES, from_config
+from transport.contracts.llms import BYTES, from_config
 from transport.contracts.settings import TrainerSettings
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import Objective

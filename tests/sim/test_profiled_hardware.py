@@ -17,9 +17,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import Errors, Profile
 from orchestrator.sim.costs import TrainCost
 from orchestrator.sim.engine import CostModel, Scenario
-from orchestrator.sim.llms import from_config
 from orchestrator.sim.simulate import simulate
 from transport.contracts.continuous_batching import DecodeCost
+from transport.contracts.llms import from_config
 from transport.contracts.settings import DecodeCostSettings
 
 PROFILE = Profile(

@@ -20,8 +20,9 @@ from orchestrator.sim.costs import (
     train_cost,
     transfer_s,
 )
-from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B, UnknownModelError, from_config
+from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B
 from transport.contracts.continuous_batching import DecodeCost
+from transport.contracts.llms import UnknownModelError, from_config
 
 CONTEXT = 32_768
 

@@ -34,6 +34,7 @@ from workers.models import choose_device
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
 from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
 from workers.trainer.policy.export import Exporter, check_names
+from workers.trainer.policy.fit import fit_layout
 from workers.trainer.policy.model import PolicyModel, choose_dtype, load_module, row_logprobs
 from workers.trainer.policy.packing import pack, split_by_tokens, summing_dtype
 from workers.trainer.policy.ranks import Meeting, meet_ranks
@@ -145,6 +146,7 @@ class PolicyLearner:
         settings = self._settings
         torch.set_num_threads(settings.trainer.threads)
         device = choose_device(settings.trainer.device, "trainer.device")
+        fit_layout(self._model_dir, settings, device)
         module = load_module(self._model_dir, device=device, trust_remote_code=self._trust_remote_code)
         policy = PolicyModel(
             module, dtype=choose_dtype(settings.trainer.dtype, device), temperature=settings.sampling.temperature
