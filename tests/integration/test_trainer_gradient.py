@@ -20,7 +20,7 @@ from transport.contracts.settings import TrainerSettings
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
-from workers.trainer.policy import packing
+from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs
 from workers.trainer.policy.packing import PromptGroup, pack
 from workers.trainer.policy.policy_learner import TrainStep, global_norm
@@ -98,8 +98,8 @@ def test_attention_of_long_responses_takes_the_flash_path_to_the_same_gradient(
     directory = save_tiny(tmp_path)
     groups = make_groups()
     gradients: list[torch.Tensor] = []
-    for limit in (packing.MAX_SCORES, 0):
-        monkeypatch.setattr(packing, "MAX_SCORES", limit)
+    for limit in (attention.MAX_SCORES, 0):
+        monkeypatch.setattr(attention, "MAX_SCORES", limit)
         step = new_step(directory, Objective())
         step.accumulate(groups)
         gradients.append(step.policy.gradient)

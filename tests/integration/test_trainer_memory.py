@@ -15,7 +15,7 @@ from transport.contracts.settings import TrainerSettings
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import Objective
 from workers.trainer.learner import PromptGroup, TrainingSample
-from workers.trainer.policy import packing
+from workers.trainer.policy import attention, packing
 from workers.trainer.policy.model import PolicyModel, predictor_hidden
 from workers.trainer.policy.policy_learner import TrainStep
 
@@ -31,9 +31,9 @@ SHAPE = {
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config])
 def test_states_and_activations_are_as_predicted(kind, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "MAX_SCORES", 0)  # the fused kernel, as on a GPU
-    ALL_ATTENTION_FUNCTIONS[packing.ATTENTION] = packing.shared_prompt_attention
-    module = AutoModelForCausalLM.from_config(kind(**SHAPE), attn_implementation=packing.ATTENTION).eval()
+    monkeypatch.setattr(attention, "MAX_SCORES", 0)  # the fused kernel, as on a GPU
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
+    module = AutoModelForCausalLM.from_config(kind(**SHAPE), attn_implementation=attention.ATTENTION).eval()
     policy = PolicyModel(module, dtype=torch.bfloat16, temperature=1.0)
     group = some_group(prompt_tokens=100, response_tokens=300, samples=4)
     batch = packing.pack([group], "token_mean")
@@ -51,7 +51,7 @@ def test_states_and_activations_are_as_predicted(kind, monkeypatch: pytest.Monke
     llm = from_config("small", SHAPE)
     head = BYTES * llm.vocabulary * (HEAD_ROWS + llm.hidden)
     said = activation_bytes(llm, batch.input_ids.shape[1], 400, PLANNED) - head
-    assert 0.85 < said / sum(storage.nbytes() for storage in kept.values()) < 1.2
+    assert 0.85 < said / sum(storage.nbytes() for storage in kept.values()) < 1.25  # it counts a mask
 
     step = TrainStep(policy, TrainerSettings(), Objective())
     step.accumulate([group])

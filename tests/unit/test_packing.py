@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
 from workers.algorithms.loss import Objective, loss_sum, loss_terms
-from workers.trainer.policy import packing
+from workers.trainer.policy import attention
 from workers.trainer.policy.model import backward_through_head, packed_logprobs, plain_head, predictor_hidden
 from workers.trainer.policy.packing import PackedBatch, PromptGroup, pack, split_by_tokens
 
@@ -33,14 +33,6 @@ def test_the_prompt_stands_once_and_the_last_token_is_no_input() -> None:
     assert batch.predictor_N.tolist() == [2, 3, 4, 5, 2, 2, 6]
     assert batch.target_N.tolist() == [token for sample in group.samples for token in sample.response_ids]
     assert batch.row_lengths == (4, 1, 2)
-
-
-def test_a_response_sees_the_prompt_and_itself_only() -> None:
-    (attention,) = pack(make_groups(prompt_tokens=(2,), response_tokens=((3, 2),)), "token_mean").attention
-    seen = attention.mask.tolist()
-    assert seen == [[True, True, True, False], [True, True, True, True]]
-    assert attention.key_index.tolist() == [[0, 1, 2, 3], [0, 1, 4, 2]]  # the second's pad points at token 2: not real
-    assert attention.real.tolist() == [0, 1, 2]
 
 
 def test_masked_tokens_are_inputs_but_no_targets() -> None:
@@ -73,8 +65,8 @@ def test_pieces_keep_all_rows_and_stay_within_the_cap() -> None:
 
 def packed_model(family: str = "qwen3"):
     module = tiny_model(family)
-    ALL_ATTENTION_FUNCTIONS[packing.ATTENTION] = packing.shared_prompt_attention
-    module.set_attn_implementation(packing.ATTENTION)
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
+    module.set_attn_implementation(attention.ATTENTION)
     return module
 
 
@@ -138,7 +130,7 @@ def alone(module, groups: list[PromptGroup], batch: PackedBatch) -> torch.Tensor
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("max_scores", [packing.MAX_SCORES, 0])
+@pytest.mark.parametrize("max_scores", [attention.MAX_SCORES, 0])
 def test_a_float64_model_rounds_nothing_to_float32(
     family: str, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,8 +140,8 @@ def test_a_float64_model_rounds_nothing_to_float32(
     module.set_attn_implementation("sdpa")
     alone(module, groups, batch).backward()
     expected = nn.utils.parameters_to_vector([parameter.grad for parameter in module.parameters()])
-    module.set_attn_implementation(packing.ATTENTION)
-    monkeypatch.setattr(packing, "MAX_SCORES", max_scores)
+    module.set_attn_implementation(attention.ATTENTION)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     assert packed_logprobs(module, batch, 1.0).dtype == torch.float64
     ours = nn.utils.parameters_to_vector([*gradients(module, batch).values()])
     assert ((ours - expected).norm() / expected.norm()).item() < 1e-12

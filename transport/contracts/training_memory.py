@@ -210,9 +210,8 @@ def layer_token_bytes(llm: Llm, layout: Layout, training: Training) -> float:
     """Kept of one token by one layer.
 
     Each norm keeps its input in fp32, that input normalised, and its output, of which tensor ranks hold all tokens for
-    the matrix products behind it; attention keeps queries twice, keys and values of every head, and its output twice;
-    the MLP keeps four products. A layer that is computed again keeps its input alone; "selective" also its matrix
-    products and attention.
+    the matrix products behind it; attention keeps queries, keys and values, and its output twice; the MLP keeps four
+    products. A layer that is computed again keeps its input alone; "selective" also its matrix products and attention.
     """
     size, split = training.compute_bytes, layout.tensor
     heads, keys = llm.heads * llm.head_dim, llm.kv_heads * llm.head_dim
@@ -221,7 +220,7 @@ def layer_token_bytes(llm: Llm, layout: Layout, training: Training) -> float:
     if training.recompute == "selective":
         return size * (3 * llm.hidden + 2 * heads + 2 * keys + 2 * llm.mlp) / split
     norms = 2 * llm.hidden * ((SUM_BYTES + size) / split + size)
-    attention = 6 * size * heads + ((SUM_BYTES + size) * (heads + keys) if llm.qk_norm else 0)
+    attention = size * (3 * heads + 2 * keys) + ((SUM_BYTES + size) * (heads + keys) if llm.qk_norm else 0)
     return norms + (attention + 4 * size * llm.mlp) / split
 
 
