@@ -157,12 +157,13 @@ def run(
     overrides = configuration.overrides(run_name=name, run_dir=directory)
     resolved = configuration.resolve_resumed(overrides) if resume else configuration.resolve_new(overrides)
     if dry_run:
-        from orchestrator.launch.gpus import place_gpus
+        from orchestrator.launch.gpus import place_gpus, with_numbers
         from orchestrator.launch.processes import workers_of
 
         placed = place_gpus(resolved.settings)
-        lines = placed.lines(workers_of(resolved.settings)) if placed else ()
-        typer.echo(render(resolved) + "".join(f"# {line}\n" for line in lines), nl=False)
+        lines = placed.lines(workers_of(placed.settings)) if placed else ()
+        shown = render(with_numbers(resolved, placed)) + "".join(f"# {line}\n" for line in lines)
+        typer.echo(shown, nl=False)
         return
     from orchestrator.launch import supervisor
 

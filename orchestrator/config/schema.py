@@ -13,7 +13,6 @@ import functools
 import inspect
 import io
 import json
-import math
 import tokenize
 import types
 import typing
@@ -246,7 +245,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if s.trainer.lr_min_share and s.trainer.lr_schedule == "constant":
         yield "trainer.lr_min_share trainer.lr_schedule", 'needs trainer.lr_schedule "linear" or "cosine"'
-    if s.trainer.engine == "emulated" and s.trainer.ranks != 1:
+    if s.trainer.engine == "emulated" and s.trainer.num_ranks != 1:
         yield "trainer.ranks trainer.engine", 'must be 1 with trainer.engine "emulated", whose speed is a setting'
     if s.trainer.engine == "emulated" and s.generation.engine != "emulated":
         yield (
@@ -270,7 +269,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if s.generation.engine_url and s.generation.engine not in SERVER_ENGINES:
         yield "generation.engine_url generation.engine", f"needs generation.engine {A_SERVER}"
-    if s.generation.engine_url and s.generation.workers != 1:
+    if s.generation.engine_url and s.generation.num_workers != 1:
         yield (
             "generation.workers generation.engine_url",
             "must be 1 with generation.engine_url: a server takes new weights from one worker",
@@ -321,12 +320,12 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "eval.path data.source",
             'is not read by data.source "reasoning_gym", which makes its own held-out problems',
         )
-    if s.generation.min_workers > s.generation.workers:
+    if s.generation.min_workers > s.generation.num_workers:
         yield (
             "generation.min_workers generation.workers",
             "must be at most generation.workers, with which the run starts",
         )
-    if 0 < s.generation.max_workers < s.generation.workers:
+    if 0 < s.generation.max_workers < s.generation.num_workers:
         yield (
             "generation.max_workers generation.workers",
             "must be 0 or at least generation.workers, with which the run starts",
@@ -380,9 +379,8 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
 
 def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
     """Rules of how the ranks of the trainer share the work. What a model allows is checked when the trainer starts."""
-    parallel, ranks = s.trainer.parallel, s.trainer.ranks
-    axes = (parallel.data, parallel.tensor, parallel.pipeline)
-    numbers = math.prod(axis for axis in axes if axis != "auto")
+    parallel, ranks = s.trainer.parallel, s.trainer.num_ranks
+    axes, numbers = (parallel.data, parallel.tensor, parallel.pipeline), parallel.num_named
     if ranks % numbers or (ranks != numbers and "auto" not in axes):
         multiple = "a multiple of " if "auto" in axes else ""
         yield (

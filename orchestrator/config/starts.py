@@ -1,4 +1,4 @@
-"""Each time that a run was started: when, from which preset, with which versions, on what machine.
+"""Each time that a run was started: when, from which preset, with which versions, on what machine and GPUs.
 
 ``starts.jsonl`` of a run's directory has a line for each. Only for people: nothing is decided by it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,17 +23,45 @@ from transport.process.programs import versions
 PACKAGES = ("streamrl", "torch", "transformers")
 
 
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Who of a run computes on one GPU.
+
+    number: among those that the driver shows, from 0.  memory_mib: 0 where the driver does not say.  workers: their
+    names.  share: of its memory, what each of them may use.  held: by another run, so that nobody of this one is there.
+    """
+
+    number: int
+    name: str
+    memory_mib: int = 0
+    workers: list[str] = []
+    share: float = 1.0
+    held: bool = False
+
+    def __str__(self) -> str:
+        """What it is, for people."""
+        return f"{self.name}, {self.memory_mib / 1024:.0f} GiB" if self.memory_mib else self.name
+
+    @property
+    def use(self) -> str:
+        """For people: who computes there."""
+        if not self.workers:
+            return "held by another run" if self.held else "idle"
+        return ", ".join(self.workers) + (f" ({self.share:.0%} of its memory each)" if self.share < 1 else "")
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """started: UTC, as ISO 8601.  preset: "" without one, and where a run was resumed with its own settings.
-    versions: of what is installed here; a server that runs elsewhere may have another."""
+    versions: of what is installed here; a server that runs elsewhere may have another.  gpus: those of this machine,
+    where the run's processes were dealt out to them."""
 
     started: str
     preset: str = ""
     versions: dict[str, str] = {}
     machine: str = ""
+    gpus: list[GpuUse] = []
 
 
-def note_start(rundir: RunDir, resolved: Resolved) -> None:
+def note_start(rundir: RunDir, resolved: Resolved, gpus: Sequence[GpuUse] = ()) -> None:
     """Write down that the run is started here and now. Raises: DirectoryError."""
     presets = [origin.partition(" ")[2] for origin in resolved.origins.values() if origin.startswith("preset ")]
     start = Start(
@@ -40,6 +69,7 @@ def note_start(rundir: RunDir, resolved: Resolved) -> None:
         preset="".join(presets[:1]).partition(":")[0],
         versions=versions(*PACKAGES, *({resolved.settings.generation.engine} & {*SERVER_ENGINES})),
         machine=machine(),
+        gpus=list(gpus),
     )
     with writing(rundir.path), rundir.starts.open("ab") as file:
         file.write(b"\n" + msgspec.json.encode(start))  # a line that a kill tore ends here

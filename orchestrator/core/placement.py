@@ -1,4 +1,4 @@
-"""Which GPUs of one machine each process of a run uses. Pure.
+"""How many processes of a run a machine with GPUs starts, and which GPUs each of them uses. Pure.
 
     ranks of the trainer     one each, of their own: NCCL takes one rank a GPU
     generation workers       each ``gpus_per_worker``, of those that are left
@@ -6,6 +6,10 @@
 
 Where fewer are left than the workers ask for, they share: with each other, and, where none is left, with the trainer.
 Each process of a shared GPU has the same share of its memory; a tenth stays free for what they do not account for.
+
+Where the user did not say how many ranks and workers there are to be, ``fill`` does: the trainer gets half of the GPUs,
+generation the rest, so that both wait for one another as little as can be known before a run is measured (`plan` knows
+more); a number that was given leaves the other kind all that is left.
 """
 
 from __future__ import annotations
@@ -27,6 +31,64 @@ class PlacementError(Exception):
 
 USABLE = 0.9
 """Of the memory of a GPU that several processes share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How many processes of a kind there may be; ``low == high`` where the user said how many.
+
+    high: None: as many as find a place.  step: so many belong together, as the ranks that share every layer.
+    """
+
+    low: int = 1
+    high: int | None = None
+    step: int = 1
+
+    def within(self, number: int) -> int:
+        """``number``, or the bound that it is beyond."""
+        return max(self.low, number if self.high is None else min(number, self.high))
+
+    def doubled(self, room: int) -> int:
+        """The largest ``step`` times a power of two that has room and is within ``high``; as many as ``low`` needs."""
+        if self.low == self.high:
+            return self.low
+        most, number = room if self.high is None else min(room, self.high), self.step
+        while 2 * number <= most or (number < self.low and (self.high is None or 2 * number <= self.high)):
+            number *= 2
+        return number
+
+
+def fill(
+    free: Sequence[int],
+    ranks: Bounds,
+    workers: Bounds,
+    *,
+    gpus_per_worker: int = 1,
+    references: int = 0,
+    trainer: Sequence[int] | None = None,
+    generation: Sequence[int] | None = None,
+) -> tuple[int, int]:
+    """How many trainer ranks and generation workers there are to be, so that every GPU has its work.
+
+    Ranks get half of the GPUs, more where workers may not be so many as need the other half, less where workers that
+    were asked for need more, or all that the user named for them; rounded down to a power of two, because layers and
+    rounds are divided evenly. Workers get the rest, but for one GPU where there are reference models.
+
+    Args:    free: those that nobody holds.  references, trainer, generation: as in ``Needs``.
+    Returns: (ranks, workers), within their bounds; on few GPUs they do not all find one of their own.
+    Source:  ours.
+    """
+    room = len(free) - min(1, references)
+    if trainer is not None:
+        share = len(trainer)
+    elif generation is not None:
+        share = room - len(generation)
+    else:
+        left_by_most = 0 if workers.high is None else room - workers.high * gpus_per_worker
+        share = max(min(len(free) // 2, room - workers.low * gpus_per_worker), left_by_most)
+    num_ranks = ranks.doubled(share)
+    left = room - (num_ranks if trainer is None else len(trainer)) if generation is None else len(generation)
+    return num_ranks, workers.within(left // gpus_per_worker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

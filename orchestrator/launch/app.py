@@ -38,7 +38,7 @@ import uvloop
 
 from orchestrator.config.load import Resolved, render, resolve
 from orchestrator.config.run_directory import RunDir, resume_command, serve_command
-from orchestrator.config.starts import note_start
+from orchestrator.config.starts import note_start, read_starts
 from orchestrator.core.model.groups import Stage
 from orchestrator.core.state import PipelineState
 from orchestrator.core.view import rows_reported
@@ -290,6 +290,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         detokenize = await asyncio.to_thread(load_detokenizer, model_dir)
         service = Service(settings, state, broker, rows, lambda event: inbox.put(Arrival(event)), requests, detokenize)
     membership = Membership(broker, settings.liveness.lease_s, clock)
+    gpus = [gpu for start in read_starts(rundir)[-1:] for gpu in start.gpus]
     history = PageHistory(rundir.metrics, membership, samples, clock)
     board = StatusBoard(clock, go_on=go_on)
 
@@ -352,7 +353,7 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("decide", burying(decider.run(inbox), broker))
         run("reconcile", keep_reconciled(broker, inbox, reported, partial(reported, Stage.READY), restore))
         run("held out", asyncio.to_thread(write_held_out, settings, model_dir, rundir.held_out))
-        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit))
+        run("status", publish_status(board, broker, decider, membership, watchdog, metrics, mismatch_limit, gpus))
         run("watchdog", watchdog.watch(state))
         run("page history", history.watch())
         if service is None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.core.placement import Needs, Placement, PlacementError, place
+import msgspec
+
+from orchestrator.config.load import Resolved
+from orchestrator.config.schema import value_of
+from orchestrator.config.starts import GpuUse
+from orchestrator.core.placement import Bounds, Needs, Placement, PlacementError, fill, place
 from orchestrator.errors import ConfigError
 from transport.contracts.settings import SERVER_ENGINES, Settings
 from transport.contracts.types import WorkerKind
@@ -14,7 +19,10 @@ from transport.process.gpus import Gpu, free_gpus, list_gpus, parse_gpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedGpus:
-    """The GPUs of this machine, and who of a run computes on which."""
+    """The GPUs of this machine, and who of a run computes on which.
+
+    settings: those of the run, with the numbers that "auto" stands for here.
+    """
 
     present: Sequence[Gpu]
     placement: Placement
@@ -30,28 +38,38 @@ class PlacedGpus:
         parts += ["--gpus-each", str(len(gpus))] if len(gpus) > 1 else []
         return [*parts, "--gpu-share", f"{share:g}"] if share < 1 else parts
 
-    def lines(self, workers: Sequence[tuple[WorkerKind, int]]) -> list[str]:
-        """A line a GPU: what it is, who computes on it, and what would use one that is idle.
+    def uses(self, workers: Sequence[tuple[WorkerKind, int]]) -> list[GpuUse]:
+        """Who computes on each GPU. workers: how many of each kind the run begins with."""
+        everyone = {
+            f"{kind.value}-{index}": self.placement.gpus(kind, index)
+            for kind, count in workers
+            for index in range(count)
+        }
+        return [
+            GpuUse(
+                number=number,
+                name=gpu.name,
+                memory_mib=gpu.memory_mib,
+                workers=[name for name, gpus in everyone.items() if number in gpus],
+                share=self.placement.shares.get(number, 1.0),
+                held=number not in self.placement.idle and number not in self.placement.shares,
+            )
+            for number, gpu in enumerate(self.present)
+        ]
 
-        workers: how many of each kind the run begins with.
-        """
-        everyone = [(kind, index) for kind, count in workers for index in range(count)]
-        lines: list[str] = []
-        for number, gpu in enumerate(self.present):
-            names = [f"{kind.value}-{index}" for kind, index in everyone if number in self.placement.gpus(kind, index)]
-            share = self.placement.shares.get(number, 1.0)
-            said = ", ".join(names) + (f" ({share:.0%} of its memory each)" if share < 1 else "")
-            other = "idle" if number in self.placement.idle else "held by another run"
-            lines.append(f"GPU {number}  {gpu}  {said or other}")
+    def lines(self, workers: Sequence[tuple[WorkerKind, int]]) -> list[str]:
+        """``uses`` for people, a line a GPU, and what would use those that are idle."""
+        lines = [f"GPU {one.number}  {one}  {one.use}" for one in self.uses(workers)]
         generation = self.settings.generation
         more = len(self.placement.idle) // generation.gpus_per_worker
         if more and generation.gpus == "auto" and self.placement.generation:
-            lines.append(f"idle GPUs would be used with --set generation.workers={generation.workers + more}")
+            lines.append(f"idle GPUs would be used with --set generation.workers={generation.num_workers + more}")
         return lines
 
 
 def place_gpus(settings: Settings) -> PlacedGpus | None:
-    """Look for GPUs and deal them out to the processes of a run; None where there are none, or nothing computes on one.
+    """Look for GPUs, decide how many processes compute on them where settings leave it open, and deal the GPUs out to
+    them; None where there are none, or nothing computes on one.
 
     A device that names its GPU ("cuda:1") is left to its user.
     Raises: ConfigError: too few GPUs, or named ones that are not free.  GpuError: named ones that are not there.
@@ -73,15 +91,63 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
             raise ConfigError(f"{key}: GPU {', '.join(taken)} is held by a worker of another run", key=key)
     if not free:
         raise ConfigError(f"all {len(present)} GPUs of this machine are held by workers of other runs; wait for them")
-    needs = Needs(
-        ranks=trainer.ranks if trains else 0,
-        workers=max(generation.workers, generation.max_workers) if generates else 0,
+    references = scoring.workers if trains and settings.algorithm.kl_coef > 0 else 0
+    ranks, workers = fill(
+        free,
+        _ranks(settings) if trains else NONE,
+        _workers(settings) if generates else NONE,
         gpus_per_worker=generation.gpus_per_worker,
-        references=scoring.workers if trains and settings.algorithm.kl_coef > 0 else 0,
+        references=references,
+        trainer=chosen["trainer.gpus"],
+        generation=chosen["generation.gpus"],
+    )
+    needs = Needs(
+        ranks=ranks,
+        workers=max(workers, generation.max_workers) if generates else 0,
+        gpus_per_worker=generation.gpus_per_worker,
+        references=references,
         trainer=chosen["trainer.gpus"],
         generation=chosen["generation.gpus"],
     )
     try:
-        return PlacedGpus(present=present, placement=place(free, needs), settings=settings)
+        placement = place(free, needs)
     except PlacementError as error:
         raise ConfigError(str(error), key=error.key) from error
+    return PlacedGpus(present=present, placement=placement, settings=_with_numbers(settings, ranks, workers))
+
+
+NONE = Bounds(low=0, high=0)
+
+
+def _ranks(settings: Settings) -> Bounds:
+    """A round has a part for each of ``trainer.parallel.data``, which may be as many as there are groups to part."""
+    trainer, fewest = settings.trainer, settings.trainer.num_ranks
+    if trainer.ranks != "auto":
+        return Bounds(low=fewest, high=fewest)
+    parts = settings.pipeline.groups_per_batch // trainer.mini_batches if trainer.parallel.data == "auto" else 1
+    return Bounds(low=fewest, high=fewest * parts, step=fewest)
+
+
+def _workers(settings: Settings) -> Bounds:
+    generation = settings.generation
+    fewest = generation.num_workers
+    return Bounds(low=fewest, high=generation.max_workers or None if generation.workers == "auto" else fewest)
+
+
+def _with_numbers(settings: Settings, ranks: int, workers: int) -> Settings:
+    """``settings`` with these numbers of what computes on GPUs."""
+    replaced = msgspec.structs.replace
+    trainer = replaced(settings.trainer, ranks=ranks) if ranks else settings.trainer
+    generation = replaced(settings.generation, workers=workers) if workers else settings.generation
+    return replaced(settings, trainer=trainer, generation=generation)
+
+
+def with_numbers(resolved: Resolved, placed: PlacedGpus | None) -> Resolved:
+    """``resolved`` with the numbers that "auto" stands for here: the run keeps them when it is resumed elsewhere."""
+    if placed is None:
+        return resolved
+    origins = dict(resolved.origins)
+    for key in ("trainer.ranks", "generation.workers"):
+        if value_of(resolved.settings, key) != value_of(placed.settings, key):
+            origins[key] = f"{origins[key]}; auto, on {len(placed.present)} GPUs"
+    return Resolved(settings=placed.settings, origins=origins)

@@ -53,10 +53,10 @@ MAX_LAST_LINES = 12
 
 def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     """How many workers of each kind a run begins with."""
-    generate = (WorkerKind.GENERATE, settings.generation.workers)
+    generate = (WorkerKind.GENERATE, settings.generation.num_workers)
     if settings.trainer.engine == "none":
         return [(WorkerKind.PUBLISH, 1), generate]
-    return [(WorkerKind.TRAIN, settings.trainer.ranks), generate, (WorkerKind.SCORE, settings.scoring.workers)]
+    return [(WorkerKind.TRAIN, settings.trainer.num_ranks), generate, (WorkerKind.SCORE, settings.scoring.workers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from orchestrator.launch.checks import (
     prepare_model,
 )
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.gpus import PlacedGpus, place_gpus
+from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.processes import Children, ChildSpec, Liveness, LocalFleet, Restarts, workers_of
 from orchestrator.loop.intake import append_event, read_statuses
 from orchestrator.observability.live import View, open_view
@@ -94,6 +94,8 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     check_installed(settings.run.loggers)
     await check_places(settings)
     gpus = place_gpus(settings)
+    resolved = with_numbers(resolved, gpus)
+    settings = resolved.settings
     check_workers_inputs(settings)
     problems = check_inputs(settings)
     await check_workers(settings, () if resume else problems)
@@ -102,7 +104,7 @@ async def _run(resolved: Resolved, *, resume: bool, plain: bool) -> int:
     log_file = (rundir.logs / "supervisor.log").open("a", encoding="utf-8", buffering=1)
     try:
         configure_logs(process="supervisor", file=log_file)  # what its user should know, the view says
-        note_start(rundir, resolved)
+        note_start(rundir, resolved, gpus.uses(workers_of(settings)) if gpus else ())
         supervisor = Supervisor(settings, rundir, view, gpus, resume=resume)
         try:
             await supervisor.run()
@@ -302,8 +304,8 @@ class Supervisor:
                 others.append(group.create_task(liveness.watch(self._view.note), name="liveness"))
 
                 generation = self._settings.generation
-                shrinks = 0 < generation.min_workers < generation.workers  # so that others may come back
-                if shrinks or generation.max_workers > generation.workers:
+                shrinks = 0 < generation.min_workers < generation.num_workers  # so that others may come back
+                if shrinks or generation.max_workers > generation.num_workers:
                     others.append(group.create_task(self._add_workers(broker, add), name="add workers"))
                 if trainers:
                     await asyncio.wait(trainers)
@@ -321,7 +323,7 @@ class Supervisor:
         What it asked for before it was resumed is not started again: it begins with ``generation.workers``, and
         counts anew what it asks for.
         """
-        started = first = self._settings.generation.workers
+        started = first = self._settings.generation.num_workers
         while True:
             asked = await _spawn_asked(broker)
             while asked is not None and started - first < asked.total:

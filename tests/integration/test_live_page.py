@@ -14,6 +14,7 @@ from urllib.parse import quote
 import msgspec
 import pytest
 
+from orchestrator.config.starts import GpuUse
 from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.http import open_listener, serve_http
@@ -351,6 +352,24 @@ def test_a_service_shows_its_requests(page: LivePage, browser: Browser):
     assert "12 requests" in browser.evaluate("document.title")
     assert browser.evaluate("document.querySelector('#checkpoint').hidden")
     assert browser.errors == []
+
+
+def test_the_gpus_of_the_machine_are_shown_with_who_has_them(page: LivePage, browser: Browser):
+    show(browser, page)
+    assert browser.evaluate("document.getElementById('gpus-panel').hidden")
+    gpus = [
+        GpuUse(number=0, name=HOSTILE, memory_mib=81559, workers=["train-0", "generate-0"], share=0.45),
+        GpuUse(number=1, name="H100", memory_mib=81559),
+        GpuUse(number=2, name="H100", held=True),
+    ]
+    page.board.put(page.status | {"gpus": msgspec.to_builtins(gpus), "elapsed_s": 301.0})
+    browser.wait_for("document.querySelectorAll('#gpus tr').length === 3")
+    cells = "[...row.children].slice(1).map(cell => cell.textContent)"
+    shown = browser.evaluate(f"[...document.querySelectorAll('#gpus tr')].map(row => {cells})")
+    assert shown[0][0].endswith("80 GiB")
+    assert shown[0][1:] == ["train-0, generate-0", "45%"]
+    assert shown[1:] == [["H100, 80 GiB", "idle", ""], ["H100", "held by another run", ""]]
+    assert not browser.evaluate("window.hacked")
 
 
 def test_of_a_large_fleet_some_lanes_are_drawn_and_the_others_counted(page: LivePage, browser: Browser):

@@ -321,7 +321,7 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("generation.slots=0", "must be a whole number >= 1, not 0"),
         ("generation.threads=0", "must be a whole number >= 1, not 0"),
         ("trainer.checkpoint_every=0", "must be a whole number >= 1, not 0"),
-        ("trainer.ranks=0", "must be a whole number >= 1, not 0"),
+        ("trainer.ranks=0", 'must be a whole number >= 1, or "auto", not 0'),
         ("trainer.betas=[0.9, 1.0]", "must be a list of 2, each a number in [0, 1), not [0.9, 1.0]"),
         ("scoring.timeout_s=0", "must be a number > 0 (seconds), not 0"),
         ("run.seed=-1", "must be a whole number in [0, 2147483647], not -1"),

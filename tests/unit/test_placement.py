@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import resolve
-from orchestrator.core.placement import Needs, PlacementError, place
+from orchestrator.config.load import render, resolve
+from orchestrator.config.schema import violations
+from orchestrator.core.placement import Bounds, Needs, PlacementError, fill, place
 from orchestrator.errors import ConfigError, ExitCode, exit_code
-from orchestrator.launch.gpus import PlacedGpus, place_gpus
+from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.processes import workers_of
 from tests.fakes.command_line import orchestrator
 from tests.fakes.gpu_driver import FakeDriver
@@ -99,6 +100,70 @@ def _check(num_gpus: int, needs: Needs) -> None:
         assert asked > num_gpus, "there was room for all"
 
 
+# --- how many there are to be
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "each", "references", "numbers"),
+    [
+        (1, 1, 0, (1, 1)),
+        (2, 1, 0, (1, 1)),
+        (8, 1, 0, (4, 4)),
+        (16, 1, 0, (8, 8)),
+        (8, 2, 0, (4, 2)),
+        (16, 4, 0, (8, 2)),
+        (8, 1, 1, (4, 3)),
+        (7, 1, 0, (2, 5)),
+    ],
+)
+def test_the_trainer_gets_half_and_generation_the_rest(
+    num_gpus: int, each: int, references: int, numbers: tuple[int, int]
+):
+    assert fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, references=references) == numbers
+
+
+def test_a_number_that_was_given_leaves_the_other_all_that_is_left():
+    eight, fixed = range(8), Bounds(low=3, high=3)
+    assert fill(eight, Bounds(), fixed) == (4, 3)
+    assert fill(eight, Bounds(), Bounds(low=7, high=7)) == (1, 7)
+    assert fill(eight, fixed, Bounds()) == (3, 5)
+    assert fill(eight, Bounds(), Bounds(high=2)) == (4, 2)
+    assert fill(range(16), Bounds(), Bounds(high=2)) == (8, 2)
+    assert fill(range(16), Bounds(), Bounds(low=1, high=1), gpus_per_worker=4) == (8, 1)
+    assert fill(eight, Bounds(low=0, high=0), Bounds()) == (0, 8), "nothing is trained on a GPU"
+    assert fill(eight, Bounds(), Bounds(low=0, high=0)) == (8, 0), "nothing is generated on one"
+
+
+def test_ranks_keep_to_what_their_layout_and_the_rounds_allow():
+    eight = range(8)
+    assert fill(eight, Bounds(high=2), Bounds()) == (2, 6), "a batch of two groups"
+    assert fill(range(12), Bounds(low=3, step=3), Bounds()) == (6, 6)
+    assert fill(range(6), Bounds(low=4, step=4), Bounds()) == (4, 2), "layers over four ranks"
+    assert fill(eight, Bounds(low=5), Bounds()) == (8, 1), "a model that needs five"
+    assert fill(eight, Bounds(low=6, high=4), Bounds()) == (4, 4)
+
+
+def test_gpus_that_the_user_named_bound_both():
+    eight = range(8)
+    assert fill(eight, Bounds(), Bounds(), trainer=[0, 1]) == (2, 6)
+    assert fill(eight, Bounds(), Bounds(), generation=[6, 7]) == (4, 2)
+    assert fill(eight, Bounds(), Bounds(), generation=[4, 5, 6, 7], gpus_per_worker=2) == (4, 2)
+    assert fill(eight, Bounds(), Bounds(), trainer=[0, 1, 2, 3], generation=[0, 1, 2, 3]) == (4, 4)
+
+
+@pytest.mark.parametrize("each", [1, 2, 4])
+@pytest.mark.parametrize("references", [0, 1])
+def test_no_gpu_is_idle_but_what_is_too_few_for_a_worker(each: int, references: int):
+    for num_gpus in range(each + 1 + references, 65):
+        ranks, workers = fill(range(num_gpus), Bounds(), Bounds(), gpus_per_worker=each, references=references)
+        idle = num_gpus - ranks - workers * each - references
+        assert 0 <= idle < each, f"{num_gpus} GPUs: {ranks} ranks, {workers} workers"
+        placed = place(
+            range(num_gpus), Needs(ranks=ranks, workers=workers, gpus_per_worker=each, references=references)
+        )
+        assert set(placed.shares.values()) == {1.0}
+
+
 # --- with the settings of a run, on this machine
 
 
@@ -120,13 +185,23 @@ def lines_of(placed: PlacedGpus) -> list[str]:
             ["generation.engine=sglang", "generation.workers=3", "generation.gpus_per_worker=2"],
             [
                 "GPU 0  H100, 80 GiB  train-0",
-                *(f"GPU {gpu}  H100, 80 GiB  generate-{(gpu - 1) // 2}" for gpu in range(1, 7)),
-                "GPU 7  H100, 80 GiB  idle",
+                "GPU 1  H100, 80 GiB  train-1",
+                *(f"GPU {gpu}  H100, 80 GiB  generate-{(gpu - 2) // 2}" for gpu in range(2, 8)),
+            ],
+        ),
+        (
+            8,
+            ["trainer.ranks=2", "generation.workers=1"],
+            [
+                "GPU 0  H100, 80 GiB  train-0",
+                "GPU 1  H100, 80 GiB  train-1",
+                "GPU 2  H100, 80 GiB  generate-0",
+                *(f"GPU {gpu}  H100, 80 GiB  idle" for gpu in range(3, 8)),
             ],
         ),
         (
             16,
-            ["trainer.ranks=8", "generation.workers=8"],
+            [],
             [
                 *(f"GPU {gpu}  H100, 80 GiB  train-{gpu}" for gpu in range(8)),
                 *(f"GPU {gpu}  H100, 80 GiB  generate-{gpu - 8}" for gpu in range(8, 16)),
@@ -146,7 +221,7 @@ def test_a_dry_run_shows_who_computes_where(
 
 def test_idle_gpus_come_with_the_setting_that_would_use_them(driver: FakeDriver):
     driver(8)
-    placed = placed_with()
+    placed = placed_with("trainer.ranks=1", "generation.workers=1")
     assert placed is not None
     assert lines_of(placed)[-1] == "idle GPUs would be used with --set generation.workers=7"
 
@@ -155,13 +230,52 @@ def test_workers_are_told_their_gpus_on_their_command_lines(driver: FakeDriver):
     driver(4)
     placed = placed_with("generation.engine=vllm", "generation.gpus_per_worker=2")
     assert placed is not None
-    assert placed.arguments(WorkerKind.TRAIN, 0) == ["--gpus", "0"]
-    assert placed.arguments(WorkerKind.GENERATE, 0) == ["--gpus", "1,2", "--gpus-each", "2"]
+    assert placed.arguments(WorkerKind.TRAIN, 1) == ["--gpus", "1"]
+    assert placed.arguments(WorkerKind.GENERATE, 0) == ["--gpus", "2,3", "--gpus-each", "2"]
     assert placed.arguments(WorkerKind.SCORE, 0) == []
     driver(1)
     shared = placed_with()
     assert shared is not None
     assert shared.arguments(WorkerKind.GENERATE, 0) == ["--gpus", "0", "--gpu-share", "0.45"]
+
+
+def test_a_run_keeps_the_numbers_that_a_machine_gave_it(driver: FakeDriver):
+    """Its configuration holds them with where they came from; more GPUs of a later machine change nothing."""
+    driver(8)
+    asked = resolve("smollm2", [], [], {})
+    decided = with_numbers(asked, place_gpus(asked.settings))
+    assert "ranks = 4  # default; auto, on 8 GPUs\n" in render(decided)
+    assert "workers = 4  # default; auto, on 8 GPUs\n" in render(decided)
+    driver(16)
+    assert with_numbers(decided, place_gpus(decided.settings)) == decided
+    driver(0)
+    assert with_numbers(asked, place_gpus(asked.settings)) == asked
+    assert (asked.settings.trainer.num_ranks, asked.settings.generation.num_workers) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ([], (8, 8)),
+        (["pipeline.groups_per_batch=2"], (2, 14)),
+        (["trainer.mini_batches=4"], (2, 14)),
+        (["trainer.parallel.tensor=4", "pipeline.groups_per_batch=2"], (8, 8)),
+        (["trainer.parallel.data=1", "trainer.parallel.tensor=2"], (2, 14)),
+        (["algorithm.kl_coef=0.1"], (8, 7)),
+        (["generation.min_workers=2", "generation.max_workers=4"], (8, 4)),
+        (["generation.engine=sglang", "generation.gpus_per_worker=4"], (8, 2)),
+        (["trainer.device=cpu"], (1, 16)),
+        (["generation.device=cpu"], (8, 1)),
+        (["generation.engine=sglang", "generation.engine_url=http://h:1"], (8, 1)),
+        (["trainer.gpus=0-3"], (4, 12)),
+    ],
+)
+def test_settings_bound_what_fills_a_machine(driver: FakeDriver, overrides: list[str], numbers: tuple[int, int]):
+    driver(16)
+    placed = placed_with(*overrides)
+    assert placed is not None
+    assert (placed.settings.trainer.num_ranks, placed.settings.generation.num_workers) == numbers
+    assert not list(violations(placed.settings))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +296,11 @@ def test_who_computes_elsewhere_gets_none(driver: FakeDriver, overrides: list[st
     [
         (2, ["trainer.gpus=2"], "trainer.gpus 2: there is no GPU 2 here; nvidia-smi shows 2, numbered from 0"),
         (0, ["generation.gpus=0-1"], "generation.gpus 0-1: there is no GPU 0, 1 here; nvidia-smi shows none"),
+        (
+            4,
+            ["trainer.ranks=2", "trainer.gpus=1"],
+            "trainer.ranks: 2 ranks need a GPU each, and there are 1 for them; set trainer.ranks=1",
+        ),
         (
             2,
             ["trainer.ranks=3"],

@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.config.load import render, resolve
 from orchestrator.config.run_directory import RunDir
-from orchestrator.config.starts import note_start, read_starts
+from orchestrator.config.starts import GpuUse, note_start, read_starts
 from orchestrator.errors import ConfigError, Interrupted
 from orchestrator.journal import Journal
 from orchestrator.observability.metrics import mismatch_line, no_gradient_line, read_file, read_metrics
@@ -306,9 +306,15 @@ def test_the_head_says_how_a_run_ended_and_what_was_changed_in_it(tmp_path: Path
     assert f"python {platform.python_version()}" in known["versions"]
     assert platform.node() in known["machine"]
     rundir.starts.write_bytes(rundir.starts.read_bytes() + b'\n{"started": "torn')
-    note_start(rundir, resolved)
+    gpus = [GpuUse(number=0, name="H100", memory_mib=81559, workers=["train-0"]), GpuUse(number=1, name="H100")]
+    note_start(rundir, resolved, gpus)
     assert len(read_starts(rundir)) == 2
     check_harmless(render_report(run))
+    page = render_report(read_run(rundir.path))
+    check_harmless(page)
+    assert "H100, 80 GiB" in page
+    assert "<td>train-0</td>" in page
+    assert "<td>idle</td>" in page
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ configuration.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -121,7 +122,7 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     server_command: list[str] = msgspec.field(default_factory=list[str])  # sglang, vllm; empty: of this Python
     server_args: list[str] = msgspec.field(default_factory=list[str])  # more arguments of that server
     server_silence_s: Annotated[float, Meta(ge=2)] = 30.0  # a server silent for so long hangs: it is started again
-    workers: AtLeast1 = 1  # generation workers at the start
+    workers: AtLeast1 | Literal["auto"] = "auto"  # at the start; auto: as many as `run` has free GPUs for, else 1
     min_workers: AtLeast0 = 0  # fewer workers are never left when lengths shrink; 0: as many as workers
     max_workers: AtLeast0 = 0  # more workers are never started when lengths grow; 0: as many as workers
     min_gain: Annotated[float, Meta(gt=0.01, le=1)] = (
@@ -136,6 +137,11 @@ class GenerationSettings(Section, frozen=True, kw_only=True):
     lengths: str = ""  # file of output lengths that every engine is forced to, one number a line; empty: free
     stop: list[StopString] = msgspec.field(default_factory=list[StopString])  # texts that end a response and stay in it
     max_context: AtLeast0 = 0  # tokens of prompt + response; 0: what the model allows, at most 2048 on a CPU
+
+    @property
+    def num_workers(self) -> int:
+        """Generation workers at the start; while nothing decided on "auto", as few as there may be."""
+        return max(1, self.min_workers) if self.workers == "auto" else self.workers
 
 
 class ScoringSettings(Section, frozen=True, kw_only=True):
@@ -177,6 +183,11 @@ class ParallelSettings(Section, frozen=True, kw_only=True):
     pipeline: AtLeast1 | Literal["auto"] = "auto"  # stages of consecutive layers
     buckets: list[AtLeast1] = msgspec.field(default_factory=list[AtLeast1])  # pipeline: sizes of micro-batches, tokens
 
+    @property
+    def num_named(self) -> int:
+        """Ranks that the axes with a number take; there are so many of them, or a multiple."""
+        return math.prod(axis for axis in (self.data, self.tensor, self.pipeline) if axis != "auto")
+
 
 class LoraSettings(Section, frozen=True, kw_only=True):
     """Low-rank adapters: the base model is frozen in bfloat16, and only they are trained."""
@@ -209,7 +220,7 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     threads: AtLeast1 = 1  # CPU threads of each rank
     device: Device = "auto"  # auto: cuda when there is one, else cpu
     gpus: GpuNumbers = "auto"  # of `run`, which gives each rank one of its own; auto: the first
-    ranks: AtLeast1 = 1  # trainer processes, which share the model as trainer.parallel says
+    ranks: AtLeast1 | Literal["auto"] = "auto"  # processes; auto: of `run` on about half of the GPUs, else 1
     parallel: ParallelSettings = ParallelSettings()
     lora: LoraSettings = LoraSettings()
     round_tokens: AtLeast0 = 0  # tokens a rank that a round waits for while more is to come; 0: none
@@ -218,6 +229,11 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     checkpoint_every: AtLeast1 = 10  # batches between two checkpoints; the last one is always saved
     keep_checkpoints: AtLeast1 = 2  # newest checkpoints that are kept; older ones are deleted
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of model/; auto: the base model's own
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer processes; while nothing decided on "auto", as few as ``parallel`` allows."""
+        return self.parallel.num_named if self.ranks == "auto" else self.ranks
 
 
 class PipelineSettings(Section, frozen=True, kw_only=True):

@@ -50,9 +50,6 @@ class Gpu:
     name: str = "GPU"
     memory_mib: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.name}, {self.memory_mib / 1024:.0f} GiB" if self.memory_mib else self.name
-
 
 def take_gpus(wanted: str, *, each: int = 1, share: float = 1.0) -> None:
     """Lock ``each`` GPUs of ``wanted`` and make them the only ones that this process and its children see.

@@ -154,7 +154,7 @@ def core_settings(settings: Settings) -> CoreSettings:
     that the logprobs would be recorded under, so the trainer's own forward pass already has them.
     """
     trainer, generation = settings.trainer, settings.generation
-    low, high = generation.min_workers or generation.workers, generation.max_workers or generation.workers
+    low, high = generation.min_workers or generation.num_workers, generation.max_workers or generation.num_workers
     scaling = ScalingSettings(min_workers=low, max_workers=high, min_gain=generation.min_gain) if low < high else None
     sections = {"": settings.trainer, "eval_": settings.eval, "service_": settings.service}
     named: dict[str, Any] = msgspec.structs.asdict(settings.pipeline)
@@ -186,7 +186,7 @@ def chosen_dispatch(settings: Settings) -> str:
     return default_dispatch(
         max_staleness=pipeline.max_staleness,
         update=UpdateMode(pipeline.update),
-        num_workers=max(generation.workers, generation.max_workers),
+        num_workers=max(generation.num_workers, generation.max_workers),
         ranked=settings.ranker.kind != "none",
     )
 

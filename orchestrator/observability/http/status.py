@@ -26,6 +26,8 @@ queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
                      "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last
                      two are missing in the first seconds
+gpus                 of the machine that `run` started the processes on: [{number, name, memory_mib, workers [name],
+                     share (of its memory, of each of them), held (by another run)}]
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
 warnings             what is wrong with that batch: [sentence]
@@ -67,6 +69,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.starts import GpuUse
 from orchestrator.core.view import longest_running
 from orchestrator.loop.decide import Decider
 from orchestrator.loop.intake import Membership
@@ -153,8 +156,9 @@ async def publish_status(
     watchdog: Watchdog,
     metrics: MetricsLog,
     mismatch_limit: float,
+    gpus: Sequence[GpuUse],
 ) -> None:
-    """Make the status, on the board and in the broker, forever."""
+    """Make the status, on the board and in the broker, forever. gpus: of this machine, who of the run has them."""
     state, clock = decider.state, board.clock
     usage = UsageWindow()
     dead, given_up = 0, ""
@@ -181,6 +185,7 @@ async def publish_status(
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,
+            "gpus": msgspec.to_builtins(gpus),
             "requests": {number: request.counts() for number, request in state.pipeline.requests.items()},
         }
         board.put(status)

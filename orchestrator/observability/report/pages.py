@@ -157,6 +157,7 @@ def render_report(run: RunRecord) -> str:
             verdict=verdict(run),
             headlines=_headlines(run),
             facts=facts(run),
+            gpus=[[str(gpu.number), str(gpu), gpu.use] for start in run.starts[-1:] for gpu in start.gpus],
             against=against,
             changed=changed,
             sets={name: _set_rows(run, name, keys) for name, keys in sets.items()},

@@ -119,7 +119,7 @@ class PolicyLearner:
         return self._loaded
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
-        liveness, ranks = self._settings.liveness, self._settings.trainer.ranks
+        liveness, ranks = self._settings.liveness, self._settings.trainer.num_ranks
         if ranks == 1:
             return
         if self._meeting_dir is None:

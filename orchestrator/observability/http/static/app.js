@@ -9,7 +9,7 @@ import { byId, setText } from "./dom.js";
 import { headlineOf, serves, showFacts, showProblems, waitOf } from "./headline.js";
 import { ask, hasKey, onKey, wasRefused } from "./key.js";
 import { showLanes } from "./lanes.js";
-import { showBatches, showEvaluation, showFlow, showLongest, showQueues, showRanker, showSamples, showScaling } from "./panels.js";
+import { showBatches, showEvaluation, showFlow, showGpus, showLongest, showQueues, showRanker, showSamples, showScaling } from "./panels.js";
 import { duration, number, visible } from "./text.js";
 import { showBubbles, showLastMinute } from "./usage.js";
 
@@ -135,6 +135,7 @@ function showStatus() {
   showScaling(status);
   showQueues(status);
   showLongest(status);
+  showGpus(status);
   showLanes(history && history.lanes, status);
 }
 

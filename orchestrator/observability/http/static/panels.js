@@ -1,4 +1,4 @@
-// Groups, batches, queues, the longest running groups, and samples.
+// Groups, batches, queues, the longest running groups, GPUs, and samples.
 
 import { byId, keyed, make, rows, setText } from "./dom.js";
 import { serves } from "./headline.js";
@@ -70,6 +70,21 @@ export function showScaling(status) {
   if (byId("scaling").hidden) return;
   const leaving = scaling.draining.length ? `; leaving: ${scaling.draining.join(", ")}` : "";
   setText(byId("scaling"), `Generation workers ${scaling.from_workers} → ${scaling.to_workers} after batch ${scaling.changed + 1}: ${visible(scaling.reason)}${leaving}.`);
+}
+
+/** Who computes on which GPU of the machine, and which are idle; nothing where processes were not dealt out to any. */
+export function showGpus(status) {
+  const gpus = status.gpus || [];
+  byId("gpus-panel").hidden = !gpus.length;
+  rows(
+    byId("gpus"),
+    gpus.map((gpu) => [
+      String(gpu.number),
+      visible(gpu.memory_mib ? `${gpu.name}, ${Math.round(gpu.memory_mib / 1024)} GiB` : gpu.name),
+      gpu.workers.join(", ") || (gpu.held ? "held by another run" : "idle"),
+      gpu.workers.length ? `${Math.round(100 * gpu.share)}%` : "",
+    ]),
+  );
 }
 
 /** The oldest batches that are not trained, with their slots by stage, or the oldest requests of a service with their
