@@ -21,9 +21,9 @@ import typer
 from orchestrator.config.schema import to_toml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.allocation import MeasuredSplit, Objective, Pool, Split, released
-from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, run_settings
+from orchestrator.planning.plan_search import Advice, Job, Prediction, advise, planned, run_settings
 from orchestrator.planning.profiles import NAME, Profile, check_model, extrapolated, hardware, llm_of, read_profile
-from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError, Gpu
+from orchestrator.sim.costs import GPUS, OUR_TRAINER, Algorithm, DoesNotFitError, Gpu, Recompute
 from orchestrator.sim.lengths import read_lengths
 from orchestrator.sim.llms import HUB, LLMS
 from orchestrator.sim.scenarios import PIPELINES
@@ -77,6 +77,9 @@ def plan(
     group_size: PlannedGroupSize = 8,
     algorithm: Annotated[str, typer.Option(help=f"{', '.join(OUR_TRAINER.algorithms)}: what a token costs.")] = "grpo",
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")] = 500,
+    recompute: Annotated[
+        str, typer.Option(help="none, selective, whole: as trainer.recompute; less memory, and whole takes longer.")
+    ] = "none",
     recall: Recall = 0.75,
     minimise: Annotated[str, typer.Option(help="time: seconds of an iteration; cost: price of a sample.")] = "time",
     prices: Annotated[
@@ -104,6 +107,7 @@ def plan(
         recall=recall if recall < 1.0 else None,
         link_bytes_per_s=link_gbps * GBPS,
         seed=seed,
+        assumed=planned(one_of("--recompute", recompute, get_args(Recompute))),
     )
     goal: Objective = one_of("--minimise", minimise, get_args(Objective))
     started_s = time.monotonic()
@@ -258,8 +262,8 @@ def as_text(advice: Advice, job: Job, pools: Sequence[Pool], seconds: float, war
         "",
         f"generate on {split.generation_gpus}x{split.generation.place}: {split.instances} instances of "
         f"{split.tensor_parallel} (tensor parallel)",
-        f"train on    {split.training_gpus}x{split.training.place}: {split.ranks} data-parallel ranks, each with the "
-        "whole model on one",
+        f"train on    {split.training_gpus}x{split.training.place}: {split.ranks} data x "
+        f"{split.training_tensor_parallel} tensor x {split.pipeline_parallel} pipeline",
         f"dispatch    {job.dispatch(split)}, the default of such a run",
         *([f"released    {freed}"] if freed else []),
         "",

@@ -24,11 +24,10 @@ from orchestrator.sim.costs import (
     Assumptions,
     DoesNotFitError,
     Gpu,
-    activation_bytes,
     generation_degrees,
-    most_micro_batch_tokens,
     state_bytes,
-    tensor_degrees,
+    training_bytes,
+    training_layout,
     training_misfit,
 )
 from transport.contracts.llms import Llm
@@ -147,9 +146,9 @@ def splits(
             tensor_parallel=degree,
             training=training,
             training_gpus=training_gpus,
-            ranks=training_gpus // per_rank,
-            training_tensor_parallel=tensor,
-            pipeline_parallel=per_rank // tensor,
+            ranks=layout.data,
+            training_tensor_parallel=layout.tensor,
+            pipeline_parallel=layout.pipeline,
         )
         for generation, training in product(pools, repeat=2)
         for degree in generation_degrees(llm, generation.gpu, context_tokens, assumed)
@@ -160,7 +159,8 @@ def splits(
         for training_gpus, per_rank in trainers(
             llm, training.gpu, left, context_tokens, max_ranks or max_instances, fastest, assumed
         )
-        for tensor in [max(part for part in tensor_degrees(llm, training.gpu) if per_rank % part == 0)]
+        for layout in [training_layout(llm, training_gpus, training_gpus // per_rank, assumed.trainer)]
+        if layout is not None
     ]
     if not found:
         raise DoesNotFitError(what_would_fit(llm, pools, context_tokens, assumed))
@@ -216,35 +216,38 @@ def what_would_fit(llm: Llm, pools: Sequence[Pool], context_tokens: int, assumed
 
 
 def missing(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> str:
-    """Why no number of these GPUs trains it, where each rank holds the whole model on the GPUs of one rank."""
-    per_rank = assumed.trainer.rank_sizes[-1]
-    states = state_bytes(llm, per_rank, 1, assumed)
-    longest = activation_bytes(llm, context_tokens, context_tokens, assumed)
-    usable = gpu.memory_bytes * assumed.usable_memory
+    """Why no number of these GPUs trains it."""
     if gpu.measured is not None:
         return "its profile has no trainer"
-    shorter = int(max(0.0, most_micro_batch_tokens(llm, gpu, per_rank, 1, 0, assumed)))
-    while shorter > 0 and training_misfit(llm, gpu, per_rank, 1, assumed, shorter):
-        shorter = shorter * 9 // 10  # the mask grows with the square
-    weights = (usable - longest) / assumed.trainer.rank_bytes / 1e9
-    fits = [f"samples of up to {shorter} tokens"] if shorter > 0 else []
-    fits += [f"a model of at most {weights:.1f} billion weights"] if weights > 0 else []
-    fits += [f"GPUs of {ceil((states + longest) / assumed.usable_memory / 1e9)} GB"]
+    per_rank = max(size for size in assumed.trainer.rank_sizes if training_layout(llm, size, 1, assumed.trainer))
+    needed = training_bytes(llm, per_rank, 1, context_tokens, context_tokens, assumed)
+    usable = gpu.memory_bytes * assumed.usable_memory
+    again = ", or --recompute whole" if assumed.trainer.recompute != "whole" else ""
     return (
-        f"no number of them for the trainer, which holds the whole model on each: {states / 1e9:.1f} GB of weights, "
-        f"gradients and optimizer and {longest / 1e9:.1f} GB of activations of the longest sample; {usable / 1e9:.1f} "
-        f"GB are usable, {(states + longest - usable) / 1e9:.1f} GB are missing; it takes {', or '.join(fits)}"
+        f"no number of them for the trainer: with the longest sample in a micro-batch, {per_rank} of them for one rank "
+        f"need {needed / 1e9:.1f} GB each, {usable / 1e9:.1f} GB are usable; it takes shorter samples{again}"
     )
 
 
 def least_training_gpus(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> int:
-    """The smallest trainer that holds it: one rank, or several of the largest size; 0 where none does."""
+    """The smallest trainer that holds it; 0 where none does. Of ours the states are shared by all ranks, too."""
+    if gpu.measured is None and not assumed.trainer.predicted:
+        return _least_of_papers(llm, gpu, context_tokens, assumed)
+    least = [
+        per_rank * ranks
+        for per_rank in assumed.trainer.rank_sizes
+        for ranks in range(1, assumed.trainer.rank_sizes[-1] + 1)
+        if not training_misfit(llm, gpu, per_rank * ranks, ranks, assumed, context_tokens)
+    ]
+    return min(least, default=0)
+
+
+def _least_of_papers(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions) -> int:
+    """One rank, or several of the largest size."""
     for per_rank in assumed.trainer.rank_sizes:
         if not training_misfit(llm, gpu, per_rank, 1, assumed, context_tokens):
             return per_rank
-    if not assumed.trainer.shared_bytes or gpu.measured is not None:
-        return 0
-    room = gpu.memory_bytes * assumed.usable_memory - activation_bytes(llm, context_tokens, context_tokens, assumed)
+    room = gpu.memory_bytes * assumed.usable_memory - assumed.activation_bytes
     largest = assumed.trainer.rank_sizes[-1]
     return ceil(state_bytes(llm, 1, 1, assumed) / room / largest) * largest
 

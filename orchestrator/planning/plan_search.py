@@ -37,6 +37,7 @@ from orchestrator.sim.costs import (
     Algorithm,
     Assumptions,
     Gpu,
+    Recompute,
     decode_cost,
     most_micro_batch_tokens,
     transfer_s,
@@ -68,6 +69,11 @@ def micro_batch_tokens_of(gpu: Gpu) -> int:
 
 
 PLANNED = msgspec.structs.replace(ASSUMED, trainer=OUR_TRAINER)
+
+
+def planned(recompute: Recompute) -> Assumptions:
+    """Of our trainer, with activations computed again as ``trainer.recompute`` says."""
+    return msgspec.structs.replace(PLANNED, trainer=msgspec.structs.replace(OUR_TRAINER, recompute=recompute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +345,8 @@ GROUP_LIVES = 4.0
 def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> dict[str, dict[str, object]]:
     """Section -> settings that make a run what was simulated; all others keep their defaults.
 
+    A section inside of another has a dotted name.
+
     engine: of generation.  model_path: as setting ``model.path``.
     """
     split, core = plan.split, job.settings
@@ -349,11 +357,19 @@ def run_settings(job: Job, plan: Prediction, engine: str, model_path: str) -> di
     generation: dict[str, object] = {"engine": engine, "workers": split.instances, "slots": layout.slots}
     if split.tensor_parallel > 1:
         generation["gpus_per_worker"] = split.tensor_parallel
+    trainer: dict[str, object] = {"ranks": split.training_gpus, "micro_batch_tokens": layout.micro_batch_tokens}
+    if job.assumed.trainer.recompute != "none":
+        trainer["recompute"] = job.assumed.trainer.recompute
     return {
         "model": {"path": model_path},
         "sampling": {"max_new_tokens": max(max(group) for group in job.groups)},
         "generation": generation,
-        "trainer": {"ranks": split.ranks, "micro_batch_tokens": layout.micro_batch_tokens},
+        "trainer": trainer,
+        "trainer.parallel": {
+            "data": split.ranks,
+            "tensor": split.training_tensor_parallel,
+            "pipeline": split.pipeline_parallel,
+        },
         "pipeline": {
             "groups_per_batch": job.batch,
             "group_size": job.group_size,

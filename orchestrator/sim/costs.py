@@ -8,6 +8,8 @@ machine was measured to do is taken as it is, nothing follows from it.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from typing import Literal, TypeAlias
 
@@ -15,6 +17,9 @@ import msgspec
 
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.llms import BYTES, Llm
+from transport.contracts.settings import ParallelSettings
+from transport.contracts.training_memory import DoesNotFitError, Layout, Training, layouts, rank_memory
+from transport.contracts.training_memory import state_bytes as predicted_state_bytes
 
 GIGA = 1e9
 TERA = 1e12
@@ -126,28 +131,33 @@ GPUS = {gpu.name: gpu for gpu in (H800, H20, H100, H200, A100)}
 
 
 Algorithm: TypeAlias = Literal["ppo", "grpo", "grpo_kl"]
+Recompute: TypeAlias = Literal["none", "selective", "whole"]
 
 
 class TrainerSupport(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer runs, and what each of its GPUs then holds.
 
     rank_sizes: GPUs of a data-parallel rank, by tensor and pipeline parallelism.  algorithms: whose cost it has.
-    rank_bytes: of a weight, of every rank, split over its GPUs.  shared_bytes: of a weight, split over all GPUs.
-    keeps_activations: of all layers for the backward pass; else they are made again, and
-    ``Assumptions.activation_bytes`` is all that they take.
+    predicted: as ``transport/contracts/training_memory.py`` says, with this recompute and offload. Else rank_bytes of a
+    weight, of every rank, split over its GPUs, and shared_bytes of a weight, split over all GPUs; and
+    ``Assumptions.activation_bytes``, because activations are made again.
     """
 
     rank_sizes: tuple[int, ...]
     algorithms: tuple[Algorithm, ...]
-    rank_bytes: float
+    predicted: bool = False
+    recompute: Recompute = "none"
+    rank_bytes: float = 0.0
     shared_bytes: float = 0.0
-    keeps_activations: bool = False
+
+    def training(self, tokens: float, longest_tokens: float) -> Training:
+        """What it asks of a GPU's memory, computing in bf16."""
+        return Training(tokens=int(max(tokens, longest_tokens)), recompute=self.recompute)
 
 
-OUR_TRAINER = TrainerSupport(rank_sizes=(1,), algorithms=("grpo",), rank_bytes=18.0, keeps_activations=True)
-"""All that ``workers/trainer`` runs, and that a plan may therefore ask of it. A weight: fp32 master, gradient sum, two
-moments, and the bf16 copy of the forward pass. The reference model of a KL term is a scoring worker's, which plans do
-not place."""
+OUR_TRAINER = TrainerSupport(rank_sizes=(1, 2, 4, 8, 16, 32, 64), algorithms=("grpo",), predicted=True)
+"""All that ``workers/trainer`` runs, and that a plan may therefore ask of it. The reference model of a KL term is a
+scoring worker's, which plans do not place."""
 PAPERS_TRAINER = TrainerSupport(
     rank_sizes=(1, 2, 4, 8, 16, 32, 64, 128), algorithms=("ppo", "grpo", "grpo_kl"), rank_bytes=6.0, shared_bytes=12.0
 )
@@ -205,6 +215,9 @@ ASSUMED = Assumptions()
 
 GPUS_PER_NODE = 8
 """Tensor parallelism stays inside a node (StreamRL sec. 2.1); every testbed of the paper has nodes of 8."""
+TENSOR_DEGREES = (1, 2, 4, 8)
+MOST_TOKENS = 1 << 20
+"""Of a micro-batch: more is never asked for."""
 
 PASSES = {"ppo": 3.0, "grpo": 1.0, "grpo_kl": 4.0 / 3.0}
 """Forward and backward passes (6 FLOP a weight and token) that a token costs the trainer.
@@ -218,13 +231,9 @@ TRAINED_MODELS = {"ppo": 2, "grpo": 1, "grpo_kl": 1}
 TRANSFER_CHUNKS = 16
 
 
-class DoesNotFitError(ValueError):
-    """A model does not fit on the GPUs it was given. The message names the model, the layout and the bytes."""
-
-
 def tensor_degrees(llm: Llm, gpu: Gpu) -> list[int]:
     """Tensor-parallel degrees inside a node that split the query heads evenly; what was measured is not split."""
-    return [degree for degree in (1, 2, 4, 8) if llm.heads % degree == 0 and (degree == 1 or gpu.measured is None)]
+    return [degree for degree in TENSOR_DEGREES if llm.heads % degree == 0 and (degree == 1 or gpu.measured is None)]
 
 
 def generation_degrees(llm: Llm, gpu: Gpu, context_tokens: int, assumed: Assumptions = ASSUMED) -> list[int]:
@@ -294,7 +303,7 @@ def train_cost(
     if gpu.measured is not None and gpu.measured.train is not None:
         return gpu.measured.train
     rank_flops = num_gpus // ranks * gpu.flops * assumed.mfu
-    passes = PASSES[algorithm]
+    passes = PASSES[algorithm] + RECOMPUTED[assumed.trainer.recompute]
     attention = 6 * llm.layers * llm.heads * llm.head_dim  # forward and backward of causal scores and values
     return TrainCost(
         token_s=passes * 6 * llm.active_params / rank_flops,
@@ -306,35 +315,50 @@ def train_cost(
     )
 
 
-HEAD_ROWS = 2048
-"""Of logits whose gradient is held at once, in bf16 (``workers/trainer/policy/model.py``)."""
+RECOMPUTED = {"none": 0.0, "selective": 0.0, "whole": 1.0 / 3.0}
+"""Passes that are computed again: the forward of all layers, or what costs little."""
+
+
+@functools.cache
+def training_layout(llm: Llm, num_gpus: int, ranks: int, trainer: TrainerSupport) -> Layout | None:
+    """How the GPUs of each of ``ranks`` share its work: by the least pipeline parallelism; None where they cannot."""
+    per_rank = num_gpus // ranks
+    if trainer.predicted:
+        return next(iter(layouts(llm, num_gpus, ParallelSettings(data=ranks))), None)
+    tensor = max(degree for degree in TENSOR_DEGREES if per_rank % degree == 0 and llm.heads % degree == 0)
+    return Layout(data=ranks, tensor=tensor, pipeline=per_rank // tensor)
+
+
+def training_bytes(
+    llm: Llm, num_gpus: int, ranks: int, tokens: float, longest_tokens: float, assumed: Assumptions = ASSUMED
+) -> float:
+    """Of each GPU, with a micro-batch of ``tokens``; infinite where the GPUs cannot share the model so."""
+    trainer = assumed.trainer
+    if not trainer.predicted:
+        return state_bytes(llm, num_gpus, ranks, assumed) + assumed.activation_bytes
+    layout = training_layout(llm, num_gpus, ranks, trainer)
+    return math.inf if layout is None else rank_memory(llm, layout, trainer.training(tokens, longest_tokens)).total
 
 
 def state_bytes(llm: Llm, num_gpus: int, ranks: int, assumed: Assumptions = ASSUMED) -> float:
     """Weights, gradients and optimizer of each GPU."""
-    return llm.params * (assumed.trainer.rank_bytes * ranks + assumed.trainer.shared_bytes) / num_gpus
-
-
-def activation_bytes(llm: Llm, tokens: float, longest_tokens: float, assumed: Assumptions = ASSUMED) -> float:
-    """Of each GPU, with a micro-batch of ``tokens``, whose longest sample has ``longest_tokens``.
-
-    Where all are kept, a token and layer keep both norms in fp32 and bf16, queries, keys, values and the output of
-    attention, four products of the MLP, and its row of the mask in bf16; and the head its gradient and that of a block
-    of logits. Counted with torch's hooks on small Llama and Qwen2 (``tests/integration/test_trainer_memory.py``).
-    """
-    if not assumed.trainer.keeps_activations:
-        return assumed.activation_bytes
-    attention = 10 * llm.heads * llm.head_dim
-    of_layers = llm.layers * (24 * llm.hidden + attention + 8 * llm.mlp + BYTES * longest_tokens) * tokens
-    return of_layers + BYTES * llm.vocabulary * (HEAD_ROWS + llm.hidden)
+    trainer = assumed.trainer
+    layout = training_layout(llm, num_gpus, ranks, trainer) if trainer.predicted else None
+    if layout is not None:
+        return predicted_state_bytes(llm, layout, trainer.training(1, 1))
+    return llm.params * (trainer.rank_bytes * ranks + trainer.shared_bytes) / num_gpus
 
 
 def most_micro_batch_tokens(llm: Llm, gpu: Gpu, num_gpus: int, ranks: int, longest: int, assumed: Assumptions) -> float:
     """Tokens of a micro-batch for which there is memory; infinite where nothing of it depends on them."""
-    room = gpu.memory_bytes * assumed.usable_memory - state_bytes(llm, num_gpus, ranks, assumed)
-    fixed = activation_bytes(llm, 0, longest, assumed)
-    of_token = activation_bytes(llm, 1, longest, assumed) - fixed
-    return (room - fixed) / of_token if of_token and gpu.measured is None else math.inf
+    if gpu.measured is not None or not assumed.trainer.predicted:
+        return math.inf
+    room = gpu.memory_bytes * assumed.usable_memory
+
+    def takes(tokens: int) -> float:
+        return training_bytes(llm, num_gpus, ranks, tokens, longest, assumed)
+
+    return max(0, bisect.bisect_right(range(MOST_TOKENS), room, key=takes) - 1)
 
 
 def training_misfit(
@@ -351,10 +375,12 @@ def training_misfit(
         return (
             "" if ranks == num_gpus else f"one {gpu.name} is one rank of the trainer, {num_gpus} are no {ranks} ranks"
         )
-    needed = state_bytes(llm, num_gpus, ranks, assumed) + activation_bytes(llm, longest_tokens, longest_tokens, assumed)
+    needed = training_bytes(llm, num_gpus, ranks, longest_tokens, longest_tokens, assumed)
     usable = gpu.memory_bytes * assumed.usable_memory
     if needed <= usable:
         return ""
+    if needed == math.inf:
+        return f"{num_gpus // ranks} GPUs of a rank cannot share {llm.name}: they do not divide its heads or layers"
     return (
         f"training {llm.name} on {num_gpus} {gpu.name} as {ranks} ranks needs {needed / 1e9:.0f} GB of each, "
         f"{usable / 1e9:.0f} GB are usable"

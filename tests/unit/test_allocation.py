@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,29 +27,25 @@ from orchestrator.planning.allocation import (
 )
 from orchestrator.planning.plan_search import (
     LONG,
-    PLANNED,
     SHORT,
     Job,
     Prediction,
     bound_of,
+    planned,
     run_settings,
     simulation_of,
 )
 from orchestrator.sim.costs import (
-    ASSUMED,
     GPUS,
     H20,
-    H200,
     H800,
-    OUR_TRAINER,
     DoesNotFitError,
-    activation_bytes,
     decode_cost,
-    state_bytes,
     training_misfit,
 )
 from orchestrator.sim.llms import HUB, LLMS, QWEN_7B, QWEN_72B
 from orchestrator.sim.scenarios import PIPELINES
+from transport.contracts.training_memory import USABLE_SHARE, Layout, check_layout, choose_layout, training_of
 
 CONTEXT = 21_000
 
@@ -244,20 +241,21 @@ def test_every_plan_is_one_that_our_trainer_runs_and_its_settings_are_accepted(l
             except DoesNotFitError:
                 continue
             for split in chance.sample(found, min(len(found), 4)):
-                assert split.training_tensor_parallel * split.pipeline_parallel in OUR_TRAINER.rank_sizes
-                micro_batch_tokens = job.layout(split, job.workload(1)).micro_batch_tokens
-                held = state_bytes(llm, split.training_gpus, split.ranks, PLANNED) + activation_bytes(
-                    llm, micro_batch_tokens, job.context_tokens, PLANNED
+                layout = Layout(
+                    data=split.ranks, tensor=split.training_tensor_parallel, pipeline=split.pipeline_parallel
                 )
-                assert held <= gpu.memory_bytes * PLANNED.usable_memory
+                check_layout(llm, layout, ranks=split.training_gpus)
                 path = tmp_path / "plan.toml"
                 engine = chance.choice(["sglang", "vllm"])
                 path.write_text(as_toml(run_settings(job, predicted(split), engine, HUB[llm.name]), split))
                 read = resolve(None, [path], [], {}).settings
-                assert (read.trainer.ranks, read.generation.workers) == (split.ranks, split.instances)
+                assert (read.trainer.ranks, read.generation.workers) == (split.training_gpus, split.instances)
+                training = training_of(read, compute_bytes=2, on_gpu=True)
+                usable = gpu.memory_bytes * USABLE_SHARE
+                assert choose_layout(llm, read.trainer.ranks, usable, training, read.trainer.parallel) == layout
                 assert read.model.path == HUB[llm.name]
                 accepted += 1
-    assert accepted or llm.params * OUR_TRAINER.rank_bytes > 0.9 * H200.memory_bytes
+    assert accepted
 
 
 def predicted(split: Split) -> Prediction:
@@ -268,12 +266,18 @@ def predicted(split: Split) -> Prediction:
 
 
 def test_what_no_number_of_gpus_trains_says_which_memory_is_missing():
-    job = drawn(random.Random(0), llm=QWEN_7B, groups=((2000,),), prompt_tokens=100)
+    small = msgspec.structs.replace(H800, name="small", memory_bytes=16e9)
+    job = drawn(random.Random(0), llm=QWEN_7B, groups=((60_000,),), prompt_tokens=100, algorithm="grpo")
     with pytest.raises(DoesNotFitError) as refused:
-        of_job(job, pool(64))
+        of_job(job, pool(64, small), pool(8))
     said = str(refused.value)
-    assert "H800: 1 for an instance, no number of them for the trainer, which holds the whole model on each" in said
-    assert "137.1 GB of weights, gradients and optimizer" in said
-    assert "72.0 GB are usable, " in said
-    assert "a model of at most " in said
-    assert of_job(replace(job, assumed=ASSUMED), pool(64)), "the papers' trainer has tensor and pipeline parallelism"
+    assert "no number of them for the trainer: with the longest sample in a micro-batch, 64 of them for one" in said
+    assert "14.4 GB are usable; it takes shorter samples, or --recompute whole" in said
+    assert of_job(replace(job, assumed=planned("whole")), pool(64, small), pool(8))
+
+
+def test_a_model_of_more_than_one_gpu_is_planned_as_the_trainer_shares_it():
+    job = drawn(random.Random(0), llm=QWEN_72B, groups=((2000,),), prompt_tokens=100, batch=16)
+    found = of_job(job, pool(64))
+    assert min(split.training_gpus for split in found) * 72e9 > 16 * QWEN_72B.params
+    assert all(split.ranks > 1 or split.training_tensor_parallel > 1 for split in found)

@@ -202,7 +202,7 @@ def _activation_bytes(llm: Llm, layout: Layout, training: Training, stage: int) 
     kept = layers * layer_token_bytes(llm, layout, training)
     if training.recompute != "none":  # of one layer at a time everything, while it is computed again
         kept += layer_token_bytes(llm, layout, msgspec.structs.replace(training, recompute="none"))
-    ends = (3 * training.compute_bytes + SUM_BYTES) * llm.hidden  # the last norm, hidden states and their gradient
+    ends = (3 * training.compute_bytes + SUM_BYTES) * llm.hidden / layout.tensor  # last norm, hidden states, gradient
     return training.tokens * ((layout.pipeline - stage) * kept + ends)
 
 

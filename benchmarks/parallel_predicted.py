@@ -1,0 +1,189 @@
+"""How near the prediction of a rank's memory comes: ``predicted_over_measured`` of the bench ``parallel``.
+
+Real learners train real rows on the CPU, as many gloo processes as the layout has ranks. States are the bytes of the
+tensors that a rank holds between two steps; the peak is that of torch's memory tracker over a whole step, the largest
+of the ranks. Both are counted, not timed, so neighbours on the machine do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from transport.contracts.llms import Llm, from_config
+from transport.contracts.settings import TrainerSettings
+from transport.contracts.training_memory import Layout, RankMemory, Training, rank_memory
+from transport.contracts.types import GroupId, RowId
+from workers.algorithms.loss import Objective
+from workers.trainer.learner import PromptGroup, TrainingSample
+from workers.trainer.policy import attention
+from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.policy_learner import TrainStep
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SAMPLES = 4
+"""Of the group that a rank trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A small model, how its ranks share it, and what each trains."""
+
+    family: str = "llama"
+    dtype: str = "bfloat16"
+    layers: int = 4
+    hidden: int = 256
+    mlp: int = 768
+    words: int = 4096
+    tied: bool = False
+    prompt_tokens: int = 100
+    response_tokens: int = 300
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": self.hidden // 4,
+            "intermediate_size": self.mlp,
+            "vocab_size": self.words,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def llm(self) -> Llm:
+        return from_config(self.family, self.shape | {"model_type": self.family})
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch: the last token of a response is no input."""
+        return self.prompt_tokens + SAMPLES * (self.response_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes of one rank: between two steps, and at the fullest moment of one."""
+
+    states: int
+    peak: int
+
+
+def said(case: Case) -> RankMemory:
+    training = Training(tokens=case.tokens, compute_bytes=getattr(torch, case.dtype).itemsize)
+    return rank_memory(case.llm, case.layout, training)
+
+
+def measure(case: Case) -> Measured:
+    """One process alone. The second step is the one that counts: the optimizer's state is made in the first."""
+    with as_on_a_gpu():
+        return _measure(case)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Attention by the fused kernel, which keeps no scores: a CPU keeps those of short rows, being faster so."""
+    kept = attention.MAX_SCORES
+    attention.MAX_SCORES = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the tracker's, of gradients that are None
+        yield
+    attention.MAX_SCORES = kept
+
+
+def _measure(case: Case) -> Measured:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
+    config = FAMILIES[case.family](**case.shape)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION).eval()
+    policy = PolicyModel(cast(PreTrainedModel, module), dtype=getattr(torch, case.dtype), temperature=1.0)
+    step = TrainStep(policy, TrainerSettings(micro_batch_tokens=case.tokens), Objective())
+    group = some_group(case)
+    train(step, group)
+    moments = [value for state in step.optimizer.state.values() for value in state.values()]
+    held = [*module.parameters(), *module.buffers(), *policy.masters.values(), policy.gradient, *moments]
+    tracker = MemTracker()
+    tracker.track_external(*held)
+    with tracker:
+        train(step, group)
+    peak = tracker.get_tracker_snapshot("peak")
+    return Measured(states=num_bytes(held), peak=sum(device["Total"] for device in peak.values()))
+
+
+def train(step: TrainStep, group: PromptGroup) -> None:
+    step.accumulate([group])
+    tokens = sum(sample.num_loss_tokens for sample in group.samples)
+    step.close(batch=0, num_rows=len(group.samples), num_tokens=tokens)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def some_group(case: Case) -> PromptGroup:
+    chance = np.random.default_rng(0)
+    rows = [
+        TrainingSample(
+            row_id=RowId(f"0/0/{sample}"),
+            response_ids=chance.integers(0, case.words, case.response_tokens).astype(np.int32),
+            rollout_logprobs=np.full(case.response_tokens, -6.0, np.float32),
+            advantage=1.0,
+        )
+        for sample in range(SAMPLES)
+    ]
+    prompt = chance.integers(0, case.words, case.prompt_tokens).astype(np.int32)
+    return PromptGroup(group_id=GroupId("0/0"), prompt_ids=prompt, samples=rows)
+
+
+CASES = [
+    Case(),
+    Case(dtype="float32"),
+    Case(family="qwen3", prompt_tokens=50, response_tokens=150),
+    Case(family="qwen2", words=32_768, prompt_tokens=20, response_tokens=60),
+    Case(dtype="float32", layers=8, hidden=512, mlp=1536, tied=True, prompt_tokens=20, response_tokens=50),
+]
+
+
+def compared(cases: Sequence[Case]) -> dict[str, float]:
+    """The least and the largest ratio of what was said to what was measured."""
+    states: list[float] = []
+    peaks: list[float] = []
+    for case in cases:
+        measured, predicted = measure(case), said(case)
+        states.append(predicted.states / measured.states)
+        peaks.append(predicted.total / measured.peak)
+        print(f"states {states[-1]:.3f}  peak {peaks[-1]:.3f}  {asdict(case)}", file=sys.stderr, flush=True)
+    return {
+        "layouts": len(cases),
+        "states_least": min(states),
+        "states_most": max(states),
+        "peak_least": min(peaks),
+        "peak_most": max(peaks),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: round(value, 3) for name, value in compared(CASES).items()}))
