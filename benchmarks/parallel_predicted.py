@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -31,15 +31,14 @@ from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.policy_learner import TrainStep
+from workers.trainer.policy.recompute import Recompute, recompute_activations
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-SAMPLES = 4
-"""Of the group that a rank trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A small model, how its ranks share it, and what each trains."""
+    """A small model, how its ranks share it, and what each trains: a group of ``samples``."""
 
     family: str = "llama"
     dtype: str = "bfloat16"
@@ -50,6 +49,8 @@ class Case:
     tied: bool = False
     prompt_tokens: int = 100
     response_tokens: int = 300
+    samples: int = 4
+    recompute: Recompute = "none"
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -78,7 +79,7 @@ class Case:
     @property
     def tokens(self) -> int:
         """Of a micro-batch: the last token of a response is no input."""
-        return self.prompt_tokens + SAMPLES * (self.response_tokens - 1)
+        return self.prompt_tokens + self.samples * (self.response_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class Measured:
 
 
 def said(case: Case) -> RankMemory:
-    training = Training(tokens=case.tokens, compute_bytes=getattr(torch, case.dtype).itemsize)
+    training = Training(tokens=case.tokens, compute_bytes=getattr(torch, case.dtype).itemsize, recompute=case.recompute)
     return rank_memory(case.llm, case.layout, training)
 
 
@@ -117,10 +118,11 @@ def _measure(case: Case) -> Measured:
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     config = FAMILIES[case.family](**case.shape)
     module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION).eval()
+    recompute_activations(module, case.recompute)
     policy = PolicyModel(cast(PreTrainedModel, module), dtype=getattr(torch, case.dtype), temperature=1.0)
     step = TrainStep(policy, TrainerSettings(micro_batch_tokens=case.tokens), Objective())
     group = some_group(case)
-    train(step, group)
+    train(step, some_group(replace(case, prompt_tokens=4, response_tokens=4)))
     moments = [value for state in step.optimizer.state.values() for value in state.values()]
     held = [*module.parameters(), *module.buffers(), *policy.masters.values(), policy.gradient, *moments]
     tracker = MemTracker()
@@ -152,7 +154,7 @@ def some_group(case: Case) -> PromptGroup:
             rollout_logprobs=np.full(case.response_tokens, -6.0, np.float32),
             advantage=1.0,
         )
-        for sample in range(SAMPLES)
+        for sample in range(case.samples)
     ]
     prompt = chance.integers(0, case.words, case.prompt_tokens).astype(np.int32)
     return PromptGroup(group_id=GroupId("0/0"), prompt_ids=prompt, samples=rows)
