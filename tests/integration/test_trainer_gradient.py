@@ -22,6 +22,7 @@ from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs
+from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
 from workers.trainer.policy.policy_learner import TrainStep, global_norm
 
@@ -245,3 +246,18 @@ def test_prompts_of_one_token_and_responses_of_one_token(tmp_path: Path) -> None
     step.accumulate(groups)
     assert relative_error(step.policy.gradient / 6, padded_gradient(directory, groups, Objective())) < 1e-5
     assert np.isfinite(packed_logprobs(step.policy.module, pack(groups, "token_mean"), 1.0).numpy()).all()
+
+
+def test_a_step_with_offload_is_the_same_step(tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path)
+    steps = [new_step(directory, Objective(), offload=offload) for offload in ("none", "optimizer")]
+    for step in steps:
+        for batch in range(2):
+            step.accumulate(make_groups(seed=batch))
+            step.close(batch=batch, num_rows=9, num_tokens=34)
+    assert isinstance(steps[1].optimizer, OffloadedAdamW)
+    for one, other in zip(*(step.policy.masters.values() for step in steps), strict=True):
+        assert torch.equal(one, other)
+        states = (steps[0].optimizer.state[one], steps[1].optimizer.state[other])
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
