@@ -122,7 +122,7 @@ def packed_loop(policy: PolicyModel, rounds: Sequence[Sequence[PromptGroup]]) ->
     """The same sum by the trainer, a round at a time, into ``policy.gradient``."""
     policy.gradient.zero_()
     for groups in rounds:
-        policy.backward(pack(groups, OBJECTIVE.aggregation), OBJECTIVE)
+        policy.backward([pack(groups, OBJECTIVE.aggregation)], OBJECTIVE)
 
 
 def gradient_error(policy: PolicyModel, model: Any, groups: Sequence[PromptGroup]) -> float:
@@ -160,7 +160,7 @@ def _loss_difference(
     objective = replace(OBJECTIVE, aggregation=aggregation)
     batch = pack(groups, aggregation)
     scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
-    return abs(policy.backward(batch, objective).loss / scale - reference.loss(pad_groups(groups), objective).item())
+    return abs(policy.backward([batch], objective).loss / scale - reference.loss(pad_groups(groups), objective).item())
 
 
 @dataclass(frozen=True, slots=True)

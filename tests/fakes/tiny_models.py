@@ -33,15 +33,22 @@ _CLASSES = {
 
 
 def tiny_model(
-    family: str = "qwen3", *, seed: int = 0, tied: bool = True, max_context: int = 256, head_dim: int = 16
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    max_context: int = 256,
+    head_dim: int = 16,
+    vocabulary: int = VOCAB,
+    layers: int = 2,
 ) -> PreTrainedModel:
     """Two layers, 4 heads on 2 key heads, with weights large enough that attention and positions matter."""
     config_class, model_class = _CLASSES[family]
     config = config_class(
-        vocab_size=VOCAB,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=head_dim,

@@ -38,6 +38,7 @@ from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, p
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy.policy_learner import PolicyLearner
 from workers.trainer.worker import TrainerWorker
+from workers.weights.parts import TalkingRanks
 
 
 class DigestPublisher:
@@ -47,7 +48,12 @@ class DigestPublisher:
         self.digests: dict[int, str] = {}
 
     def publish(
-        self, epoch: int, version: int, tensors: Mapping[str, torch.Tensor], cast: torch.dtype
+        self,
+        epoch: int,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        cast: torch.dtype,
+        ranks: TalkingRanks | None = None,
     ) -> WeightManifest:
         layout = plan_layout((name, tuple(t.shape), str(cast).removeprefix("torch.")) for name, t in tensors.items())
         raw = [t.detach().to(cast).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]

@@ -21,10 +21,11 @@ from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_su
 from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
+from workers.trainer.policy.gradients import global_norm
 from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
-from workers.trainer.policy.policy_learner import TrainStep, global_norm
+from workers.trainer.policy.policy_learner import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -209,9 +210,9 @@ def test_the_clipped_gradient_has_the_norm_asked_for(tmp_path: Path, monkeypatch
 
 def test_the_norm_of_many_elements_is_exact() -> None:
     gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
-    assert global_norm(gradient) == pytest.approx(gradient.norm(dtype=torch.float64).item(), rel=1e-6)
+    assert global_norm([gradient]) == pytest.approx(gradient.norm(dtype=torch.float64).item(), rel=1e-6)
     gradient[5] = float("inf")
-    assert not np.isfinite(global_norm(gradient))
+    assert not np.isfinite(global_norm([gradient]))
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_said(tmp_path: Path) -> None:

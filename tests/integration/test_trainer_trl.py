@@ -61,7 +61,7 @@ def test_loss_and_gradient_equal(
     policy = PolicyModel(load_module(model_dir, device=torch.device("cpu")), dtype=torch.float32, temperature=1.0)
     batch = pack(groups, aggregation)
     scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
-    ours = policy.backward(batch, objective).loss / scale
+    ours = policy.backward([batch], objective).loss / scale
     theirs = reference.loss(pad_groups(groups), objective)
     assert ours == pytest.approx(theirs.item(), abs=1e-6)
     reference.trainer.model.zero_grad()

@@ -14,7 +14,8 @@ from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
 from workers.algorithms.loss import Objective, loss_sum, loss_terms
 from workers.trainer.policy import attention
-from workers.trainer.policy.model import backward_through_head, packed_logprobs, plain_head, predictor_hidden
+from workers.trainer.policy.head import Head, backward_through_head
+from workers.trainer.policy.model import packed_logprobs, plain_head, predictor_hidden
 from workers.trainer.policy.packing import PackedBatch, PromptGroup, pack, split_by_tokens
 
 
@@ -85,7 +86,8 @@ def gradients(module, batch: PackedBatch) -> dict[str, torch.Tensor]:
 
     hidden = predictor_hidden(module, batch)
     of_head = torch.zeros_like(head.weight)
-    hidden.backward(backward_through_head(hidden.detach(), batch.target_N, head, 1.0, token_gradient, of_head))
+    whole = Head.of(head.weight, 1.0)
+    hidden.backward(backward_through_head(hidden.detach(), batch.target_N, whole, token_gradient, of_head))
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"no gradient reached {name}"
         found[name] = parameter.grad + of_head if parameter is head.weight else parameter.grad

@@ -74,8 +74,13 @@ class Learner(Protocol):
     """One rank's weights, and how they learn."""
 
     @property
-    def world_size(self) -> int:
-        """Ranks that train together; known after ``join``."""
+    def data_size(self) -> int:
+        """Parts that a round is dealt into; known after ``join``."""
+        ...
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank trains; others may train the same part together with it."""
         ...
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
@@ -141,7 +146,7 @@ class EmulatedLearner:
     Source: ours; costs as the simulator's (``orchestrator/sim/engine.py``).
     """
 
-    world_size = 1
+    data_size, data_rank = 1, 0
 
     def __init__(self, costs: EmulatedSettings, publisher: WeightPublisher, sleep: Callable[[float], None]) -> None:
         self._costs = costs

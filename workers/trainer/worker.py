@@ -126,8 +126,8 @@ class TrainerWorker:
                 self._clock,
                 self._fence if self._rank == 0 else None,
                 cursor=self._ledger.cursor,
-                rank=self._rank,
-                world_size=self._learner.world_size,
+                part=self._learner.data_rank,
+                num_parts=self._learner.data_size,
                 needs_reference=self._settings.algorithm.kl_coef > 0,
                 stall_s=self._stall_s,
             )
@@ -159,14 +159,15 @@ class TrainerWorker:
         if self._rank == 0:
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
             self._announcer = StepAnnouncer(self._broker, self._worker_id, self._fence)
-            await self._publish()
+        await self._publish()
+        if self._announcer is not None:
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
             event = TrainerReady(
                 worker_id=self._worker_id,
                 weights=self._weights,
                 cursor=cursor,
-                dp_size=self._learner.world_size,
+                dp_size=self._learner.data_size,
                 damaged=self._store.damage_lines,
             )
             await self._announce(event, cursor=cursor, version=self._weights.version)
@@ -297,7 +298,8 @@ class TrainerWorker:
             await self._announce(event, batch=command.batch, version=self._ledger.version)
         self._stepped_s = 0.0
         self._batch = BatchTally(started_s=now_s)
-        if command.checkpoint or self._checkpoint_due:
+        due = command.checkpoint or self._checkpoint_due  # the latter rank 0 alone knows
+        if await self._in_thread(lambda: self._learner.agree(due)):
             await self._checkpoint()
 
     async def _finish(self, entry_id: str) -> None:
@@ -307,6 +309,8 @@ class TrainerWorker:
         then. Raises CheckpointError, RanksError.
         """
         if self._rank != 0:
+            await self._in_thread(self._learner.tensor_files)
+            await self._in_thread(lambda: self._learner.save_final(self._run_dir / "model"))
             self._doing = "waiting for rank 0 to save"
             await self._outstay_rank_0(entry_id)
             return
@@ -337,6 +341,7 @@ class TrainerWorker:
     async def _checkpoint(self) -> None:
         """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
         if self._rank != 0:
+            await self._in_thread(self._learner.tensor_files)  # what it holds goes to rank 0
             return
         try:
             saved = await self._save()
@@ -371,13 +376,13 @@ class TrainerWorker:
     # -- out
 
     async def _publish(self) -> None:
-        if self._announcer is None:
-            return
+        """All ranks publish what they hold; rank 0 announces it."""
         self._doing = "publishing"
         version, epoch = self._ledger.version, self._fence.epoch
         manifest = await self._in_thread(lambda: self._learner.publish(epoch, version))
         self._weights = manifest.weights
-        await self._announcer.announce_manifest(manifest)
+        if self._announcer is not None:
+            await self._announcer.announce_manifest(manifest)
 
     async def _announce(self, event: Event, **fields: str | int) -> None:
         """Announce an event, if this rank reports for all."""
@@ -452,8 +457,8 @@ class RoundsReader:
         fence: Fence | None,
         *,
         cursor: str,
-        rank: int,
-        world_size: int,
+        part: int,
+        num_parts: int,
         needs_reference: bool,
         stall_s: float,
     ) -> None:
@@ -462,8 +467,8 @@ class RoundsReader:
         self._clock = clock
         self._fence = fence
         self._cursor = cursor
-        self._rank = rank
-        self._world_size = world_size
+        self._part = part
+        self._num_parts = num_parts
         self._required = REQUIRED | ({Column.REFERENCE_LOGPROBS} if needs_reference else set())
         self._stall_s = stall_s
         self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
@@ -498,11 +503,11 @@ class RoundsReader:
                     return
 
     def _my_rows(self, command: TrainRound) -> Wanted:
-        """This rank's part. A round that was packed for another number of ranks is dealt out again."""
-        if len(command.ranks) == self._world_size:
-            mine = command.ranks[self._rank]
+        """This rank's part. A round that was packed for another number of parts is dealt out again."""
+        if len(command.ranks) == self._num_parts:
+            mine = command.ranks[self._part]
         else:
-            mine = [group for rank in command.ranks for group in rank][self._rank :: self._world_size]
+            mine = [group for rank in command.ranks for group in rank][self._part :: self._num_parts]
         return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
 
     async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:

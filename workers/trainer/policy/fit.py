@@ -49,12 +49,12 @@ def fit_layout(
         llm = from_config(model_dir.name, read_json(model_dir / "config.json", dict[str, Any]))
     except UnknownModelError as error:
         log.warning("cannot say how much memory the model takes", reason=str(error))
-        return _data_ranks(trainer.ranks, trainer.parallel)
+        return _data_ranks(trainer.num_ranks, trainer.parallel)
     training = training_of(settings, compute_bytes=choose_dtype(trainer.dtype, device).itemsize, on_gpu=on_gpu)
-    usable = usable_bytes(device, trainer.ranks, os.environ) if memory_bytes is None else memory_bytes
+    usable = usable_bytes(device, trainer.num_ranks, os.environ) if memory_bytes is None else memory_bytes
     max_data = settings.pipeline.groups_per_batch // trainer.mini_batches
     try:
-        return choose_layout(llm, trainer.ranks, usable, training, trainer.parallel, max_data=max_data)
+        return choose_layout(llm, trainer.num_ranks, usable, training, trainer.parallel, max_data=max_data)
     except (LayoutError, DoesNotFitError) as error:
         raise ModelError(str(error)) from error
 

@@ -1,10 +1,5 @@
 """The policy as the trainer computes it: a Hugging Face model over packed rows, without ever holding all logits.
 
-The logits of one micro-batch are the largest tensor of training (4096 tokens x 49152 words are 800 MB in fp32). A loss
-that is a sum over tokens needs them a few rows at a time: softmax, the token's own logprob, and, because the loss tells
-d(loss)/d(logprob) at once, the gradient in the same buffer. Autograd over the whole made three more passes over fresh
-memory and took 1.3 s of a 6.4 s step (SmolLM2, 1549 tokens, bf16, one thread).
-
 Owns: device, dtype and loading; the fp32 master weights, their gradient sum (one flat fp32 buffer), and, when it
 computes in bf16, the bf16 copy that the forward pass runs on. Never: the objective, the optimizer. Invariants: packed
 rows give what samples alone give (checked at loading); gradients of all micro-batches are summed in fp32 and equal
@@ -16,6 +11,7 @@ Legend: N loss tokens, D hidden size, V words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,108 +19,246 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, RowId
-from workers.algorithms.loss import LossMetrics, Objective, loss_metrics, loss_sum, loss_terms
+from workers.algorithms.loss import LossMetrics, LossTerm, Objective, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import check_model_dir, choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
-from workers.trainer.policy import packing
-from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens, summing_dtype
+from workers.trainer.policy import attention
+from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
+from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
+from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
+from workers.trainer.policy.parallel import (
+    DATA,
+    EMBEDDING,
+    HEAD,
+    TENSOR,
+    Ranks,
+    SingleRank,
+    check_layout,
+    is_split_over,
+    is_tied,
+    keep_stage,
+    num_copies,
+    place_of,
+    shard_over_data,
+    split_tensors,
+    whole_like,
+)
+from workers.trainer.policy.pipeline import Pipeline
+from workers.weights.parts import shard_of
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
 
-SOFTMAX_ROWS = 128
-"""Rows of logits handled at once: 25 MB of fp32 at 49152 words, so that its passes stay near the cache."""
-BLOCK_ROWS = 2048
-"""Rows whose gradient is kept (in the compute dtype) for one matrix product into the weight's gradient."""
-
-TokenGradient = Callable[[Tensor, slice], Tensor]
-"""(logprobs_n, which tokens) -> d(loss)/d(logprobs_n): what an additive objective can say piece by piece."""
-
 
 class PolicyModel:
-    """Forward and backward over packed rows. temperature: of the rollout (0 counts as 1)."""
+    """Forward and backward over packed rows, on what this rank holds of the model. temperature: of the rollout.
 
-    def __init__(self, module: PreTrainedModel, *, dtype: torch.dtype, temperature: float) -> None:
+    module: becomes what this rank holds, in place; with one rank it stays as it is.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.module = module
         """Its parameters are the compute weights."""
-        self.temperature = temperature or 1.0
-        self._head = plain_head(module)
-        compute = dict(module.named_parameters())
-        sizes = [parameter.numel() for parameter in compute.values()]
-        self.gradient = torch.zeros(sum(sizes), device=module.device)
-        """[all parameters] float32: the sum of gradients so far."""
-        self.masters: dict[str, nn.Parameter] = {}
-        """Name -> fp32 parameter; its ``grad`` is a view of ``gradient``. Tied weights appear once."""
-        # Not autocast: it rounds all weights again in every micro-batch, and a streamed batch has many.
-        self._copies: list[nn.Parameter] = []
-        for (name, parameter), part in zip(compute.items(), self.gradient.split(sizes), strict=True):
-            gradient = part.view_as(parameter)
-            master = parameter
-            if dtype != torch.float32:  # buffers (rope) stay fp32
-                master = nn.Parameter(parameter.detach().clone())
-                parameter.data = parameter.data.to(dtype)
-                parameter.register_post_accumulate_grad_hook(_add_to(gradient))
-                self._copies.append(parameter)
-            master.grad = gradient
-            self.masters[name] = master
-            if parameter is self._head.weight:
-                self._head_gradient = gradient
+        self.temperature = temperature or 1.0  # 0 counts as 1
+        self.ranks = ranks or SingleRank()
+        layout, place = self.ranks.layout, place_of(self.ranks.layout, self.ranks.rank)
+        check_layout(module, layout)
+        tied = is_tied(module)
+        keep_stage(module, layout, place)
+        if (mesh := self.ranks.axis(TENSOR)) is not None:
+            split_tensors(module, mesh)
+        is_last = place.stage == layout.pipeline - 1
+        self.is_first_peer = place.tensor == 0
+        """Whether what this rank finds of a loss counts: its tensor peers find the same."""
+        self.reads_rows = self.is_first_peer and place.stage == 0
+        """Whether this rank counts the rows of a round for its peers."""
+        self._stage = PolicyStage(module, self.temperature, has_head=is_last)
+        if (mesh := self.ranks.axis(DATA)) is not None:
+            compute = None if dtype == next(module.parameters()).dtype else dtype
+            shard_over_data(self._stage, cast(Any, module.base_model).layers, mesh, compute)
+        self._sums = ShardedSums() if mesh is not None else FlatSums(module, dtype)
+        self.masters: dict[str, Tensor] = {}
+        """Name in the whole model -> what is trained, saved and published of it. Tied weights appear once."""
+        self.locals: dict[str, nn.Parameter] = {}
+        """Name -> this rank's part of the master, in the same memory: what an optimizer steps."""
+        for name, parameter in module.named_parameters():
+            whole = EMBEDDING if tied and name == HEAD else name  # of a last stage
+            self.masters[whole], self.locals[whole] = self._sums.add(parameter)
+        if is_last:
+            self._stage.head_gradient = self._sums.of(plain_head(module).weight)
+        self._tied_over_stages = tied and layout.pipeline > 1 and EMBEDDING in self.masters
+        """Whether the first and the last stage both hold the embedding."""
+        self._pipeline = Pipeline(self._stage, self.ranks, dtype) if layout.pipeline > 1 else None
 
-    def backward(self, batch: PackedBatch, objective: Objective) -> LossMetrics:
-        """Add the gradient of the batch's unscaled loss sum to ``gradient``.
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.locals.values())).device
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the masters, and of all sums."""
+        return next(iter(self.locals.values())).dtype
+
+    @property
+    def gradient(self) -> Tensor:
+        """[all that this rank holds]: the sum of gradients so far, in the dtype of the masters."""
+        return self._sums.flat()
+
+    def backward(self, batches: Sequence[PackedBatch], objective: Objective) -> LossMetrics:
+        """Add the gradient of the unscaled loss sum of some rows. All ranks call it with as many.
 
         Raises: ValueError: a loss term that is not additive: it has to wait for the whole mini-batch.
         """
         terms = loss_terms(objective)
         if waits := [term.name for term in terms if not term.additive]:
             raise ValueError(f"loss terms {waits} are not sums over tokens: they cannot be streamed")
-        metrics = LossMetrics()
+        calls = [LossCall(batch, objective, terms) for batch in batches]
+        if self._pipeline is not None:
+            self._pipeline.backward(calls)
+        else:
+            for call in calls:
+                self._stage(None, call).backward()
+        return sum((call.metrics for call in calls), LossMetrics())
 
-        def token_gradient(logprobs: Tensor, part: slice) -> Tensor:
-            nonlocal metrics
-            tokens = batch.tokens.slice(part.start, part.stop)
-            with torch.enable_grad():
-                leaf = logprobs.detach().requires_grad_()
-                loss = loss_sum(leaf, tokens, objective, terms)
-                (gradient,) = torch.autograd.grad(loss, leaf)
-            metrics += loss_metrics(loss, logprobs, tokens, objective)
-            return gradient
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """[N] float32 logprobs of the loss tokens under the present weights. All ranks of the data axis call it."""
+        with torch.no_grad():
+            return self._stage(None, LossCall(batch))
 
-        hidden = predictor_hidden(self.module, batch)
-        hidden.backward(
-            backward_through_head(
-                hidden.detach(), batch.target_N, self._head, self.temperature, token_gradient, self._head_gradient
-            )
-        )
-        return metrics
+    def close(self) -> None:
+        """Complete the sum: what ranks hold in common becomes the gradient of all of them. Then ``gradients`` is."""
+        self._sums.close(self.locals)
+        if (mesh := self.ranks.axis(TENSOR)) is not None:
+            for name, master in self.masters.items():
+                if not is_split_over(master, TENSOR):  # norms of heads: each rank has the gradient of its own heads
+                    dist.all_reduce(self._grad(name), group=mesh.get_group())
+        if self._tied_over_stages:
+            dist.all_reduce(self._grad(EMBEDDING), group=self.ranks.ends)
+
+    def gradient_norm(self) -> float:
+        """Of the whole model's gradient sum."""
+        if self.ranks.layout.num_ranks == 1:
+            return global_norm([self.gradient])
+        copies: dict[int, list[Tensor]] = {}
+        for name, master in self.masters.items():
+            copies.setdefault(self._num_holders(name, master), []).append(self._grad(name))
+        squares = sum(global_norm(parts) ** 2 / number for number, parts in copies.items())
+        return math.sqrt(self.ranks.total(squares))
+
+    def scale(self, factor: float) -> None:
+        self._sums.scale(factor)
+
+    def start_sum(self) -> None:
+        self._sums.clear()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters into the compute copy, after they changed."""
-        if self._copies:
-            for copy, master in zip(self._copies, self.masters.values(), strict=True):
-                copy.copy_(master)
+        """Round the masters into the compute weights, after they changed."""
+        self._sums.refresh()
+        if isinstance(self._stage, FSDPModule):
+            self._stage.reshard()  # a forward pass without a backward leaves the root gathered
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole of what each rank holds a part of, as of a master; a number stays one. All ranks call it."""
+        if local.ndim == 0:
+            return local
+        tensor = whole_like(local, self.masters[name])
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def whole_masters(self) -> dict[str, Tensor]:
+        return {name: self.whole(name, local.detach()) for name, local in self.locals.items()}
+
+    def held(self, name: str, tensor: Tensor) -> Tensor:
+        """Of a whole tensor, this rank's part of the master."""
+        if tensor.ndim == 0:
+            return tensor
+        shard = shard_of(self.masters[name])
+        for dimension, (start, size) in enumerate(zip(shard.start, shard.local.shape, strict=True)):
+            tensor = tensor.narrow(dimension, start, size)
+        return tensor
+
+    def _grad(self, name: str) -> Tensor:
+        gradient = self.locals[name].grad
+        assert gradient is not None  # after ``close``
+        return gradient
+
+    def _num_holders(self, name: str, master: Tensor) -> int:
+        """Ranks whose part of it is the same as ours."""
+        tensor = self.ranks.layout.tensor if not is_split_over(master, TENSOR) else 1
+        return num_copies(master) * tensor * (2 if self._tied_over_stages and name == EMBEDDING else 1)
 
 
-def _add_to(total: Tensor) -> Any:
-    """A hook that moves a parameter's bf16 gradient into its fp32 sum as it comes."""
+class LossCall:
+    """One micro-batch, and what its forward pass finds out. objective: None for logprobs alone."""
 
-    def move(parameter: Tensor) -> None:
-        assert parameter.grad is not None  # autograd calls us after it wrote it
-        total.add_(parameter.grad)
-        parameter.grad = None
+    def __init__(
+        self, batch: PackedBatch, objective: Objective | None = None, terms: tuple[LossTerm, ...] = ()
+    ) -> None:
+        self.batch = batch
+        self.objective = objective
+        self._terms = terms
+        self.metrics = LossMetrics()
 
-    return move
+    def token_gradient(self, logprobs: Tensor, part: slice) -> Tensor:
+        """d(loss)/d(logprobs) of some tokens: what an additive objective can say piece by piece."""
+        assert self.objective is not None
+        tokens = self.batch.tokens.slice(part.start, part.stop)
+        with torch.enable_grad():
+            leaf = logprobs.detach().requires_grad_()
+            loss = loss_sum(leaf, tokens, self.objective, self._terms)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        self.metrics += loss_metrics(loss, logprobs, tokens, self.objective)
+        return gradient
+
+
+class PolicyStage(nn.Module):
+    """What this rank computes of a packed row: all of the model, or some of its layers and what stands at an end."""
+
+    def __init__(self, module: PreTrainedModel, temperature: float, *, has_head: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.has_head = has_head
+        self.temperature = temperature
+        self.head_gradient: Tensor | None = None
+        """Where the head's gradient is added; None: it goes the way of all others."""
+
+    def forward(self, hidden: Tensor | None, call: LossCall) -> Tensor:
+        """hidden: [1, T, D] of the stage before; None: this is the first.
+
+        Returns: [1, T, D] for the next stage; from the last one a scalar whose backward pass is that of the loss, or,
+        without an objective, [N] logprobs.
+        """
+        batch = call.batch
+        trunk = cast(nn.Module, self.module.base_model)
+        given = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+        out = trunk(**given, position_ids=batch.position_ids, use_cache=False, groups=batch.attention)
+        out = out.last_hidden_state
+        if not self.has_head:
+            return out
+        head = Head.of(plain_head(self.module).weight, self.temperature)
+        predictors = whole_rows(out)[0].index_select(0, batch.predictor_N)
+        if call.objective is None:
+            return target_logprobs(predictors, batch.target_N, head)
+        return HeadLoss.apply(predictors, head.weight, batch.target_N, head, call.token_gradient, self.head_gradient)
 
 
 def predictor_hidden(module: PreTrainedModel, batch: PackedBatch) -> Tensor:
@@ -137,7 +271,9 @@ def predictor_hidden(module: PreTrainedModel, batch: PackedBatch) -> Tensor:
 @torch.no_grad()
 def packed_logprobs(module: PreTrainedModel, batch: PackedBatch, temperature: float) -> Tensor:
     """[N] ``summing_dtype`` logprobs of the loss tokens under the present weights."""
-    return target_logprobs(predictor_hidden(module, batch), batch.target_N, plain_head(module), temperature)
+    return target_logprobs(
+        predictor_hidden(module, batch), batch.target_N, Head.of(plain_head(module).weight, temperature)
+    )
 
 
 def row_logprobs(
@@ -147,9 +283,14 @@ def row_logprobs(
     result: dict[RowId, NDArray[np.float32]] = {}
     for piece in split_by_tokens(groups, max_tokens):
         batch = pack(piece, "token_mean", module.device)
-        parts = packed_logprobs(module, batch, temperature).cpu().split(list(batch.row_lengths))
-        result.update((row, part.numpy()) for row, part in zip(batch.row_ids, parts, strict=True))
+        result |= by_row(batch, packed_logprobs(module, batch, temperature))
     return result
+
+
+def by_row(batch: PackedBatch, logprobs_N: Tensor) -> dict[RowId, NDArray[np.float32]]:
+    """Of each row, [its loss tokens]."""
+    parts = logprobs_N.cpu().split(list(batch.row_lengths))
+    return {row: part.numpy() for row, part in zip(batch.row_ids, parts, strict=True)}
 
 
 def reference_logprobs(
@@ -172,13 +313,13 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
     Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed.
     """
     check_model_dir(model_dir)
-    ALL_ATTENTION_FUNCTIONS[packing.ATTENTION] = packing.shared_prompt_attention
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     transformers_logging.disable_progress_bar()  # its monitor thread outlives the call, and logs are no terminals
     try:
         module = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=torch.float32,
-            attn_implementation=packing.ATTENTION,
+            attn_implementation=attention.ATTENTION,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
@@ -236,80 +377,10 @@ def check_packing(module: PreTrainedModel) -> None:
         logits = cast(Any, module)(input_ids=row, use_cache=False).logits
         logprobs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         theirs.append(logprobs.gather(1, row[0, len(prompt) :, None])[:, 0])
-    module.set_attn_implementation(packing.ATTENTION)
+    module.set_attn_implementation(attention.ATTENTION)
     error = (ours - torch.cat(theirs)).abs().max().item()
     if not error < PROBE_TOLERANCE:
         raise ModelError(
             f"{type(module).__name__} cannot be trained packed: its logprobs then differ by {error:.3g} from those of"
             " its own forward pass"
         )
-
-
-# --- the head ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def target_logprobs(hidden_ND: Tensor, target_N: Tensor, head: nn.Linear, temperature: float) -> Tensor:
-    """[N] ``summing_dtype``: log_softmax(head(hidden) / temperature) of the targets."""
-    pieces = zip(hidden_ND.split(SOFTMAX_ROWS), target_N.split(SOFTMAX_ROWS), strict=True)
-    return torch.cat([_softmax(hidden, target, head, temperature)[0] for hidden, target in pieces])
-
-
-@torch.no_grad()
-def backward_through_head(
-    hidden_ND: Tensor,
-    target_N: Tensor,
-    head: nn.Linear,
-    temperature: float,
-    token_gradient: TokenGradient,
-    weight_gradient: Tensor,
-) -> Tensor:
-    """Gradient of a token-wise loss through the head.
-
-    Args:    hidden_ND: [N, D], any floating dtype.  weight_gradient: [V, D] ``summing_dtype``, added to in place.
-    Returns: d(loss)/d(hidden), [N, D] in the dtype of ``hidden_ND``.
-    """
-    hidden_gradient = torch.empty_like(hidden_ND)
-    for start in range(0, hidden_ND.shape[0], BLOCK_ROWS):
-        rows = slice(start, min(start + BLOCK_ROWS, hidden_ND.shape[0]))
-        logit_gradient = _block_gradient(hidden_ND, target_N, head, temperature, token_gradient, rows)
-        torch.mm(logit_gradient, head.weight, out=hidden_gradient[rows])
-        if weight_gradient.dtype == logit_gradient.dtype:
-            weight_gradient.addmm_(logit_gradient.T, hidden_ND[rows])
-        else:
-            weight_gradient += logit_gradient.T @ hidden_ND[rows]
-    return hidden_gradient
-
-
-def _block_gradient(
-    hidden_ND: Tensor,
-    target_N: Tensor,
-    head: nn.Linear,
-    temperature: float,
-    token_gradient: TokenGradient,
-    rows: slice,
-) -> Tensor:
-    """d(loss)/d(head's output) of ``rows``, [rows, V] in the compute dtype."""
-    block = torch.empty(rows.stop - rows.start, head.out_features, dtype=hidden_ND.dtype, device=hidden_ND.device)
-    for start in range(rows.start, rows.stop, SOFTMAX_ROWS):
-        part = slice(start, min(start + SOFTMAX_ROWS, rows.stop))
-        target = target_N[part, None]
-        logprobs, unnormalised, total = _softmax(hidden_ND[part], target_N[part], head, temperature)
-        # d logprob / d logit = (onehot - softmax) / temperature
-        gradient = token_gradient(logprobs, part)[:, None] / temperature
-        unnormalised.mul_(-gradient / total[:, None]).scatter_add_(1, target, gradient)
-        block[part.start - rows.start : part.stop - rows.start] = unnormalised
-    return block
-
-
-def _softmax(hidden: Tensor, target: Tensor, head: nn.Linear, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob of the target [n], exp(logits - max) [n, V], its sum [n]), in ``summing_dtype``, one pass of exp."""
-    logits = F.linear(hidden, head.weight, head.bias).to(summing_dtype(hidden.dtype))
-    if temperature != 1.0:
-        logits.div_(temperature)
-    largest = logits.amax(dim=-1, keepdim=True)
-    logits.sub_(largest)
-    chosen = logits.gather(1, target[:, None])[:, 0]
-    unnormalised = logits.exp_()
-    total = unnormalised.sum(dim=-1)
-    return chosen - total.log(), unnormalised, total

@@ -28,10 +28,7 @@ from torch import Tensor
 from transport.contracts.types import RowId
 from workers.algorithms.loss import Aggregation, TokenBatch, token_weight
 from workers.trainer.learner import PromptGroup, TrainingSample
-from workers.trainer.policy.attention import ATTENTION as ATTENTION
 from workers.trainer.policy.attention import GroupAttention, group_attention
-from workers.trainer.policy.attention import shared_prompt_attention as shared_prompt_attention
-from workers.trainer.policy.attention import summing_dtype as summing_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ is that of the whole mini-batch (to rounding), and a gradient that is not finite
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import structlog
@@ -35,9 +36,11 @@ from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, T
 from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
 from workers.trainer.policy.export import Exporter, check_names
 from workers.trainer.policy.fit import fit_layout
-from workers.trainer.policy.model import PolicyModel, choose_dtype, load_module, row_logprobs
+from workers.trainer.policy.model import PolicyModel, by_row, choose_dtype, load_module
 from workers.trainer.policy.offload import OffloadedAdamW
-from workers.trainer.policy.packing import pack, split_by_tokens, summing_dtype
+from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
+from workers.trainer.policy.parallel import Ranks, RoundShape, SingleRank, place_of
+from workers.trainer.policy.pipeline import bucket
 from workers.trainer.policy.ranks import Meeting, meet_ranks
 from workers.trainer.policy.recompute import recompute_activations
 from workers.weights.publish import WeightPublisher
@@ -46,41 +49,6 @@ log = structlog.get_logger(__name__)
 
 RANDOM_STATE = "torch_random_state"
 ADAM_EPSILON = 1e-8
-NORM_PIECE = 1 << 16
-"""Elements whose squares are summed in fp32."""
-
-
-class GradientReducer(Protocol):
-    """What a step needs of the other ranks. Raises RanksError when one of them went away."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
-        """Sum ``gradient`` over ranks in place and return the metrics of all."""
-        ...
-
-    def agree(self, value: int) -> int:
-        """Rank 0's value."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SingleRank:
-    """There are no others."""
-
-    world_size: int = 1
-
-    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
-        return metrics
-
-    def agree(self, value: int) -> int:
-        return value
-
-    def close(self) -> None:
-        pass
 
 
 class PolicyLearner:
@@ -107,12 +75,16 @@ class PolicyLearner:
         self._meeting_dir = meeting_dir
         self._meeting: Meeting | None = None
         self._trust_remote_code = trust_remote_code
-        self._reducer: GradientReducer = SingleRank()
+        self._ranks: Ranks = SingleRank()
         self._loaded: TrainStep | None = None
 
     @property
-    def world_size(self) -> int:
-        return self._reducer.world_size
+    def data_rank(self) -> int:
+        return place_of(self._ranks.layout, self._ranks.rank).data
+
+    @property
+    def data_size(self) -> int:
+        return self._ranks.layout.data
 
     @property
     def _step(self) -> TrainStep:
@@ -121,20 +93,21 @@ class PolicyLearner:
         return self._loaded
 
     async def join(self, broker: Broker, in_thread: InThread) -> None:
-        liveness, ranks = self._settings.liveness, self._settings.trainer.num_ranks
-        if ranks == 1:
+        liveness, device = self._settings.liveness, choose_device(self._settings.trainer.device, "trainer.device")
+        layout = fit_layout(self._model_dir, self._settings, device)
+        if layout.num_ranks == 1:
             return
         if self._meeting_dir is None:
-            raise ValueError(f"{ranks} ranks need a directory to meet in")
-        self._reducer, self._meeting = await meet_ranks(
+            raise ValueError(f"{layout.num_ranks} ranks need a directory to meet in")
+        self._ranks, self._meeting = await meet_ranks(
             broker,
             self._rank,
-            ranks,
+            layout,
             in_thread,
             directory=self._meeting_dir,
-            device=choose_device(self._settings.trainer.device, "trainer.device"),
+            device=device,
             join_timeout_s=liveness.startup_s,
-            reduce_timeout_s=liveness.stall_s,
+            collective_timeout_s=liveness.stall_s,
         )
 
     async def follow(self) -> None:
@@ -142,20 +115,22 @@ class PolicyLearner:
             await self._meeting.follow()
 
     def agree(self, value: int) -> int:
-        return self._reducer.agree(value)
+        return self._ranks.agree(value)
 
     def load(self, checkpoint: Checkpoint | None) -> None:
         settings = self._settings
         torch.set_num_threads(settings.trainer.threads)
         device = choose_device(settings.trainer.device, "trainer.device")
-        fit_layout(self._model_dir, settings, device)
         module = load_module(self._model_dir, device=device, trust_remote_code=self._trust_remote_code)
         recompute_activations(module, settings.trainer.recompute)
         policy = PolicyModel(
-            module, dtype=choose_dtype(settings.trainer.dtype, device), temperature=settings.sampling.temperature
+            module,
+            dtype=choose_dtype(settings.trainer.dtype, device),
+            temperature=settings.sampling.temperature,
+            ranks=self._ranks,
         )
         objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
-        step = TrainStep(policy, settings.trainer, objective, self._reducer)
+        step = TrainStep(policy, settings.trainer, objective)
         if checkpoint is not None:
             _restore(step, checkpoint)
         self._loaded = step
@@ -174,14 +149,15 @@ class PolicyLearner:
 
     def publish(self, epoch: int, version: int) -> WeightManifest:
         cast = getattr(torch, self._settings.generation.dtype)
-        return self._publisher.publish(epoch, version, self._step.policy.masters, cast)
+        ranks = self._ranks if self._ranks.layout.num_ranks > 1 else None
+        return self._publisher.publish(epoch, version, self._step.policy.masters, cast, ranks)
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
         """The masters; the optimizer's state by parameter name, nothing of one that never stepped; the random state."""
-        masters, state = self._step.policy.masters, self._step.optimizer.state
+        masters, state = self._step.policy.whole_masters(), self._step.optimizer.state
         optimizer = {
-            f"{key}.{name}": torch.as_tensor(value)
-            for name, parameter in masters.items()
+            f"{key}.{name}": self._step.policy.whole(name, torch.as_tensor(value))
+            for name, parameter in self._step.policy.locals.items()
             for key, value in state.get(parameter, {}).items()
         }
         contents = {MODEL_FILE: dict(masters), OPTIMIZER_FILE: optimizer | {RANDOM_STATE: torch.get_rng_state()}}
@@ -197,12 +173,14 @@ class PolicyLearner:
             dtype=self._settings.trainer.save_dtype,
             trust_remote_code=self._trust_remote_code,
         )
-        exporter.write(self._step.policy.module, self._step.policy.masters, target)
+        weights = self._step.policy.whole_masters()
+        if self._rank == 0:
+            exporter.write(self._step.policy.module, weights, target)
 
     def leave(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
-        self._reducer.close()
+        self._ranks.close()
 
     def retract(self) -> None:
         self._publisher.close()
@@ -216,38 +194,33 @@ def _restore(step: TrainStep, checkpoint: Checkpoint) -> None:
     """Make ``step`` what it was when it was saved, bit for bit. Raises CheckpointError: tensors of another model."""
     weights = load_file(checkpoint.path / MODEL_FILE)
     saved = load_file(checkpoint.path / OPTIMIZER_FILE)
-    masters = step.policy.masters
-    check_names(checkpoint.path, weights, masters)
+    policy = step.policy
+    check_names(checkpoint.path, weights, policy.masters)
     with torch.no_grad():
-        for name, parameter in masters.items():
-            parameter.copy_(weights[name])
+        for name, parameter in policy.locals.items():
+            parameter.copy_(policy.held(name, weights[name]))
     torch.set_rng_state(saved.pop(RANDOM_STATE))
     for key, tensor in saved.items():
         kind, _, name = key.partition(".")
-        step.optimizer.state[masters[name]][kind] = tensor.to(masters[name].device)
-    step.policy.refresh()
+        local = policy.locals[name]
+        step.optimizer.state[local][kind] = policy.held(name, tensor).clone().to(local.device)
+    policy.refresh()
 
 
 class TrainStep:
     """The trainer's arithmetic for one rank: sum, sum, sum, then scale once and step. Synchronous torch, no I/O."""
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        settings: TrainerSettings,
-        objective: Objective,
-        reducer: GradientReducer | None = None,
-    ) -> None:
+    def __init__(self, policy: PolicyModel, settings: TrainerSettings, objective: Objective) -> None:
         self.policy = policy
+        self._ranks = policy.ranks
         self._settings = settings
         self._objective = objective
-        self._reducer = reducer or SingleRank()
         self._old_logprobs: dict[RowId, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._metrics = LossMetrics()
         # Matrices decay, vectors (norms, biases) do not, as everywhere in the field.
         decays = {True: settings.weight_decay, False: 0.0}
         groups = [
-            {"params": [p for p in policy.masters.values() if (p.ndim >= 2) is matrix], "weight_decay": decay}
+            {"params": [p for p in policy.locals.values() if (p.ndim >= 2) is matrix], "weight_decay": decay}
             for matrix, decay in decays.items()
         ]
         # fused: .065 s instead of .30 s for 135M parameters on one CPU core
@@ -269,16 +242,46 @@ class TrainStep:
             for group in groups
         ]
         computed = [group for group in computed if group.samples]
-        for piece in split_by_tokens(computed, self._settings.micro_batch_tokens):
-            module = self.policy.module
-            dtype = summing_dtype(module.dtype)
-            batch = pack(piece, self._objective.aggregation, module.device, dtype=dtype)
-            self._metrics += self.policy.backward(batch, self._objective)
+        for batches in self._in_lockstep(rows, split_by_tokens(computed, self._settings.micro_batch_tokens)):
+            metrics = self.policy.backward(batches, self._objective)
+            self._metrics += metrics if self.policy.is_first_peer else LossMetrics()
         num_tokens = sum(row.num_loss_tokens for row in rows)
-        entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
-        self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens, entropy=entropy)
+        if self.policy.reads_rows:
+            entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
+            self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens, entropy=entropy)
         num_computed = sum(len(group.samples) for group in computed)
         return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=num_computed)
+
+    def _in_lockstep(
+        self, rows: Sequence[TrainingSample], pieces: Sequence[Sequence[PromptGroup]]
+    ) -> Iterator[list[PackedBatch]]:
+        """Micro-batches of a round, in the numbers and sizes that all ranks agree on: a forward pass is a collective.
+
+        rows: of the round, by which peers see that they have the same.  Yields what is computed in one go.
+        """
+        layout = self._ranks.layout
+        if layout.num_ranks == 1:
+            yield from ([self._pack(piece)] for piece in pieces)
+            return
+        sizes = [num_inputs(piece) for piece in pieces]
+        found = RoundShape(mark=_mark(rows), micro_batches=len(pieces), tokens=max(sizes, default=1))
+        agreed = self._ranks.agree_round(found)
+        count = max(agreed.micro_batches, layout.pipeline) if agreed.micro_batches else 0
+        padded = [*pieces, *((),) * (count - len(pieces))]
+        if layout.pipeline > 1 and padded:
+            size = bucket(agreed.tokens, self._buckets())
+            yield [self._pack(piece, -(-size // layout.tensor) * layout.tensor) for piece in padded]
+            return
+        for piece in padded:
+            yield [self._pack(piece, -(-max(1, num_inputs(piece)) // layout.tensor) * layout.tensor)]
+
+    def _pack(self, piece: Sequence[PromptGroup], pad_to: int = 0) -> PackedBatch:
+        return pack(piece, self._objective.aggregation, self.policy.device, pad_to=pad_to, dtype=self.policy.sum_dtype)
+
+    def _buckets(self) -> Sequence[int]:
+        """Sizes of a pipeline's micro-batches, tokens."""
+        most = self._settings.micro_batch_tokens
+        return self._settings.parallel.buckets or [max(1, most // part) for part in (8, 4, 2, 1)]
 
     def _with_old(self, sample: TrainingSample) -> TrainingSample:
         """With its old-policy logprobs."""
@@ -294,8 +297,10 @@ class TrainStep:
     def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
         """Remember old-policy logprobs of some rows, by row id, until ``forget_logprobs``."""
         rows = [sample for group in groups for sample in group.samples]
-        policy, max_tokens = self.policy, self._settings.micro_batch_tokens
-        found = row_logprobs(policy.module, groups, temperature=policy.temperature, max_tokens=max_tokens)
+        found: dict[RowId, NDArray[np.float32]] = {}
+        for batches in self._in_lockstep(rows, split_by_tokens(groups, self._settings.micro_batch_tokens)):
+            for batch in batches:
+                found |= by_row(batch, self.policy.logprobs(batch))
         for row in rows:
             logprobs = found[row.row_id]
             if row.loss_mask is not None:  # at their places in the response; 0 where the policy chose nothing
@@ -317,8 +322,9 @@ class TrainStep:
         Args:    batch, num_batches: see ``learning_rate``.  num_rows, num_tokens: what the log says.
         Returns: metrics: loss, grad_norm (before clipping), lr, skipped_nonfinite, and LossMetrics.means.
         """
-        settings, gradient = self._settings, self.policy.gradient
-        metrics = self._reducer.reduce(gradient, self._metrics)
+        settings, policy = self._settings, self.policy
+        metrics = self._ranks.reduce(self._metrics)
+        policy.close()
         held_rows, held_tokens = round(metrics.rows), round(metrics.loss_tokens)
         if (held_rows, held_tokens) != (num_rows, num_tokens):
             log.warning(
@@ -330,8 +336,8 @@ class TrainStep:
                 said_tokens=num_tokens,
             )
         scale = 1.0 / normaliser(self._objective.aggregation, num_rows=held_rows, num_tokens=held_tokens)
-        gradient.mul_(scale)
-        grad_norm = global_norm(gradient)
+        policy.scale(scale)
+        grad_norm = policy.gradient_norm()
         rate = learning_rate(
             batch,
             num_batches,
@@ -343,12 +349,12 @@ class TrainStep:
         finite = bool(np.isfinite(grad_norm) and np.isfinite(metrics.loss))
         if finite and held_tokens:
             if 0 < settings.grad_clip < grad_norm:
-                gradient.mul_(settings.grad_clip / (grad_norm + 1e-6))
+                policy.scale(settings.grad_clip / (grad_norm + 1e-6))
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = rate
             self.optimizer.step()
-            self.policy.refresh()
-        gradient.zero_()
+            policy.refresh()
+        policy.start_sum()
         self._metrics = LossMetrics()
         means = metrics.means()
         if not self._objective.kl_coef:
@@ -362,11 +368,15 @@ class TrainStep:
         }
 
 
-def global_norm(gradient: Tensor) -> float:
-    """Its Euclidean norm. Norms of pieces, then their norm in fp64: as exact as fp64 throughout (to 1e-6), which took
-    .46 s of a step for 135M parameters instead of .02 s; one fp32 sum over all of them was off by 1.4%."""
-    pieces = torch.stack([piece.norm() for piece in gradient.split(NORM_PIECE)])
-    return float(pieces.norm(dtype=torch.float64))
+def num_inputs(piece: Sequence[PromptGroup]) -> int:
+    """Tokens of its row."""
+    return sum(len(group.prompt_ids) + sum(len(one.response_ids) - 1 for one in group.samples) for group in piece)
+
+
+def _mark(rows: Sequence[TrainingSample]) -> int:
+    """Of which rows a round has, as a number that peers can compare."""
+    text = "\n".join(row.row_id for row in rows)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def learning_rate(

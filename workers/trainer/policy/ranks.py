@@ -1,18 +1,18 @@
-"""Data parallelism: every rank sums gradients of its own rows; one reduction when a mini-batch closes.
+"""The ranks of one trainer: how they meet, what they tell one another, how one learns that another is gone.
 
-Each rank reads the rounds log itself and takes its part of each round; a rank enters the reduction only when it has
-read that the mini-batch is closed, and then all others have read so too. What a slower rank still computes, the others
-wait for under ``timeout_s``.
+Each rank reads the rounds log itself and takes its part of each round. A forward pass is a collective, so before each
+round the ranks agree on its shape (``RankGroup.agree_round``), which each enters only with its rows at hand. What a
+slower rank still computes, or waits for, the others wait for under ``timeout_s``.
 
 Rank 0 of a local trainer opens a meeting: a file of its own in a private directory of this machine, locked for as long
 as it lives, whose id it reports over the broker. The other ranks join by that id; nothing listens on a port for ranks
 that are to come. A rank that was replaced takes its seat again, which rank 0 sees, or opens another meeting, which the
 others see: then all start over together. Under torchrun its agent sees to all that.
 
-Owns: the process group; the meeting's files and what stands about it on the broker. Never: waits for data inside a
-collective. Invariants: no rank joins a meeting whose rank 0 is gone; a rank starts over as soon as another one was
-replaced. Collectives of one machine use its loopback interface only; gloo and NCCL know no proof of who connects, so
-ranks of several machines belong on a network of their own (docs/security.md).
+Owns: the process group; the meeting's files and what stands about it on the broker. Invariants: no rank joins a meeting
+whose rank 0 is gone; a rank starts over as soon as another one was replaced. Collectives of one machine use its
+loopback interface only; gloo and NCCL know no proof of who connects, so ranks of several machines belong on a network
+of their own (docs/security.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import fcntl
 import os
 import re
 import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import psutil
 import torch
@@ -34,13 +36,16 @@ from torch.distributed import (
     FileStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from transport.broker.base import Broker
+from transport.contracts.training_memory import Layout
 from transport.process.files import is_locked
 from transport.tensors.base import is_loopback
 from workers.algorithms.loss import LossMetrics
 from workers.errors import RanksError
 from workers.trainer.learner import InThread
+from workers.trainer.policy.parallel import AXES, DATA, PIPELINE, TENSOR, RoundShape, place_of
 
 MEETING = "trainer-ranks"
 """Meta key: id of the meeting that was opened last."""
@@ -50,64 +55,136 @@ POLL_S = 0.2
 
 
 class RankGroup:
-    """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``."""
+    """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``: see ``Ranks``."""
 
     def __init__(
-        self, rank: int, world_size: int, store: Store | None, *, device: torch.device, timeout_s: float
+        self, rank: int, layout: Layout, store: Store | None, *, device: torch.device, timeout_s: float
     ) -> None:
         """store: None for torchrun's own, which its environment names."""
         self.rank = rank
-        self.world_size = world_size
+        self.layout = layout
         self._device = device
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=rank,
-            world_size=world_size,
+            world_size=layout.num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._sizes = {PIPELINE: layout.pipeline, DATA: layout.data, TENSOR: layout.tensor}
+        self._mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
+        self.ends = self._join_ends() if layout.pipeline > 1 else None
 
-    def reduce(self, gradient: Tensor, metrics: LossMetrics) -> LossMetrics:
+    def axis(self, name: str) -> DeviceMesh | None:
+        return self._mesh[name] if self._sizes[name] > 1 else None
+
+    def _join_ends(self) -> dist.ProcessGroup | None:
+        """Every rank makes every group, as torch wants it; its own is returned."""
+        own: dist.ProcessGroup | None = None
+        each = self.layout.data * self.layout.tensor
+        for rank in range(each):
+            members = [rank, rank + (self.layout.pipeline - 1) * each]
+            group = dist.new_group(members)
+            if self.rank in members:
+                own = cast(dist.ProcessGroup, group)
+        return own
+
+    def total(self, value: float) -> float:
+        return self._sum([value])[0]
+
+    def reduce(self, metrics: LossMetrics) -> LossMetrics:
         sums, largest = metrics.to_vectors()
-        try:
-            total = torch.tensor(sums, dtype=torch.float64, device=self._device)
-            maximum = torch.tensor(largest, dtype=torch.float64, device=self._device)
-            dist.all_reduce(gradient)
-            dist.all_reduce(total)
-            dist.all_reduce(maximum, dist.ReduceOp.MAX)
-            return LossMetrics.from_vectors(total.tolist(), maximum.tolist())
-        except RuntimeError as error:
-            raise RanksError(f"rank {self.rank} lost the others while it summed gradients: {error}") from error
+        return LossMetrics.from_vectors(self._sum(sums), self._sum(largest, dist.ReduceOp.MAX))
 
     def agree(self, value: int) -> int:
         chosen = torch.tensor(value, dtype=torch.int64, device=self._device)
-        dist.broadcast(chosen, src=0)
+        with lost_ranks(self.rank):
+            dist.broadcast(chosen, src=0)
         return int(chosen.item())
+
+    def agree_round(self, shape: RoundShape) -> RoundShape:
+        own = torch.tensor([shape.mark, shape.micro_batches, shape.tokens], dtype=torch.int64, device=self._device)
+        found = [torch.empty_like(own) for _ in range(self.layout.num_ranks)]
+        with lost_ranks(self.rank):
+            dist.all_gather(found, own)
+        of_ranks = [RoundShape(mark=mark, micro_batches=count, tokens=tokens) for mark, count, tokens in stack(found)]
+        data = place_of(self.layout, self.rank).data
+        peers = {rank: one for rank, one in enumerate(of_ranks) if place_of(self.layout, rank).data == data}
+        if other := [rank for rank, peer in peers.items() if peer.mark != shape.mark]:
+            raise RanksError(f"rank {self.rank} has other rows of a round than its peers {other}")
+        return RoundShape(
+            mark=shape.mark,
+            micro_batches=max(one.micro_batches for one in of_ranks),
+            tokens=max(peer.tokens for peer in peers.values()),
+        )
+
+    def gather(self, data: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self._device)
+        lengths = [int(length) for length in self._each(len(data))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = own[: len(data)]
+        found = [torch.empty_like(padded) for _ in lengths]
+        with lost_ranks(self.rank):
+            dist.all_gather(found, padded)
+        return [bytes(one[:length].cpu().numpy()) for one, length in zip(found, lengths, strict=True)]
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+    def _each(self, value: int) -> list[int]:
+        """Every rank's value, in their order."""
+        own = torch.tensor([value], dtype=torch.int64, device=self._device)
+        found = [torch.empty_like(own) for _ in range(self.layout.num_ranks)]
+        with lost_ranks(self.rank):
+            dist.all_gather(found, own)
+        return [int(one.item()) for one in found]
+
+    def _sum(self, values: Sequence[float], how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
+        with lost_ranks(self.rank):
+            dist.all_reduce(numbers, how)
+        return numbers.tolist()
+
+
+def stack(rows: Sequence[Tensor]) -> list[list[int]]:
+    return torch.stack(list(rows)).tolist()
+
+
+@contextmanager
+def lost_ranks(rank: int) -> Iterator[None]:
+    """Raise RanksError for a collective that failed: another rank died, hung, or left."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RanksError(f"rank {rank} lost the others: {error}") from error
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in ("gloo", "connection closed", "timed out", "peer")):
+            raise
+        raise RanksError(f"rank {rank} lost the others: {error}") from error
 
 
 async def meet_ranks(
     broker: Broker,
     rank: int,
-    world_size: int,
+    layout: Layout,
     in_torch: InThread,
     *,
     directory: Path,
     device: torch.device,
     join_timeout_s: float,
-    reduce_timeout_s: float,
+    collective_timeout_s: float,
 ) -> tuple[RankGroup, Meeting | None]:
-    """Become one of ``world_size`` ranks, two or more. No meeting under torchrun, whose agent sees to the others.
+    """Become one of the ranks of ``layout``, two or more. No meeting under torchrun, whose agent sees to the others.
 
-    directory: where ranks of one machine meet.  join_timeout_s: for rank 0.  reduce_timeout_s: for all to connect, and
-    later for a slower one.  Raises: RanksError: they did not come in time, or one was replaced meanwhile.
+    directory: where ranks of one machine meet.  join_timeout_s: for rank 0.  collective_timeout_s: for all to connect,
+    and later for a slower one.  Raises: RanksError: they did not come in time, or one was replaced meanwhile.
     """
+
+    world_size = layout.num_ranks
 
     def group(store: Store | None) -> RankGroup:
         try:
-            return RankGroup(rank, world_size, store, device=device, timeout_s=reduce_timeout_s)
+            return RankGroup(rank, layout, store, device=device, timeout_s=collective_timeout_s)
         except (dist.DistError, RuntimeError) as error:
             raise RanksError(f"rank {rank} of {world_size} could not join the others: {error}") from error
 

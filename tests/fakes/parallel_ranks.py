@@ -1,0 +1,69 @@
+"""A function run by several trainer ranks at once, each in a process of its own, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from transport.contracts.training_memory import Layout
+from workers.trainer.policy.parallel import SingleRank
+from workers.trainer.policy.ranks import RankGroup
+
+LIMIT_S = 240.0
+"""They are done within seconds on an idle machine."""
+
+
+def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    """What ``work(ranks, *arguments)``, a function of a module, returns on each rank.
+
+    timeout_s: of a collective.  Raises RuntimeError: a rank failed, or did not end; it says what each said.
+    """
+    if layout.num_ranks == 1:
+        return [work(SingleRank(), *arguments)]
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        processes = [
+            context.Process(target=_run, args=(rank, layout, store, timeout_s, answers, work, arguments), daemon=True)
+            for rank in range(layout.num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            found: dict[int, Any] = {}
+            for _ in processes:
+                rank, error, answer = answers.get(timeout=LIMIT_S)
+                if error:
+                    raise RuntimeError(f"rank {rank}: {error}")
+                found[rank] = answer
+            return [found[rank] for rank in range(layout.num_ranks)]
+        except Empty:
+            raise RuntimeError(f"not all ranks of {layout} ended") from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _run(
+    rank: int, layout: Layout, store: str, timeout_s: float, answers: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        there = FileStore(store, layout.num_ranks)
+        ranks = RankGroup(rank, layout, there, device=torch.device("cpu"), timeout_s=timeout_s)
+        answers.put((rank, "", work(ranks, *arguments)))
+    except BaseException as error:
+        answers.put((rank, f"{error!r}\n{traceback.format_exc()}", None))
+        raise

@@ -1,0 +1,98 @@
+"""The same training by any number of ranks: five steps of uneven rounds, and how far they come from one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.fakes.tiny_models import in_float64, tiny_model
+from tests.fakes.training import make_groups
+from transport.contracts.settings import TrainerSettings
+from workers.algorithms.loss import Objective
+from workers.trainer.learner import PromptGroup
+from workers.trainer.policy import attention
+from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.parallel import Ranks, place_of
+from workers.trainer.policy.policy_learner import TrainStep
+
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    family: str = "qwen3"
+    tied: bool = True
+    layers: int = 4
+    double: bool = True
+    dtype: torch.dtype | None = None
+    lr: float = 2e-3
+    micro_batch_tokens: int = 24
+
+
+@dataclass
+class Trained:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    update: dict[str, np.ndarray] = field(default_factory=dict)
+    moved: float = 0.0
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def rounds_of(step: int) -> list[list[PromptGroup]]:
+    """Three rounds, of three groups, one, and two."""
+    groups = make_groups(
+        seed=step,
+        batch=step,
+        prompt_tokens=(5, 3, 9, 4, 6, 2),
+        response_tokens=((4, 1, 7), (2, 2), (6, 3, 1, 8), (9,), (3, 5), (12, 2)),
+        logprob=-4.5,
+    )
+    return [groups[:3], groups[3:4], groups[4:]]
+
+
+def train(ranks: Ranks, training: Training) -> Trained:
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
+    module = tiny_model(training.family, tied=training.tied, vocabulary=96, layers=training.layers)
+    if training.double:
+        in_float64(module)
+    module.set_attn_implementation(attention.ATTENTION)
+    dtype = training.dtype or module.dtype
+    policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks)
+    settings = TrainerSettings(lr=training.lr, micro_batch_tokens=training.micro_batch_tokens, weight_decay=0.1)
+    step = TrainStep(policy, settings, Objective())
+    before = {name: whole(master.detach()).clone() for name, master in policy.masters.items()}
+    trained = Trained()
+    layout = ranks.layout
+    part = place_of(layout, ranks.rank).data
+    for batch in range(STEPS):
+        rows = tokens = 0
+        for groups in rounds_of(batch):
+            rows += sum(len(group.samples) for group in groups)
+            tokens += sum(one.num_loss_tokens for group in groups for one in group.samples)
+            step.accumulate(groups[part :: layout.data])
+        metrics = step.close(batch=batch, num_rows=rows, num_tokens=tokens)
+        trained.losses.append(metrics["loss"])
+        trained.norms.append(metrics["grad_norm"])
+    after = {name: whole(master.detach()) for name, master in policy.masters.items()}
+    trained.update = {name: (after[name] - before[name]).double().numpy() for name in after}
+    return trained
+
+
+def errors(found: list[Trained], expected: Trained) -> tuple[float, float]:
+    """(relative error of the losses, of the update) of ranks against one process."""
+    loss = max(abs(a - b) / abs(b) for one in found for a, b in zip(one.losses, expected.losses, strict=True))
+    update: dict[str, np.ndarray] = {}
+    for one in found:
+        update |= one.update
+    assert update.keys() == expected.update.keys(), update.keys() ^ expected.update.keys()
+    difference = np.sqrt(sum(((update[name] - expected.update[name]) ** 2).sum() for name in update))
+    norm = np.sqrt(sum((value**2).sum() for value in expected.update.values()))
+    return loss, float(difference / norm)
