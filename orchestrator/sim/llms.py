@@ -43,7 +43,41 @@ SMOLLM2_1_7B = Llm(
     vocabulary=49152,
     tied=True,
 )
-LLMS = {llm.name: llm for llm in (QWEN_3B, QWEN_7B, QWEN_32B, QWEN_72B, SMOLLM2_135M, SMOLLM2_1_7B)}
 
-HUB = {name: ("Qwen/" if name.startswith("Qwen") else "HuggingFaceTB/") + name for name in LLMS}
+
+def _qwen(name: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, *, head_dim: int = 128) -> Llm:
+    """Qwen2.5 and Qwen3: small ones are tied, and have another padding of the vocabulary."""
+    return Llm(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        vocabulary=152064 if hidden >= 3584 and not name.startswith("Qwen3") else 151936,
+        tied=hidden < 3584,
+        qk_norm=name.startswith("Qwen3"),
+    )
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, mlp: int) -> Llm:
+    return Llm(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, head_dim=128, mlp=mlp, vocabulary=128256
+    )
+
+
+OTHERS = (
+    _qwen("Qwen2.5-0.5B", 24, 896, 14, 2, 4864, head_dim=64),
+    _qwen("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960),
+    _qwen("Qwen2.5-14B", 48, 5120, 40, 8, 13824),
+    _qwen("Qwen3-4B", 36, 2560, 32, 8, 9728),
+    _qwen("Qwen3-8B", 36, 4096, 32, 8, 12288),
+    _llama("Llama-3.1-8B", 32, 4096, 32, 14336),
+    _llama("Llama-3.3-70B", 80, 8192, 64, 28672),
+)
+LLMS = {llm.name: llm for llm in (QWEN_3B, QWEN_7B, QWEN_32B, QWEN_72B, SMOLLM2_135M, SMOLLM2_1_7B, *OTHERS)}
+
+OWNERS = {"Qwen": "Qwen", "Llama": "meta-llama", "SmolLM2": "HuggingFaceTB"}
+HUB = {name: f"{next(owner for start, owner in OWNERS.items() if name.startswith(start))}/{name}" for name in LLMS}
 """Where each is on the hub, as setting ``model.path`` names it."""

@@ -68,6 +68,13 @@ def test_parameter_counts_are_those_of_the_model_cards():
         "Qwen2.5-72B": 72.7,
         "SmolLM2-135M": 0.135,
         "SmolLM2-1.7B": 1.71,
+        "Qwen2.5-0.5B": 0.494,
+        "Qwen2.5-1.5B": 1.54,
+        "Qwen2.5-14B": 14.8,
+        "Qwen3-4B": 4.02,
+        "Qwen3-8B": 8.19,
+        "Llama-3.1-8B": 8.03,
+        "Llama-3.3-70B": 70.6,
     }
     assert billions == pytest.approx(cards, rel=0.01)
 

@@ -106,7 +106,9 @@ def names(app) -> set[str]:
     return groups | {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
 
 
-REFERENCES = {"figures", "glossary", "life-of-a-sample", "metrics", "security", "settings", "waits"}
+REFERENCES = {
+    "figures", "glossary", "life-of-a-sample", "metrics", "models-and-machines", "security", "settings", "waits"
+}  # fmt: skip
 """Pages that are looked things up in. Every other page of docs is about a feature, and tries it."""
 
 

@@ -62,7 +62,7 @@ def fit_layout(
 def usable_bytes(device: torch.device, ranks: int, environ: Mapping[str, str]) -> float:
     """Of ``device``, what one of ``ranks`` may plan with: all ranks of a machine share its host memory."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory * USABLE_SHARE * gpu_share(environ)
+        return torch.cuda.get_device_properties(device).total_memory * min(USABLE_SHARE, gpu_share(environ))
     limit = CGROUP_LIMIT.read_text(encoding="ascii").strip() if CGROUP_LIMIT.is_file() else "max"
     total = min(float(psutil.virtual_memory().total), float("inf" if limit == "max" else limit))
     return total * USABLE_SHARE / int(environ.get("LOCAL_WORLD_SIZE", ranks))
