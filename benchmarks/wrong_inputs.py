@@ -621,6 +621,10 @@ def workers() -> Iterator[Case]:
     yield case("a worker with a wrong number", f"w generate {join} x --index first", "--index", "first", "auto")
     yield case("a worker with GPUs that are not there", f"w generate {join} x --gpus 0", "--gpus 0", "nvidia-smi")
     yield case("a worker with GPUs that are none", f"w generate {join} x --gpus first", "--gpus first", "0,2-3")
+    yield case("two ranks and one GPU", f"w train {join} x --ranks 2 --gpus 0", "--gpus 0", "nvidia-smi")
+    yield case("ranks with a number", f"w train {join} x --ranks 2 --index 1", "--ranks", "leave out --index")
+    yield case("a rank that is none", f"w train {join} x --index first", "--index", "first", "auto")
+    yield case("a rank of a launcher that is none", f"w train {join} x", "RANK", "first", environ={"RANK": "first"})
     yield case("a worker with ports that are none", f"w train {join} x --ports many", "--ports", "many", "7400-7409")
     yield case(
         "a worker with a CA that is not there",

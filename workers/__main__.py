@@ -29,7 +29,7 @@ from transport.contracts.settings import BrokerSettings, Name
 from transport.contracts.types import RunName, WorkerKind
 from transport.errors import MISTAKES, BrokerFullError, DirectoryError, FatalError, StreamError
 from transport.process import faults
-from transport.process.programs import add_version, configure_logs, ending_signals, with_options
+from transport.process.programs import add_version, configure_logs, ending_signals, python_module, with_options
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.base import parse_ports
 from workers.errors import (
@@ -59,6 +59,9 @@ BAD_CONFIG = (
     *MISTAKES,
     *(EvaluationError, ModelError, ModelMismatchError, ResumeMismatchError, RewardSetupError, RunFilesError),
 )
+
+RANK_VARIABLES = ("RANK", "SLURM_PROCID")
+"""In which torchrun, and Slurm's srun, number the processes that they start."""
 
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed: a container's health check looks at its age."""
@@ -247,22 +250,33 @@ def score(
 def train(
     joining: Publishing,
     gpus: Gpus,
-    index: Annotated[int, typer.Option(help="rank of this trainer process, from 0")] = 0,
+    index: Annotated[
+        str,
+        typer.Option(
+            help='rank of this trainer process, from 0, or "auto" for one that is free on this machine  [RANK of '
+            "torchrun, or SLURM_PROCID, else 0; auto looks there first]",
+            show_default=False,
+        ),
+    ] = "",
+    ranks: Annotated[int, typer.Option(min=1, help="start so many ranks, from 0, each on a GPU of --gpus")] = 1,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
+    if ranks > 1:
+        raise typer.Exit(_train_ranks(ranks, index, gpus))
     from workers.commands.build import trainer_worker
 
     gpus.take()
+    rank = _rank(index, joining.home)
     make = partial(
         trainer_worker,
         run_dir=joining.home,
-        rank=index,
+        rank=rank,
         trust_remote_code=trust_remote_code,
         own_address=joining.address,
         secret=_shared_secret(),
     )
-    joining.serve(WorkerKind.TRAIN, index, make, trust=trust_remote_code)
+    joining.serve(WorkerKind.TRAIN, rank, make, trust=trust_remote_code)
 
 
 @app.command()
@@ -420,6 +434,34 @@ def _number(index: str) -> int | None:
     if index != "auto" and not index.isdecimal():
         raise typer.BadParameter(f'--index is a number or "auto", not {index!r}')
     return None if index == "auto" else int(index)
+
+
+def _rank(index: str, home: Path) -> int:
+    """Of this trainer process: as it was given, else as torchrun or Slurm numbers it, else one that is free."""
+    variable = next((name for name in RANK_VARIABLES if os.environ.get(name)), "")
+    if index not in ("", "auto"):
+        number = _number(index)
+        assert number is not None
+        return number
+    if not variable:
+        from workers.leases.lifecycle import free_rank
+
+        return free_rank(home) if index else 0
+    if not os.environ[variable].isdecimal():
+        raise typer.BadParameter(f"{variable} is {os.environ[variable]!r}, which is no rank; name it: --index 0")
+    return int(os.environ[variable])
+
+
+def _train_ranks(ranks: int, index: str, gpus: Gpus) -> int:
+    """Start this command once for each rank. Returns the exit code of all."""
+    from transport.process.gpus import one_each
+    from workers.commands.ranks import run_ranks
+
+    if index or gpus.gpus_each != 1:
+        raise typer.BadParameter("--ranks numbers its ranks, and gives each one GPU: leave out --index and --gpus-each")
+    own = one_each(gpus.gpus, ranks)
+    more = [["--ranks", "1", "--index", str(rank), *(["--gpus", own[rank]] if own else [])] for rank in range(ranks)]
+    return run_ranks([python_module("workers", *sys.argv[1:], *options) for options in more])
 
 
 def main() -> None:

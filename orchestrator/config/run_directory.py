@@ -15,6 +15,7 @@
   api.address       host:port of the HTTP service
   ended.json        why it ended, where the journal does not say it
   api.secret        the key that every HTTP request carries
+  rank-locks/       of trainer processes that number themselves (--index auto)
   lock              held while a supervisor lives
 """
 

@@ -51,7 +51,7 @@ async def run(model_dir: Path, tmp_path: Path) -> AsyncIterator[TrainerRun]:
         yield run
 
 
-Rank = Callable[[int], Coroutine[Any, Any, asyncio.subprocess.Process]]
+Rank = Callable[..., Coroutine[Any, Any, asyncio.subprocess.Process]]
 Ranks = Callable[[], Coroutine[Any, Any, list[asyncio.subprocess.Process]]]
 
 
@@ -61,8 +61,9 @@ async def start_rank(run: TrainerRun) -> AsyncIterator[Rank]:
     started: list[asyncio.subprocess.Process] = []
     where = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
 
-    async def start(rank: int) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "workers", "train", "--index", str(rank), *where)
+    async def start(rank: int | str, *options: str) -> asyncio.subprocess.Process:
+        index = ["--index", str(rank)] if rank != "" else []
+        command = (sys.executable, "-m", "workers", "train", *index, *options, *where)
         started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
         return started[-1]
 
@@ -174,3 +175,45 @@ async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_ranks: R
     assert [await rank.wait() for rank in ranks] == [0, 0]
     assert listening == {"127.0.0.1"}
     assert not list((run.run_dir / "ranks").iterdir())
+
+
+async def test_one_command_starts_all_ranks_and_ends_them_together(run: TrainerRun, start_rank: Rank) -> None:
+    """As in a container: a rank that is killed ends the command, which is started again."""
+    await send_batch(run, 0, checkpoint=True)
+    command = await start_rank("", "--ranks", "2")
+    await run.until_told(StepDone, 1)
+    first, second = psutil.Process(command.pid).children()
+    second.kill()
+    assert await command.wait() == 128 + signal.SIGKILL
+    assert not first.is_running()
+    await send_batch(run, 1)
+    await run.finish()
+    again = await start_rank("", "--ranks", "2")
+    assert await again.wait() == 0
+    steps = [event for event in await run.told(StepDone) if isinstance(event, StepDone)]
+    assert {step.weights.version for step in steps} == {1, 2}
+
+
+async def test_ranks_find_their_numbers_by_themselves(run: TrainerRun, start_rank: Rank) -> None:
+    """Of the launcher's variable, and of what is free on this machine."""
+    await send_batch(run, 0)
+    run.environment["SLURM_PROCID"] = "0"
+    ranks = [await start_rank("")]
+    run.environment["RANK"] = "1"  # torchrun's goes before
+    ranks.append(await start_rank("auto"))
+    del run.environment["RANK"], run.environment["SLURM_PROCID"]
+    await run.until_told(StepDone, 1)
+    for rank in ranks:
+        rank.send_signal(signal.SIGTERM)
+    assert [await rank.wait() for rank in ranks] == [143, 143]
+    await run.finish()
+    ranks = [await start_rank("auto") for _ in range(2)]
+    assert [await rank.wait() for rank in ranks] == [0, 0]
+    assert (run.run_dir / "model" / "model.safetensors").exists()
+
+
+async def test_a_rank_that_the_run_does_not_have_is_named(
+    run: TrainerRun, start_rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert await (await start_rank(2)).wait() == 2
+    assert "there is no rank 2 in run 'run', which has trainer.ranks = 2, numbered from 0" in capfd.readouterr().err

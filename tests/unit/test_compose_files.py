@@ -62,6 +62,14 @@ def test_every_variable_of_the_compose_files_is_explained_in_the_sample():
     assert used <= explained | {"STREAMRL_TAG", "STREAMRL_BUILD_NETWORK"}
 
 
+@pytest.mark.parametrize("name", ["docker-compose.yml", "compose/cpu.yml"])
+def test_the_run_has_as_many_ranks_as_the_trainer_starts(name: str):
+    text = (ROOT / name).read_text()
+    ranks = "${TRAINER_RANKS:-1}"
+    assert f"- --set=trainer.ranks={ranks}\n" in text
+    assert f"- --ranks={ranks}\n" in text[text.index("\n  trainer:\n") :]
+
+
 def test_the_broker_does_not_start_without_its_password(tmp_path: Path):
     def start(secret: Path) -> str:
         environment = {"PATH": "/usr/bin:/bin", "BROKER_PASSWORD_FILE": str(secret)}

@@ -53,6 +53,27 @@ def test_each_worker_gets_a_gpu_of_its_own_and_a_dead_one_gives_it_back(driver: 
             worker.communicate()
 
 
+def test_ranks_that_are_started_together_get_a_gpu_each(driver: FakeDriver):
+    driver(4)
+    assert gpus.one_each("", 2) == ["0", "1"]
+    assert gpus.one_each("1-3", 3) == ["1", "2", "3"]
+    holder = hold("1")
+    try:
+        assert held_by(holder) == "GPU-0001"
+        assert gpus.one_each("0-3", 2) == ["0", "2"]
+        with pytest.raises(GpuError, match="--gpus 0-3 names 4, of which 3 are free"):
+            gpus.one_each("0-3", 4)
+    finally:
+        holder.kill()
+        holder.communicate()
+    with pytest.raises(GpuError, match="each rank needs a GPU of its own, and --gpus 2 names 1"):
+        gpus.one_each("2", 2)
+    with pytest.raises(GpuError, match="no GPU 4 here"):
+        gpus.one_each("3-4", 2)
+    driver(0)
+    assert gpus.one_each("", 2) == []
+
+
 def test_a_gpu_that_is_not_there_is_named(driver: FakeDriver):
     driver(2)
     with pytest.raises(GpuError, match="no GPU 2, 3 here; nvidia-smi shows 2"):

@@ -87,6 +87,26 @@ def take_gpus(wanted: str, *, each: int = 1, share: float = 1.0) -> None:
     raise GpuError(f"--gpus {wanted}: {others} (locks in {directory}); start fewer workers, or allow more GPUs")
 
 
+def one_each(wanted: str, ranks: int) -> list[str]:
+    """The number of a free GPU for each of ``ranks`` processes that train together, as ``--gpus`` takes it.
+
+    Args:    wanted: "0,2-3", "all", or "": all, and none where the machine has none.
+    Returns: [ranks] numbers, or [].
+    Raises:  GpuError: one is not there, or there are fewer than ranks: NCCL takes one rank a GPU.
+    """
+    present = list_gpus()
+    if not wanted and not present:
+        return []
+    named = parse_gpus("--gpus", wanted or "all", len(present))
+    free = [str(number) for number in named if number in free_gpus(present)]
+    if len(free) < ranks:
+        raise GpuError(
+            f"--ranks {ranks}: each rank needs a GPU of its own, and --gpus {wanted or 'all'} names {len(named)}, of "
+            f"which {len(free)} are free"
+        )
+    return free[:ranks]
+
+
 def gpu_share(environ: Mapping[str, str]) -> float:
     """Of the memory of this process's GPUs, what it may use."""
     return float(environ.get(SHARE_VARIABLE, "1"))

@@ -203,6 +203,9 @@ async def trainer_worker(
 
     if settings.trainer.engine == "none":
         raise ModelError(f"run {settings.run.name!r} is a service: nothing is trained in it (trainer.engine)")
+    if rank >= settings.trainer.num_ranks:
+        has = f"trainer.ranks = {settings.trainer.num_ranks}, numbered from 0"
+        raise ModelError(f"there is no rank {rank} in run {settings.run.name!r}, which has {has}")
 
     def make_directory() -> None:
         with writing(run_dir):

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -34,6 +35,7 @@ from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.process.clock import Clock
+from transport.process.files import LockedError, locked, private_directory, run_directory, writing
 from transport.process.programs import ending_signals
 from workers.leases.announce import event_entry
 
@@ -276,6 +278,27 @@ async def free_index(broker: Broker, kind: WorkerKind) -> int:
         index = await broker.next_incarnation(f"{kind.value}-auto") - 1  # 0, 1, 2, ...: each number once
         if f"{kind.value}-{index}" not in taken:
             return index
+
+
+def free_rank(run_dir: Path) -> int:
+    """The lowest rank that no other process with this directory has; ours until this process ends.
+
+    Unlike a number of ``free_index`` it comes back: ranks are numbered without a gap, also after one died.
+    Raises: DirectoryError, ForeignError: ``run_dir`` cannot be written, or is another user's.
+    """
+    directory = run_dir / "rank-locks"
+    with writing(run_dir):
+        run_directory(run_dir)
+        private_directory(directory)
+        for rank in itertools.count():
+            with contextlib.suppress(LockedError):
+                _rank_locks.append(locked(directory / f"{rank}.lock"))
+                return rank
+    raise AssertionError("numbers do not end")
+
+
+_rank_locks: list[IO[bytes]] = []
+"""Open until this process ends."""
 
 
 async def _first_of(work: asyncio.Task[T], stopping: asyncio.Event, *beating: asyncio.Task[None]) -> T | None:
