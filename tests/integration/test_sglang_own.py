@@ -44,7 +44,7 @@ STARTUP_S = 240.0
 
 @asynccontextmanager
 async def own(
-    directory: Path, log: Path, *, silence_s: float = 30.0, stop: Sequence[str] = (), **limits: int
+    directory: Path, log: Path, *, silence_s: float = 30.0, stop: Sequence[str] = (), gpus: int = 1, **limits: int
 ) -> AsyncIterator[ServerEngine]:
     settings = ServerSettings(
         directory=directory,
@@ -55,6 +55,7 @@ async def own(
         startup_s=STARTUP_S,
         silence_s=silence_s,
         stop=stop,
+        gpus=gpus,
     )
     engine = ServerEngine(SGLANG, settings, MonotonicClock())
     async with serving(engine):
@@ -134,6 +135,23 @@ async def test_samples_that_do_not_fit_into_kv_memory_together_come_one_after_an
         assert isinstance(failure, EngineFailure)
         assert not failure.retryable
         assert "512" in failure.reason
+        assert engine.server.restarts == 0
+
+
+async def test_two_processes_that_share_the_model_take_new_weights_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism: each maps the same segment and takes its slices of it, once both are ready."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # or SGLang wants a NUMA node a process
+    old, new = tiny_model(seed=1, max_context=512), tiny_model(seed=2, max_context=512)
+    old.save_pretrained(tmp_path)
+    async with own(tmp_path, tmp_path / "log", gpus=2) as engine:
+        for weights, model in ((OLD, old), (NEW, new)):
+            await engine.load_weights(weights, weights_of(model))
+            one = asked(f"{weights.version}/0")
+            found = (await completions(engine, one))[one.group_id, 0]
+            assert [span.weights for span in found.spans] == [weights]
+            assert_logprobs(model, one.prompt_ids, found, 1.0)
         assert engine.server.restarts == 0
 
 
