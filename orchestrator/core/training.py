@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 from orchestrator.core import fleet
 from orchestrator.core.dispatch.handout import compare_lengths
@@ -58,7 +58,7 @@ def release(p: Pipeline, phases: Sequence[Phase]) -> None:
 def _advance(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> bool:
     """One step of the batch: a round, or the end of a phase. False when neither is due.
 
-    A round is due when the trainer has little to do, and something is there for every rank, or nothing more will come.
+    A round is due when the trainer has little to do, and enough is there for every rank, or nothing more will come.
     """
     phase, settings, training = phases[batch.phase], p.settings, p.training
     settled = batch.whole() if phase.mini_batch is None else not batch.unsettled[phase.mini_batch]
@@ -71,6 +71,10 @@ def _advance(p: Pipeline, batch: Batch, phases: Sequence[Phase]) -> bool:
     else:
         batch.released = num_released(settings.release, len(batch.queue), batch.released, settings.mini_batch_groups)
     if batch.released < (1 if settled else training.dp_size) or len(training.rounds) >= MAX_ROUNDS_AHEAD:
+        return False
+    tokens = (p.groups[group_id].num_tokens for group_id in islice(batch.queue, batch.released))
+    least = min(settings.round_tokens, settings.micro_batch_tokens)
+    if not settled and not fills_round(tokens, training.dp_size, least):
         return False
     _send_round(p, batch, phase)
     return True
@@ -221,6 +225,18 @@ def num_released(release: Release, num_queued: int, num_before: int, mini_batch_
             return num_before + (num_queued - num_before) // mini_batch_groups * mini_batch_groups
         case "batch":
             return num_before
+
+
+def fills_round(group_tokens: Iterable[int], num_ranks: int, round_tokens: int) -> bool:
+    """Whether released groups are enough for a round while more of their batch is to come.
+
+    Args:    group_tokens: tokens of each (prompt once + responses).  num_ranks: R >= 1.
+             round_tokens: what a rank shall get, tokens; 0: a round may be as small as it comes.
+    Source:  ours. Where a forward pass is a collective, a small round is not free: a sharded trainer gathers every
+             layer in each, however few tokens it has. It decides when rounds go, never the gradient.
+    """
+    missing = num_ranks * round_tokens
+    return missing == 0 or any(total >= missing for total in accumulate(group_tokens))
 
 
 def pack_round(

@@ -55,6 +55,7 @@ def core_settings() -> st.SearchStrategy[CoreSettings]:
         max_deaths=st.integers(1, 4),
         rollout_timeout_s=st.just(10.0),
         micro_batch_tokens=st.sampled_from([10, 40]),
+        round_tokens=st.sampled_from([0, 0, 8, 1000]),
         mini_batches=st.integers(1, 2),
         epochs=st.integers(1, 2),
         record_logprobs=st.booleans(),

@@ -117,6 +117,35 @@ def test_every_rank_gets_a_group_and_only_the_last_round_is_padded():
     assert sorted(bool(rank) for rank in world.rounds_of(0)[-1].ranks) == [False, True]
 
 
+def test_a_round_waits_for_enough_tokens_and_not_for_what_will_never_come():
+    """Groups of the fake workers have 9, 10 and 11 tokens in turn."""
+    world = PipelineWorld.ready(core(groups_per_batch=6, round_tokens=19), dp_size=2)
+    world.make_ready("0/0", "0/1", "0/2")
+    assert world.rounds_of(0) == []
+    world.make_ready("0/3")
+    (first,) = world.rounds_of(0)
+    assert sorted(sum(rows.num_tokens for rows in rank) for rank in first.ranks) == [19, 20]
+    world.make_ready("0/4")
+    assert len(world.rounds_of(0)) == 1
+    world.make_ready("0/5")
+    assert sorted(groups_of(world.rounds_of(0)[1:])) == ["0/4", "0/5"]
+
+
+def test_a_round_waits_for_no_more_tokens_than_it_may_take():
+    world = PipelineWorld.ready(core(groups_per_batch=6, round_tokens=10_000, micro_batch_tokens=19))
+    world.make_ready("0/0")
+    assert world.rounds_of(0) == []
+    world.make_ready("0/1")
+    assert sorted(groups_of(world.rounds_of(0))) == ["0/0", "0/1"]
+
+
+@pytest.mark.parametrize("changes", [{"mini_batches": 2, "epochs": 2, "record_logprobs": True}, {"max_staleness": 1}])
+def test_a_run_whose_batches_never_have_enough_for_a_round_trains_all_of_them(changes: dict[str, Any]):
+    world = PipelineWorld.ready(core(round_tokens=4096, **changes), dp_size=2)
+    world.run_to_end()
+    assert [len(groups_of(world.rounds_of(batch))) for batch in range(4)] == [4 * changes.get("epochs", 1)] * 4
+
+
 def test_the_close_names_rows_tokens_and_the_sources_place():
     """Samples of the fake worker have 3 and 4 tokens."""
     world = PipelineWorld.ready(core())

@@ -7,10 +7,10 @@ import pytest
 
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.model.staleness import may_admit
-from orchestrator.core.training import num_released
+from orchestrator.core.training import fills_round, num_released
 from tests.fakes.obeyed_pipeline import groups_of
 from tests.fakes.pipeline_world import PipelineWorld
-from transport.contracts.settings import PipelineSettings, Settings
+from transport.contracts.settings import PipelineSettings, Settings, TrainerSettings
 from transport.contracts.types import UpdateMode, WorkerId
 
 W0 = WorkerId("generate-0.1")
@@ -86,5 +86,21 @@ def test_a_worker_finishes_a_rollout_of_two_batches_before_it_loads():
 
 def test_the_core_is_told_the_mode():
     pipeline = PipelineSettings(release="mini_batch", mini_batch_groups=7, rollout_batches=2)
-    core = core_settings(Settings(pipeline=pipeline))
+    core = core_settings(Settings(pipeline=pipeline, trainer=TrainerSettings(round_tokens=9)))
     assert (core.release, core.mini_batch_groups, core.rollout_batches) == ("mini_batch", 7, 2)
+    assert core.round_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("group_tokens", "num_ranks", "round_tokens", "fills"),
+    [
+        ([5], 4, 0, True),
+        ([], 2, 10, False),
+        ([10, 9], 2, 10, False),
+        ([10, 10], 2, 10, True),
+        ([20], 2, 10, True),
+        ([10, 10], 4, 10, False),
+    ],
+)
+def test_whether_groups_are_enough_for_a_round(group_tokens, num_ranks, round_tokens, fills):
+    assert fills_round(group_tokens, num_ranks, round_tokens) == fills

@@ -86,6 +86,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     membership: "rolling" lets a finished group take the place of one that still runs, see ``rollout/admission.py``.
     oversampled_groups: groups of each batch beyond groups_per_batch; when enough are ready the others end unused.
     micro_batch_tokens: packed tokens a rank takes in one round.
+    round_tokens: tokens a rank that a round waits for while more of its batch is to come; 0: none.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     lr_schedule: "constant" or how the trainer's rate falls until the last batch, which only the core knows.
     max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
@@ -118,6 +119,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_deaths: int = MAX_DEATHS
     rollout_timeout_s: float = _PIPELINE.rollout_timeout_s
     micro_batch_tokens: int = _TRAINER.micro_batch_tokens
+    round_tokens: int = _TRAINER.round_tokens
     mini_batches: int = _TRAINER.mini_batches
     epochs: int = _TRAINER.epochs
     record_logprobs: bool = False
