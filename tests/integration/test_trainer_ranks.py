@@ -21,7 +21,7 @@ from tests.fakes.training import make_groups
 from transport.broker import keys
 from transport.broker.embedded import EmbeddedServer
 from transport.broker.redis_streams import connect
-from transport.contracts.messages import StepDone, TrainerReady, encode
+from transport.contracts.messages import CheckpointSaved, StepDone, TrainerReady, encode
 from transport.contracts.settings import BrokerSettings
 from transport.contracts.types import RunName
 from workers.models import prepare_model
@@ -145,6 +145,7 @@ async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     await send_batch(run, 1)
     ranks = await start_ranks()
     await run.until_told(StepDone, 2)
+    await run.until_told(CheckpointSaved)  # written while the second batch was trained
     ranks[1].send_signal(signal.SIGKILL)
     await ranks[1].wait()
     again = await start_rank(1)  # rank 0 starts over as soon as it sees it; no mini-batch has to close for that

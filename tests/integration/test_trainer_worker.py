@@ -40,6 +40,7 @@ from workers.models import prepare_model
 from workers.trainer import checkpoint as checkpoint_module
 from workers.trainer.checkpoint import check_base_model, newest_model
 from workers.trainer.policy.export import Exporter
+from workers.trainer.policy.stored import StoredTensors
 
 
 @pytest.fixture(scope="session")
@@ -242,16 +243,17 @@ async def test_a_checkpoint_of_a_live_run_is_exported_in_either_dtype(
     task = asyncio.create_task(run.trainer(DigestPublisher()).run())
     await run.until_told(CheckpointSaved)
     checkpoints, out = run.run_dir / "checkpoints", tmp_path / "out"
-    path, meta, weights = newest_model(checkpoints, 1, load_file)
+    path, meta, weights = newest_model(checkpoints, 1, StoredTensors.open)
     check_base_model(path, meta, model_dir)
-    Exporter(model_dir=model_dir).write_tensors(weights, out)
+    Exporter(model_dir=model_dir).write(weights, out)
     exported = AutoModelForCausalLM.from_pretrained(out)
     assert (meta.version, exported.dtype) == (1, torch.float32)
     assert (out / "config.json").read_bytes() == (model_dir / "config.json").read_bytes()
     trained = load_file(checkpoints / "step-1" / "model.safetensors")
     assert all(torch.equal(trained[name], tensor) for name, tensor in exported.named_parameters())
     tokens = torch.arange(9)[None]
-    Exporter(model_dir=model_dir, dtype="bfloat16").write_tensors(weights, tmp_path / "half")
+    Exporter(model_dir=model_dir, dtype="bfloat16").write(weights, tmp_path / "half")
+    weights.close()
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert half.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "half").chat_template
@@ -259,12 +261,12 @@ async def test_a_checkpoint_of_a_live_run_is_exported_in_either_dtype(
     sizes = [(where / "model.safetensors").stat().st_size for where in (tmp_path / "half", out)]
     assert sizes[0] < 0.6 * sizes[1]
 
-    def remove_and_load(path: Path) -> dict[str, torch.Tensor]:
-        shutil.rmtree(path.parent)
-        return load_file(path)
+    def remove_and_load(path: Path, names: list[str]) -> StoredTensors:
+        shutil.rmtree(path)
+        return StoredTensors.open(path, names)
 
     with pytest.raises(RunFilesError, match=r"no whole checkpoint of version 2; there are those of 1 "):
-        newest_model(checkpoints, 2, load_file)
+        newest_model(checkpoints, 2, StoredTensors.open)
     with pytest.raises(RunFilesError, match=r"step-1: .*No such file.*a run saves one every"):
         newest_model(checkpoints, None, remove_and_load)
     task.cancel()

@@ -194,7 +194,7 @@ class CheckpointSaved(Struct, frozen=True, kw_only=True, tag=True):
     weights: WeightIdentity
     cursor: EntryId  # last entry of the rounds log that it contains
     path: str
-    seconds: Seconds = 0.0  # that writing it took
+    seconds: Seconds = 0.0  # that training stood still for it
 
 
 class TrainerReady(Struct, frozen=True, kw_only=True, tag=True):

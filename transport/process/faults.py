@@ -21,6 +21,7 @@ POINTS = frozenset(
         "train.round_accumulated",  # gradients hold a round, which is not reported
         "train.stepped",  # the optimizer stepped, nothing is published
         "train.published",  # weights are published, StepDone is not sent
+        "train.shard_written",  # a rank has written its part of a checkpoint, and did not say so
         "train.checkpoint_written",  # a checkpoint is complete, not in place
         "train.checkpoint_placed",  # a checkpoint is in place, the former one of its version too
         "train.model_removed",  # the former final model made room, the new one is not in place

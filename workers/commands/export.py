@@ -1,11 +1,12 @@
 """``streamrl-worker export``: a checkpoint of a run becomes a plain Hugging Face directory. torch is imported last.
 
-Owns: the order. The weights are held before anything slow begins: a live run may remove the checkpoint, and what was
-found is read to the end all the same.
+Owns: the order. The files of weights are opened before anything slow begins: a live run may remove the checkpoint, and
+what was found is read to the end all the same, tensor by tensor.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from workers.models import prepare_model
 from workers.trainer.checkpoint import CheckpointMeta, check_base_model, newest_model
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from workers.trainer.policy.stored import StoredTensors
 
 
 def export_checkpoint(
@@ -34,20 +35,21 @@ def export_checkpoint(
         raise RunFilesError(f'{run_dir} trained no model: its trainer.engine is "{settings.trainer.engine}"')
     if out.exists() or out.is_symlink():
         raise RunFilesError(f"{out} is there already: remove it, or choose another directory")
-    path, meta, weights = newest_model(run_dir / "checkpoints", version, _load)
+    path, meta, weights = newest_model(run_dir / "checkpoints", version, _open)
     base = prepare_model(settings.model.path, cache_dir=cache_dir, trust_remote_code=trust)
     check_base_model(path, meta, base)
     from workers.trainer.policy.export import Exporter
 
     exporter = Exporter(model_dir=base, dtype=dtype or settings.trainer.save_dtype, trust_remote_code=trust)
-    exporter.write_tensors(weights, out)
+    with closing(weights):
+        exporter.write(weights, out)
     return meta
 
 
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+def _open(path: Path, names: list[str]) -> StoredTensors:
+    from workers.trainer.policy.stored import StoredTensors
 
-    return load_file(path)
+    return StoredTensors.open(path, names)
 
 
 def read_settings(run_dir: Path) -> Settings:

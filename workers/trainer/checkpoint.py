@@ -1,15 +1,19 @@
 """Checkpoints: everything that a trainer needs to go on exactly, in one directory that is there whole or not at all.
 
     checkpoints/step-<version>/     or step-<version>.<n>, of a version that was saved again
-      model.safetensors      fp32 master weights
-      optimizer.safetensors  both moments and the step count of every parameter, and torch's random state
+      model.safetensors      fp32 master weights; of several ranks, model-<rank>-of-<ranks>.safetensors each
+      optimizer.safetensors  both moments and the step count of every parameter, and torch's random state; likewise
       ledger.msgpack         what was trained (transport/contracts/ledger.py)
       steps.msgpack          reports of the last steps that it contains
       meta.json              identity, cursor, prompt-source state, fingerprint, size and CRC-32 of every file
 
+    begin   all ranks, between two batches: a place and a name, a copy of what each holds in host memory
+    write   each rank its own files, while training goes on
+    commit  rank 0, once it knows of all: the small files, then the final name
+
 Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced,
-and is never replaced; whatever goes wrong while saving, and whenever it is killed, the checkpoints before stay as they
-were. They go when a newer one is in place.
+by all ranks, and is never replaced; whatever goes wrong while saving, and whenever a rank is killed, the checkpoints
+before stay as they were. They go when a newer one is in place.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from safetensors import SafetensorError
 
 from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
 from transport.contracts.messages import StepDone
@@ -34,8 +39,8 @@ from transport.contracts.types import WeightIdentity
 from transport.errors import MessageError
 from transport.process import faults
 from transport.process.files import sync_directory
-from transport.tensors.manifest import file_checksum
-from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError
+from transport.tensors.manifest import checksum_of, file_checksum
+from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError, TensorFileError
 
 log = structlog.get_logger(__name__)
 
@@ -58,10 +63,19 @@ class FileMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file of tensors that is yet to be written. nbytes: of the tensors."""
+    """A file of tensors that is yet to be written. nbytes: of the tensors.  content: its bytes, from the first on."""
 
     nbytes: int
-    write: Callable[[Path], None]
+    content: Callable[[], Iterable[memoryview]]
+
+
+Gather = Callable[[bytes], list[bytes]]
+"""Called by all ranks: what every rank gave, in their order."""
+
+
+def alone(data: bytes) -> list[bytes]:
+    """Gather of a process that has no peers."""
+    return [data]
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,13 +140,46 @@ def check_fingerprint(checkpoint: Checkpoint, expected: Mapping[str, str]) -> No
         )
 
 
-class CheckpointStore:
-    """The checkpoints of one run. keep: newest ones that stay, >= 1."""
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 says of a checkpoint that is about to be saved. name: of its directory.  token: of this attempt.
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
+    again: the last one, with a later cursor: its tensors are taken again.  problem: why there will be none.
+    """
+
+    name: str = ""
+    token: str = ""
+    again: bool = False
+    problem: str = ""
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has to say of its part. problem: why it is not there; "" if it is."""
+
+    files: dict[str, FileMark] = {}
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A checkpoint that is being saved, on one rank. needed_bytes: of all ranks.  files: of this one."""
+
+    plan: Plan
+    meta: CheckpointMeta
+    ledger: Ledger
+    steps: Sequence[StepDone]
+    files: Mapping[str, TensorFile]
+    num_ranks: int
+    needed_bytes: int
+
+
+class CheckpointStore:
+    """The checkpoints of one run, as one rank sees them. keep: newest ones that stay, >= 1."""
+
+    def __init__(self, directory: Path, *, keep: int, rank: int = 0) -> None:
         self._directory = directory
         self._keep = max(keep, 1)
-        self._saved: tuple[int, int, Path] | None = None
+        self._rank = rank
+        self._saved: tuple[int, int, Path, dict[str, FileMark]] | None = None
         self.damaged: dict[Path, str] = {}
         """Checkpoints that were passed over, and what is wrong with each."""
 
@@ -141,67 +188,158 @@ class CheckpointStore:
         """``damaged``, newest first, for people."""
         return tuple(f"{path}: {reason}" for path, reason in self.damaged.items())
 
-    def save(
-        self, files: Mapping[str, TensorFile], ledger: Ledger, meta: CheckpointMeta, steps: Sequence[StepDone] = ()
-    ) -> Path:
-        """Write a checkpoint and put it in place; ``meta.files`` is filled in here.
+    # -- saving
 
-        files: by name, MODEL_FILE and OPTIMIZER_FILE; after a save of the same version theirs are taken again.
+    def begin(
+        self,
+        files: Callable[[], Mapping[str, TensorFile]],
+        ledger: Ledger,
+        meta: CheckpointMeta,
+        steps: Sequence[StepDone] = (),
+        gather: Gather = alone,
+    ) -> Saving:
+        """Agree with all ranks on a checkpoint of the present state; each calls it at the same place.
 
-        Raises: CheckpointError: the disk is full or refuses; nothing of the attempt is left, older ones are untouched.
+        Args:    files: what this rank is to write, taken now; after a save of the same version those are taken again.
+                 ledger: copied here.  meta: its ``files`` are filled in at the end.
+        Raises:  CheckpointError, on all ranks: the directory cannot be made, or the disk of one is full.
         """
+        own = self._plan(meta) if self._rank == 0 else Plan()
+        plan = msgspec.msgpack.decode(gather(msgspec.msgpack.encode(own))[0], type=Plan)
+        if plan.problem:
+            raise CheckpointError(self._directory / plan.name, 0, plan.problem)
+        taken = {} if plan.again else files()
+        sizes = gather(str(sum(file.nbytes for file in taken.values())).encode())
+        needed_bytes = sum(map(int, sizes)) + HEADROOM_BYTES
+        room = {rank: raw.decode() for rank, raw in enumerate(gather(self._room(needed_bytes).encode())) if raw}
+        if room:
+            if self._rank == 0:
+                shutil.rmtree(self._aside(plan.name), ignore_errors=True)
+            raise CheckpointError(self._directory / plan.name, needed_bytes, _of_ranks(room))
+        return Saving(
+            plan=plan,
+            meta=meta,
+            ledger=Ledger.from_bytes(ledger.to_bytes()),
+            steps=steps,
+            files=taken,
+            num_ranks=len(sizes),
+            needed_bytes=needed_bytes,
+        )
+
+    def _plan(self, meta: CheckpointMeta) -> Plan:
+        """Make room and a place. Says what is wrong rather than raise: the other ranks wait for it."""
         names = (parse_checkpoint_name(path.name) for path in checkpoint_dirs(self._directory))
         numbers = [name[1] for name in names if name is not None and name[0] == meta.version]
-        target = self._directory / checkpoint_name(meta.version, max(numbers, default=-1) + 1)
-        needed = sum(file.nbytes for file in files.values()) + HEADROOM_BYTES
-        aside = self._directory / f"writing-{meta.version}"
+        name = checkpoint_name(meta.version, max(numbers, default=-1) + 1)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             for left in self._directory.glob("writing-*"):  # by a killed trainer
                 shutil.rmtree(left)
-            # ask first: a disk that fills up half-way also takes the broker's append-only file down
+            self._aside(name).mkdir()
+        except OSError as error:
+            return Plan(name=name, problem=str(error))
+        again = self._saved is not None and self._saved[:2] == (meta.epoch, meta.version)
+        return Plan(name=name, token=secrets.token_hex(4), again=again)
+
+    def _room(self, needed_bytes: int) -> str:
+        """Why there is none; "" if there is. Asked first: a disk that fills up half-way also takes the broker's
+        append-only file down."""
+        try:
             free = shutil.disk_usage(self._directory).free
-            if free < needed:
-                raise CheckpointError(target, needed, f"only {free} bytes are free")
-            aside.mkdir()
-            same = self._saved[2] if self._saved and self._saved[:2] == (meta.epoch, meta.version) else None
-            for name, file in files.items():
-                if same is not None:
-                    os.link(same / name, aside / name)  # the last save again, with a later cursor
-                else:
-                    file.write(aside / name)
-            marks = {name: _mark(aside / name) for name in files}
-            weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
-            seal = Seal(weights=weights, files={name: mark.checksum for name, mark in marks.items()})
-            (aside / FILE_NAME).write_bytes(ledger.to_bytes(seal))
-            (aside / STEPS_FILE).write_bytes(msgspec.msgpack.encode(steps))
-            marks |= {name: _mark(aside / name) for name in (FILE_NAME, STEPS_FILE)}
-            meta = msgspec.structs.replace(meta, files=marks)
-            (aside / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
-            for path in aside.iterdir():
-                with path.open("rb") as written:
-                    os.fsync(written.fileno())
+        except OSError as error:
+            return str(error)
+        return f"only {free} bytes are free" if free < needed_bytes else ""
+
+    def write(self, saving: Saving) -> Written:
+        """Write and sync this rank's files; on any thread."""
+        aside = self._aside(saving.plan.name)
+        try:
+            marks = {name: _write(aside / name, file.content()) for name, file in saving.files.items()}
+        except OSError as error:
+            return Written(problem=str(error))
+        faults.point("train.shard_written")
+        return Written(files=marks)
+
+    def commit(self, saving: Saving, parts: Mapping[int, Written]) -> Path:
+        """Put the checkpoint in place, on rank 0. parts: what the ranks said, by rank, as far as they did.
+
+        Raises: CheckpointError: a rank has not written its part, or the disk is full or refuses; nothing of the attempt
+        is left, older ones are untouched.
+        """
+        target, aside = self._directory / saving.plan.name, self._aside(saving.plan.name)
+        try:
+            if problem := self._problem(saving, parts, aside):
+                raise CheckpointError(target, saving.needed_bytes, problem)
+            marks = {name: mark for part in parts.values() for name, mark in part.files.items()}
+            if saving.plan.again and self._saved is not None:
+                _, _, last, marks = self._saved
+                for name in marks:
+                    os.link(last / name, aside / name)
+            tensors = marks
+            marks = marks | self._write_small(aside, saving, tensors)
+            meta = msgspec.structs.replace(saving.meta, files=marks)
+            _write(aside / META_FILE, [msgspec.json.format(msgspec.json.encode(meta))])
             sync_directory(aside)
             faults.point("train.checkpoint_written")
             aside.rename(target)
             sync_directory(self._directory)
-        except (OSError, SafetensorError) as error:
+        except (OSError, CheckpointError) as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(target, needed, str(error)) from error
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(target, saving.needed_bytes, str(error)) from error
         faults.point("train.checkpoint_placed")
-        self._saved = (meta.epoch, meta.version, target)
+        self._saved = (saving.meta.epoch, saving.meta.version, target, tensors)
         self._prune()
         return target
 
-    def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; those before it are ``damaged``, and named in a warning."""
-        for path in checkpoint_dirs(self._directory):
-            try:
-                return _verified(path)
-            except (OSError, MessageError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-                self.damaged[path] = str(error)
-                log.warning("damaged checkpoint, trying the one before it", path=str(path), error=str(error))
+    def _problem(self, saving: Saving, parts: Mapping[int, Written], aside: Path) -> str:
+        """Why the parts are no checkpoint; "" if they are one."""
+        if problems := {rank: part.problem for rank, part in parts.items() if part.problem}:
+            return _of_ranks(problems)
+        if silent := sorted(set(range(saving.num_ranks)) - parts.keys()):
+            return f"ranks {silent} have not written their parts in time"
+        for rank, part in parts.items():
+            for name, mark in part.files.items():
+                if not (aside / name).is_file() or (aside / name).stat().st_size != mark.nbytes:
+                    return f"{name} of rank {rank} is not there for rank 0: all ranks need the same directory"
+        return ""
+
+    def _write_small(self, aside: Path, saving: Saving, tensors: Mapping[str, FileMark]) -> dict[str, FileMark]:
+        meta = saving.meta
+        weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
+        seal = Seal(weights=weights, files={name: mark.checksum for name, mark in tensors.items()})
+        contents = {FILE_NAME: saving.ledger.to_bytes(seal), STEPS_FILE: msgspec.msgpack.encode(saving.steps)}
+        return {name: _write(aside / name, [content]) for name, content in contents.items()}
+
+    def _aside(self, name: str) -> Path:
+        return self._directory / f"writing-{name.removeprefix('step-')}"
+
+    # -- loading
+
+    def load_latest(self, gather: Gather = alone) -> Checkpoint | None:
+        """The newest checkpoint that is whole; those before it are ``damaged``, and named in a warning.
+
+        All ranks call it, and each checks the bytes of its share of the files; what one finds wrong, is.
+        """
+        listed = gather(msgspec.msgpack.encode([path.name for path in checkpoint_dirs(self._directory)]))
+        for name in msgspec.msgpack.decode(listed[0], type=list[str]):
+            path = self._directory / name
+            found, problem = self._verified(path, len(listed))
+            wrong = {rank: raw.decode() for rank, raw in enumerate(gather(problem.encode())) if raw}
+            if not wrong:
+                return found
+            self.damaged[path] = _of_ranks(wrong)
+            log.warning("damaged checkpoint, trying the one before it", path=str(path), error=_of_ranks(wrong))
         return None
+
+    def _verified(self, path: Path, num_ranks: int) -> tuple[Checkpoint | None, str]:
+        try:
+            if not path.is_dir():
+                return None, "it is not there: all ranks need the same directory"
+            return _verified(path, self._rank, num_ranks), ""
+        except (OSError, MessageError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return None, str(error) or type(error).__name__
 
     def _prune(self) -> None:
         """Keep the newest versions that are whole, each once."""
@@ -214,8 +352,12 @@ class CheckpointStore:
                 kept.add(name[0])
 
 
-def newest_model(directory: Path, version: int | None, load: Callable[[Path], T]) -> tuple[Path, CheckpointMeta, T]:
+def newest_model(
+    directory: Path, version: int | None, load: Callable[[Path, list[str]], T]
+) -> tuple[Path, CheckpointMeta, T]:
     """(checkpoint, what it is, what ``load`` makes of its weights) of the newest that is whole, or of ``version``.
+
+    load: given the directory and the names of the files that hold weights.
 
     For a process beside the trainer, which may remove any checkpoint meanwhile: then the next one is taken.
     Raises RunFilesError: there is none; it says which there are, and what is wrong with those that were tried.
@@ -229,10 +371,10 @@ def newest_model(directory: Path, version: int | None, load: Callable[[Path], T]
         path = wanted[0]
         try:
             meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
-            if _mark(path / MODEL_FILE) != meta.files.get(MODEL_FILE):
-                raise ValueError(f"{MODEL_FILE} is not what was written")
-            return path, meta, load(path / MODEL_FILE)
-        except (OSError, msgspec.MsgspecError, ValueError, RecursionError, SafetensorError) as error:
+            for name in model_files(meta):
+                _check_mark(path / name, meta.files[name])
+            return path, meta, load(path, model_files(meta))
+        except (OSError, msgspec.MsgspecError, ValueError, RecursionError, TensorFileError) as error:
             tried[path] = str(error)
             log.warning("damaged checkpoint", path=str(path), error=str(error))
     others = sorted({of(path) for path in checkpoint_dirs(directory) if path not in tried})
@@ -244,13 +386,43 @@ def newest_model(directory: Path, version: int | None, load: Callable[[Path], T]
     raise RunFilesError("; ".join([f"{directory} {problem}", *damaged, advice]))
 
 
-def _verified(path: Path) -> Checkpoint:
-    """Read and check everything small; check the bytes of everything large. Raises ValueError for what differs."""
+def _of_ranks(problems: Mapping[int, str]) -> str:
+    """Of rank 0, which speaks for all, just what it is."""
+    return "; ".join(problem if rank == 0 else f"rank {rank}: {problem}" for rank, problem in problems.items())
+
+
+def model_files(meta: CheckpointMeta) -> list[str]:
+    """Names of the files that hold weights. Raises ValueError: there is none."""
+    return _tensor_files(meta, MODEL_FILE)
+
+
+def optimizer_files(meta: CheckpointMeta) -> list[str]:
+    """Likewise of the optimizer's state."""
+    return _tensor_files(meta, OPTIMIZER_FILE)
+
+
+def shard_name(name: str, rank: int, num_ranks: int) -> str:
+    """Of the file that a rank writes for ``name``, which is that of one rank alone."""
+    return name if num_ranks == 1 else f"{Path(name).stem}-{rank + 1:05}-of-{num_ranks:05}{Path(name).suffix}"
+
+
+def _tensor_files(meta: CheckpointMeta, name: str) -> list[str]:
+    stem, suffix = Path(name).stem, Path(name).suffix
+    names = sorted(file for file in meta.files if file == name or re.fullmatch(rf"{stem}-\d+-of-\d+\{suffix}", file))
+    if not names:
+        raise ValueError(f"{META_FILE} names no {name}")
+    return names
+
+
+def _verified(path: Path, rank: int, num_ranks: int) -> Checkpoint:
+    """Check what is small, the sizes of all files, and the bytes of this rank's share. Raises ValueError."""
     meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
-    if {MODEL_FILE, OPTIMIZER_FILE, FILE_NAME} - meta.files.keys():
-        raise ValueError("meta.json does not name all files")
-    for name, mark in meta.files.items():
-        if _mark(path / name) != mark:
+    if FILE_NAME not in meta.files or not (model_files(meta) and optimizer_files(meta)):
+        raise ValueError(f"{META_FILE} does not name all files")
+    for number, (name, mark) in enumerate(meta.files.items()):
+        if number % num_ranks == rank:
+            _check_mark(path / name, mark)
+        elif (path / name).stat().st_size != mark.nbytes:
             raise ValueError(f"{name} is not what was written")
     ledger = Ledger.from_bytes((path / FILE_NAME).read_bytes())
     steps = ()
@@ -259,5 +431,25 @@ def _verified(path: Path) -> Checkpoint:
     return Checkpoint(path=path, meta=meta, ledger=ledger, steps=steps)
 
 
+def _check_mark(path: Path, mark: FileMark) -> None:
+    if _mark(path) != mark:
+        raise ValueError(f"{path.name} is not what was written")
+
+
 def _mark(path: Path) -> FileMark:
     return FileMark(nbytes=path.stat().st_size, checksum=file_checksum(path))
+
+
+def _write(path: Path, content: Iterable[memoryview | bytes]) -> FileMark:
+    """Write a new file, and have it on the disk. Returns what it has to be from now on. Raises OSError."""
+    with path.open("xb") as file:
+
+        def writing() -> Iterator[memoryview | bytes]:
+            for part in content:
+                file.write(part)
+                yield part
+
+        checksum = checksum_of(writing())
+        file.flush()
+        os.fsync(file.fileno())
+        return FileMark(nbytes=file.tell(), checksum=checksum)

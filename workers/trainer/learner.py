@@ -10,13 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from transport.broker.base import Broker
 from transport.contracts.messages import TensorSpec, WeightManifest
@@ -25,6 +23,7 @@ from transport.contracts.types import GroupId, RowId
 from transport.tensors.manifest import checksum, plan_layout
 from transport.tensors.shm import ShmWriter
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
+from workers.trainer.tensor_files import file_content
 from workers.weights.publish import WeightPublisher
 
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
@@ -95,6 +94,10 @@ class Learner(Protocol):
         """Rank 0's value."""
         ...
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in their order, on all of them."""
+        ...
+
     def load(self, checkpoint: Checkpoint | None) -> None:
         """Become the base model, or what ``checkpoint`` holds. Raises ModelError, CheckpointError."""
         ...
@@ -121,11 +124,14 @@ class Learner(Protocol):
         ...
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
-        """Everything that ``load`` needs, as files of a checkpoint."""
+        """This rank's part of everything that ``load`` needs, as it is now, as files of a checkpoint.
+
+        All ranks call it. Each name is written by one rank.
+        """
         ...
 
-    def save_final(self, target: Path) -> None:
-        """Write the trained model to directory ``target``. Raises CheckpointError."""
+    def save_final(self, checkpoint: Path, target: Path) -> None:
+        """Write the model of a checkpoint to directory ``target``, on one rank. Raises CheckpointError."""
         ...
 
     def leave(self) -> None:
@@ -163,6 +169,9 @@ class EmulatedLearner:
     def agree(self, value: int) -> int:
         return value
 
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
     def load(self, checkpoint: Checkpoint | None) -> None:
         pass
 
@@ -193,10 +202,11 @@ class EmulatedLearner:
         return self._publisher.publish_layout(epoch, version, layout, write)
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
-        steps = {"steps": np.array([self._steps], dtype=np.int64)}
-        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE), TensorFile(8, partial(save_file, steps)))
+        raw = memoryview(struct.pack("<q", self._steps))
+        file = TensorFile(8, lambda: file_content({"steps": ("I64", (1,), lambda: raw)}))
+        return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE), file)
 
-    def save_final(self, target: Path) -> None:
+    def save_final(self, checkpoint: Path, target: Path) -> None:
         """There is no model to save."""
 
     def leave(self) -> None:

@@ -106,15 +106,14 @@ class TensorReader:
         return content
 
 
-def write_tensors(
-    write: Callable[[memoryview], object],
+def file_content(
     tensors: Mapping[str, tuple[str, Sequence[int], Callable[[], memoryview]]],
     metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a file from its beginning to its end.
+) -> Iterator[memoryview]:
+    """The bytes of a file from its beginning to its end.
 
-    Args:    write: appends bytes.  tensors: name -> (dtype by the format's name, shape, its bytes in C order), asked
-             for one after another, so that no more than one has to be in host memory.
+    tensors: name -> (dtype by the format's name, shape, its bytes in C order), asked for one after another, so that no
+    more than one has to be in host memory.
     """
     places: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -123,6 +122,6 @@ def write_tensors(
         places[name] = TensorPlace(dtype=dtype, shape=tuple(shape), data_offsets=(start, end))
     header = msgspec.json.encode(places)
     header += b" " * (-len(header) % 8)  # tensors begin at multiples of 8 bytes
-    write(memoryview(len(header).to_bytes(8, "little") + header))
+    yield memoryview(len(header).to_bytes(8, "little") + header)
     for _, _, content in tensors.values():
-        write(content())
+        yield content()

@@ -19,11 +19,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar, assert_never
 
+import msgspec
 import structlog
 
 from transport.broker import keys
@@ -35,6 +38,7 @@ from transport.contracts.messages import (
     CloseMiniBatch,
     Event,
     FinishTraining,
+    MessageDecoder,
     RoundDone,
     RowsMissing,
     StepDone,
@@ -53,7 +57,15 @@ from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.errors import CheckpointError, RanksError, RoundsError
 from workers.leases.announce import ROLE, StepAnnouncer, event_entry
 from workers.leases.lifecycle import Activity, BusyMeter
-from workers.trainer.checkpoint import Checkpoint, CheckpointMeta, CheckpointStore, check_fingerprint, fingerprint
+from workers.trainer.checkpoint import (
+    Checkpoint,
+    CheckpointMeta,
+    CheckpointStore,
+    Saving,
+    Written,
+    check_fingerprint,
+    fingerprint,
+)
 from workers.trainer.learner import Learner, PieceDone, PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)
@@ -63,12 +75,26 @@ STALLS = 2
 DONE = "trainer-done"
 """Meta key: id of the last command that rank 0 has carried out, everything saved."""
 DONE_POLL_S = 0.2
+PART = "trainer-part-{}"
+"""Meta key of a rank but 0: PartDone, of the checkpoint that it wrote its part of last."""
+STOP_S = 5.0
+"""A trainer that is stopped waits so long for a checkpoint that is being written."""
+
+
+class PartDone(msgspec.Struct, frozen=True):
+    """token: of the attempt to save (checkpoint.Plan)."""
+
+    token: str
+    written: Written
+
+
+part_decoder = MessageDecoder(PartDone)
 
 T = TypeVar("T")
 
 
 class TrainerWorker:
-    """One rank of the trainer. Rank 0 publishes, reports and saves; the others only compute.
+    """One rank of the trainer. Rank 0 publishes and reports; each computes, and saves what it holds.
 
     model_dir: the base model.  run_dir: gets ``checkpoints/`` and ``model/``.  learner: what is trained.
     rows: where columns live; the broker's own hashes by default.  rank: which of the ``trainer.ranks`` this is.
@@ -96,9 +122,12 @@ class TrainerWorker:
         self._clock = clock
         self._rank = rank
         self._stall_s = STALLS * settings.liveness.stall_s
-        self._store = CheckpointStore(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints)
+        self._store = CheckpointStore(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints, rank=rank)
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
+        self._saver = ThreadPoolExecutor(1, "saver")
+        self._saving: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         self._fence = Fence(role=ROLE, epoch=0)
         self._announcer: StepAnnouncer | None = None
         self._ledger = Ledger(version=0, cursor="0-0")
@@ -132,6 +161,7 @@ class TrainerWorker:
                 stall_s=self._stall_s,
             )
             async with asyncio.TaskGroup() as group:
+                self._tasks = group
                 helping = [group.create_task(reader.read()), group.create_task(self._learner.follow())]
                 if self._announcer is not None:
                     helping.append(group.create_task(self._announcer.keep()))
@@ -143,6 +173,7 @@ class TrainerWorker:
         finally:
             self._thread.submit(self._learner.leave)
             self._thread.shutdown(wait=False)
+            self._saver.shutdown(wait=False)
             await asyncio.to_thread(self._learner.retract)  # not behind a round that takes longer than our grace
 
     def activity(self) -> Activity:
@@ -175,11 +206,8 @@ class TrainerWorker:
         log.info("trainer ready", weights=str(self._weights), cursor=self._ledger.cursor)
 
     def _load(self) -> Checkpoint | None:
-        checkpoint = self._store.load_latest()
-        version = self._learner.agree(checkpoint.meta.version if checkpoint else 0)
+        checkpoint = self._store.load_latest(self._learner.gather)
         if checkpoint is not None:
-            if checkpoint.meta.version != version:
-                raise CheckpointError(checkpoint.path, 0, f"rank 0 goes on from version {version}")
             check_fingerprint(checkpoint, self._fingerprint)
             self._ledger = checkpoint.ledger
             self._source_position = checkpoint.meta.source_position
@@ -308,16 +336,19 @@ class TrainerWorker:
         It is reported only when the final model is there too, because the run ends with it. The other ranks stay until
         then. Raises CheckpointError, RanksError.
         """
+        await self._settle()
+        self._ledger.cursor = entry_id
+        started_s = self._clock.now_s()
+        saving = await self._begin_save()
         if self._rank != 0:
-            await self._in_thread(self._learner.tensor_files)
-            await self._in_thread(lambda: self._learner.save_final(self._run_dir / "model"))
+            await self._write_part(saving)
             self._doing = "waiting for rank 0 to save"
             await self._outstay_rank_0(entry_id)
             return
-        self._ledger.cursor = entry_id
-        saved = await self._save()
+        path = await self._commit(saving)
+        saved = _saved(saving, path, self._clock.now_s() - started_s)
         self._doing = "saving the model"
-        await self._in_thread(lambda: self._learner.save_final(self._run_dir / "model"))
+        await self._in_thread(lambda: self._learner.save_final(path, self._run_dir / "model"))
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
         self._doing = "waiting to be heard"
@@ -339,39 +370,104 @@ class TrainerWorker:
             raise RanksError(f"rank 0 has not saved everything after {self._stall_s:.0f} s") from None
 
     async def _checkpoint(self) -> None:
-        """Save between two batches. A full disk does not stop the run: it is tried again after the next batch."""
-        if self._rank != 0:
-            await self._in_thread(self._learner.tensor_files)  # what it holds goes to rank 0
-            return
+        """Begin to save between two batches; the files are written while training goes on.
+
+        A full disk does not stop the run: it is tried again after the next batch.
+        """
+        assert self._tasks is not None  # it is running
+        started_s = self._clock.now_s()
+        await self._settle()
         try:
-            saved = await self._save()
+            saving = await self._begin_save()
         except CheckpointError as error:
-            self._checkpoint_due = True
-            log.error("no checkpoint; trying again after the next batch", error=str(error))
+            self._not_saved(error)
             return
         self._checkpoint_due = False
+        stood_s = self._clock.now_s() - started_s
+        self._saving = self._tasks.create_task(self._complete(saving, stood_s), name="save")
+
+    async def _settle(self) -> None:
+        """Until the checkpoint in work, if any, is in place, or is not to be. Raises CheckpointError: it hangs."""
+        if self._saving is None:
+            return
+        self._doing = "waiting for the checkpoint before"
+        await asyncio.wait({self._saving}, timeout=self._stall_s)
+        if not self._saving.done():
+            raise CheckpointError(self._run_dir, 0, f"the one before is not written after {self._stall_s:.0f} s")
+        self._saving = None
+
+    async def _complete(self, saving: Saving, stood_s: float) -> None:
+        """Write and report. A trainer that is stopped meanwhile still does, if it does not take long."""
+        work = asyncio.ensure_future(self._write_and_report(saving, stood_s))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work}, timeout=STOP_S)
+            work.cancel()
+            raise
+
+    async def _write_and_report(self, saving: Saving, stood_s: float) -> None:
+        if self._rank != 0:
+            await self._write_part(saving)
+            return
+        try:
+            path = await self._commit(saving)
+        except CheckpointError as error:
+            self._not_saved(error)
+            return
+        saved = _saved(saving, path, stood_s)
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
 
-    async def _save(self) -> CheckpointSaved:
-        """Write a checkpoint. Returns what is to be reported of it. Raises CheckpointError."""
-        assert self._weights is not None  # rank 0 published before it read anything
-        assert self._announcer is not None
-        steps = self._announcer.steps
+    def _not_saved(self, error: CheckpointError) -> None:
+        self._checkpoint_due = True
+        log.error("no checkpoint; trying again after the next batch", error=str(error))
+
+    async def _begin_save(self) -> Saving:
+        """What is to be written. All ranks call it at the same place. Raises CheckpointError."""
         self._doing = "saving a checkpoint"
-        started_s = self._clock.now_s()
         meta = CheckpointMeta(
             version=self._ledger.version,
             epoch=self._fence.epoch,
-            digest=self._weights.digest,
+            digest=self._weights.digest if self._weights else "",
             cursor=self._ledger.cursor,
             source_position=self._source_position,
             fingerprint=self._fingerprint,
             files={},
         )
-        path = await self._in_thread(lambda: self._store.save(self._learner.tensor_files(), self._ledger, meta, steps))
+        learner = self._learner
+        steps = self._announcer.steps if self._announcer is not None else ()
+        begin = partial(self._store.begin, learner.tensor_files, self._ledger, meta, steps, learner.gather)
+        return await self._in_thread(begin)
+
+    async def _write_part(self, saving: Saving) -> None:
+        """As a rank but 0: write what it holds, and say so."""
+        written = await self._in_saver(partial(self._store.write, saving))
+        if written.problem:
+            log.error("no checkpoint: this rank cannot write its part", rank=self._rank, error=written.problem)
+        part = PartDone(token=saving.plan.token, written=written)
+        await self._broker.put_meta(PART.format(self._rank), msgspec.msgpack.encode(part))
+
+    async def _commit(self, saving: Saving) -> Path:
+        """As rank 0: write, wait for the others, put it in place. Raises CheckpointError."""
+        parts = {0: await self._in_saver(partial(self._store.write, saving))}
+        parts |= await self._parts(saving)
+        path = await self._in_saver(partial(self._store.commit, saving, parts))
         faults.point("train.checkpoint_saved")
-        seconds = self._clock.now_s() - started_s
-        return CheckpointSaved(weights=self._weights, cursor=meta.cursor, path=str(path), seconds=seconds)
+        return path
+
+    async def _parts(self, saving: Saving) -> dict[int, Written]:
+        """What the other ranks have said of this checkpoint: all of them, or those that did in time."""
+        found: dict[int, Written] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.liveness.stall_s):
+                while waited := set(range(1, saving.num_ranks)) - found.keys():
+                    for rank in waited:
+                        raw = await self._broker.get_meta(PART.format(rank))
+                        part = part_decoder.decode(raw) if raw else None
+                        if part is not None and part.token == saving.plan.token:
+                            found[rank] = part.written
+                    await asyncio.sleep(DONE_POLL_S if waited - found.keys() else 0)
+        return found
 
     # -- out
 
@@ -389,8 +485,17 @@ class TrainerWorker:
         if self._announcer is not None:
             await self._announcer.announce_event(event, **fields)
 
+    async def _in_saver(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._saver, work)
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _saved(saving: Saving, path: Path, seconds: float) -> CheckpointSaved:
+    meta = saving.meta
+    weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
+    return CheckpointSaved(weights=weights, cursor=meta.cursor, path=str(path), seconds=seconds)
 
 
 OVER_STEPS: Mapping[str, Callable[[Sequence[float]], float]] = {

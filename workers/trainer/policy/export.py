@@ -8,19 +8,28 @@ model's to the byte where that is the base model's, too.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from transport.process import faults
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, TensorFileError
+from workers.trainer.checkpoint import META_FILE, MODEL_FILE, CheckpointMeta, model_files, shard_name
+from workers.trainer.policy.loading import INDEX_FILE, empty_module
+from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
+from workers.trainer.tensor_files import file_content
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Of a file of weights: what Hugging Face splits at, and some stores take no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +43,35 @@ class Exporter:
     dtype: str = "auto"
     trust_remote_code: bool = False
 
-    def write(self, module: PreTrainedModel, weights: Mapping[str, Tensor], target: Path) -> None:
-        """Put the directory in place of what is at ``target``. weights: by the names of ``module``'s parameters.
+    def write_checkpoint(self, checkpoint: Path, target: Path) -> None:
+        """``write`` for the weights of a checkpoint. Raises CheckpointError."""
+        try:
+            meta = msgspec.json.decode((checkpoint / META_FILE).read_bytes(), type=CheckpointMeta)
+            with closing(StoredTensors.open(checkpoint, model_files(meta))) as stored:
+                self.write(stored, target)
+        except (OSError, msgspec.MsgspecError, ValueError, TensorFileError) as error:
+            raise CheckpointError(checkpoint, 0, str(error)) from error
 
-        Raises CheckpointError: the disk refuses; nothing of the attempt is left, and what was there before is.
+    def write(self, weights: StoredTensors, target: Path) -> None:
+        """Put the directory in place of what is at ``target``. No more than one tensor is in memory at once.
+
+        weights: by the names of the model's parameters, tied ones once.
+        Raises CheckpointError: they are of another model, or the disk refuses; nothing of the attempt is left, and what
+        was there before is.
         """
+        module = empty_module(self.model_dir, trust_remote_code=self.trust_remote_code)
+        check_names(target, weights.shapes, {name: tuple(p.shape) for name, p in module.named_parameters()})
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
         of_base = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         named = of_base if self.dtype == "auto" else self.dtype
-        cast = {name: tensor.detach().to(getattr(torch, named)) for name, tensor in weights.items()}
         aside = target.with_name(f"{target.name}.writing")
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            module.save_pretrained(aside, state_dict=cast)
-            shutil.copyfile(self.model_dir / "config.json", aside / "config.json")  # the module's names our attention
+            _write_weights(weights, getattr(torch, named), aside)
+            for name in ("config.json", "generation_config.json"):
+                if (self.model_dir / name).is_file():
+                    shutil.copyfile(self.model_dir / name, aside / name)
             if named != of_base:
                 (aside / "config.json").write_text(json.dumps(_with_dtype(config, named), indent=2), encoding="utf-8")
             tokenizer = AutoTokenizer.from_pretrained(self.model_dir, trust_remote_code=self.trust_remote_code)
@@ -56,22 +79,45 @@ class Exporter:
             shutil.rmtree(target, ignore_errors=True)
             faults.point("train.model_removed")
             aside.rename(target)
-        except (OSError, SafetensorError) as error:
+        except (OSError, TensorFileError) as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(target, sum(tensor.nbytes for tensor in cast.values()), str(error)) from error
-
-    def write_tensors(self, weights: Mapping[str, Tensor], target: Path) -> None:
-        """``write`` for weights without a module, such as a checkpoint's. Raises CheckpointError: not of this model."""
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self.model_dir, dtype=torch.float32, trust_remote_code=self.trust_remote_code
-        )
-        check_names(target, weights, dict(module.named_parameters()))
-        self.write(module, weights, target)
+            elements = sum(map(math.prod, weights.shapes.values()))
+            raise CheckpointError(target, elements * getattr(torch, named).itemsize, str(error)) from error
 
 
-def check_names(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError, which names ``path``: the tensors found are not those of the model."""
-    wrong = sorted(found.keys() ^ wanted.keys()) or [n for n, p in wanted.items() if found[n].shape != p.shape]
+def _write_weights(weights: StoredTensors, dtype: torch.dtype, directory: Path) -> None:
+    """As ``model.safetensors``, or, where that is too large, several files and an index."""
+    files: list[list[str]] = [[]]
+    room = MAX_FILE_BYTES
+    for name, shape in weights.shapes.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > room and files[-1]:
+            files.append([])
+            room = MAX_FILE_BYTES
+        files[-1].append(name)
+        room -= nbytes
+    placed: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = shard_name(MODEL_FILE, number, len(files))
+        placed |= dict.fromkeys(names, file)
+        tensors = {
+            name: (NAMES[dtype], weights.shapes[name], partial(_cast_bytes, weights, name, dtype)) for name in names
+        }
+        with (directory / file).open("wb") as opened:
+            opened.writelines(file_content(tensors, {"format": "pt"}))
+    if len(files) > 1:
+        total = sum(map(math.prod, weights.shapes.values())) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _cast_bytes(weights: StoredTensors, name: str, dtype: torch.dtype) -> memoryview:
+    return bytes_of(weights.whole(name).to(dtype))
+
+
+def check_names(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError, which names ``path``: the shapes found are not those of the model."""
+    wrong = sorted(found.keys() ^ wanted.keys()) or [name for name, shape in wanted.items() if found[name] != shape]
     if wrong:
         raise CheckpointError(path, 0, f"its tensors are not those of this model: {', '.join(wrong[:4])}")
 

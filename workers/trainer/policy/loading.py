@@ -20,34 +20,18 @@ from typing import Any, cast
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from workers.errors import ModelError, TensorFileError
 from workers.models import check_model_dir
-from workers.trainer.tensor_files import TensorReader
+from workers.trainer.checkpoint import MODEL_FILE
+from workers.trainer.policy.stored import StoredTensors
+from workers.weights.parts import Shard, shard_of
 
-WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
-"""By the name of safetensors."""
 
 
-def empty_module(model_dir: Path, *, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_module(model_dir: Path, *, attention: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """The directory's model in float32 on the meta device, for evaluation (no dropout). Raises ModelError."""
     check_model_dir(model_dir)
     try:
@@ -70,17 +54,46 @@ def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.devi
     Raises:  ModelError: the directory has not all tensors, or others than the module.
     """
     materialise(module, device or torch.device("cpu"))
-    files = _stored(model_dir)
-    wanted: dict[str, dict[str, Tensor]] = {}
-    aliases = _aliases(module)
-    for names, tensor in _stored_tensors(module):
-        stored = _stored_name(names, files, aliases, module.base_model_prefix)
-        if stored is None:
-            raise ModelError(f"{model_dir} holds no tensor {names[0]}: it is not the whole model, or another one")
-        wanted.setdefault(files[stored], {})[stored] = tensor
-    for file, tensors in wanted.items():
-        _fill_from(model_dir / file, tensors)
+    try:
+        stored = StoredTensors.open(model_dir, weight_files(model_dir))
+    except (OSError, TensorFileError, msgspec.MsgspecError) as error:
+        raise ModelError(f"cannot read weights: {error}") from error
+    try:
+        stored.read(_wanted(module, model_dir, stored.shapes))
+    except (OSError, TensorFileError) as error:
+        raise ModelError(f"cannot read weights of {model_dir}: {error}") from error
+    finally:
+        stored.close()
     _compute_buffers(module)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_files(model_dir: Path) -> list[str]:
+    """Names of the files that hold a model directory's weights. Raises OSError, msgspec.MsgspecError."""
+    index = model_dir / INDEX_FILE
+    if not index.is_file():
+        return [MODEL_FILE]
+    return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+
+
+def _wanted(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
+    """Stored name -> what the module holds of that tensor. Raises ModelError."""
+    aliases = _aliases(module)
+    wanted: dict[str, Shard] = {}
+    for names, tensor in _stored_tensors(module):
+        name = _stored_name(names, shapes, aliases, module.base_model_prefix)
+        if name is None:
+            raise ModelError(f"{model_dir} holds no tensor {names[0]}: it is not the whole model, or another one")
+        wanted[name] = shard_of(tensor)
+        if shapes[name] != wanted[name].shape:
+            raise ModelError(
+                f"{model_dir}: tensor {name} has shape {list(shapes[name])}, the model of config.json "
+                f"{list(wanted[name].shape)}: they do not belong together"
+            )
+    return wanted
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -99,73 +112,6 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     memory = torch.empty_like(tensor, device=device)
     return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
-
-
-def held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(what this rank holds of ``tensor``, by reference, and where that begins in the whole)."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    local = cast(DTensor, tensor.detach()).to_local()
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(local.shape):
-        raise ValueError(f"a shard of {tuple(local.shape)} where {tuple(tensor.placements)} means {tuple(shape)}")
-    return local, tuple(start) if local.numel() else (0,) * tensor.ndim
-
-
-@torch.no_grad()
-def fill(target: Tensor, start: tuple[int, ...], reader: TensorReader, name: str) -> None:
-    """Copy a region of a stored tensor into ``target``, a few megabytes at a time, cast to its dtype.
-
-    target: any shape; a region of the stored tensor ``name``, which begins at ``start`` and lies within it.
-    """
-    if target.numel() == 0:
-        return
-    place = reader.places[name]
-    rows = target.shape[0] if target.ndim else 1
-    for row, count, raw in reader.blocks(name, start[0] if start else 0, rows):
-        block = torch.frombuffer(raw, dtype=DTYPES[place.dtype]).view(count, *place.shape[1:])
-        for dimension in range(1, target.ndim):
-            block = block.narrow(dimension, start[dimension], target.shape[dimension])
-        if target.ndim == 0:
-            target.copy_(block[0])
-        else:
-            at = row - start[0]
-            target[at : at + count].copy_(block)
-
-
-def _fill_from(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError: the file is broken, or a tensor has another shape there."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            reader = TensorReader(file, name=str(path))
-            for name in sorted(tensors, key=lambda name: reader.places[name].data_offsets):
-                tensor = tensors[name]
-                if reader.places[name].shape != tuple(tensor.shape):
-                    raise ModelError(
-                        f"{path}: tensor {name} has shape {list(reader.places[name].shape)}, the model of config.json "
-                        f"{list(tensor.shape)}: they do not belong together"
-                    )
-                fill(*held(tensor), reader, name)
-    except (OSError, TensorFileError) as error:
-        raise ModelError(f"cannot read weights: {error}") from error
-    except KeyError as error:
-        raise ModelError(f"{path} holds no tensor {error}, which the index promises") from error
-
-
-def _stored(model_dir: Path) -> dict[str, str]:
-    """Name of a tensor -> file that holds it. Raises ModelError."""
-    index = model_dir / INDEX_FILE
-    try:
-        if index.is_file():
-            return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        with (model_dir / WHOLE_FILE).open("rb", buffering=0) as file:
-            return dict.fromkeys(TensorReader(file, name=str(model_dir / WHOLE_FILE)).places, WHOLE_FILE)
-    except (OSError, TensorFileError, msgspec.MsgspecError) as error:
-        raise ModelError(f"cannot read weights of {model_dir}: {error}") from error
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
 
 
 def _stored_tensors(module: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
@@ -187,7 +133,9 @@ def _aliases(module: PreTrainedModel) -> dict[str, str]:
     return tied | {source: name for name, source in tied.items()}
 
 
-def _stored_name(names: list[str], stored: Mapping[str, str], aliases: Mapping[str, str], prefix: str) -> str | None:
+def _stored_name(
+    names: list[str], stored: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], prefix: str
+) -> str | None:
     """As what the tensor is stored. A directory that was saved without the head lacks the trunk's prefix."""
     candidates = names + [aliases[name] for name in names if name in aliases]
     bare = [name.removeprefix(f"{prefix}.") for name in candidates]

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
@@ -53,10 +52,8 @@ from workers.trainer.policy.parallel import (
     place_of,
     shard_over_data,
     split_tensors,
-    whole_like,
 )
 from workers.trainer.policy.pipeline import Pipeline
-from workers.weights.parts import shard_of
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
@@ -176,25 +173,6 @@ class PolicyModel:
         self._sums.refresh()
         if isinstance(self._stage, FSDPModule):
             self._stage.reshard()  # a forward pass without a backward leaves the root gathered
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        """The whole of what each rank holds a part of, as of a master; a number stays one. All ranks call it."""
-        if local.ndim == 0:
-            return local
-        tensor = whole_like(local, self.masters[name])
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def whole_masters(self) -> dict[str, Tensor]:
-        return {name: self.whole(name, local.detach()) for name, local in self.locals.items()}
-
-    def held(self, name: str, tensor: Tensor) -> Tensor:
-        """Of a whole tensor, this rank's part of the master."""
-        if tensor.ndim == 0:
-            return tensor
-        shard = shard_of(self.masters[name])
-        for dimension, (start, size) in enumerate(zip(shard.start, shard.local.shape, strict=True)):
-            tensor = tensor.narrow(dimension, start, size)
-        return tensor
 
     def _grad(self, name: str) -> Tensor:
         gradient = self.locals[name].grad

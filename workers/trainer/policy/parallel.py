@@ -281,15 +281,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """``local`` as this rank's part of something that is split as ``tensor`` is."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def is_split_over(tensor: Tensor, axis: str) -> bool:
     """Whether ranks along ``axis`` know of it as one tensor: split, or held by each with its gradient summed."""
     return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())

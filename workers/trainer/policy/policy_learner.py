@@ -22,7 +22,6 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from transport.broker.base import Broker
@@ -32,9 +31,9 @@ from transport.contracts.types import RowId
 from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
 from workers.errors import RowsChangedError
 from workers.models import choose_device
-from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
+from workers.trainer.checkpoint import Checkpoint, TensorFile
 from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSample
-from workers.trainer.policy.export import Exporter, check_names
+from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.fit import fit_layout
 from workers.trainer.policy.model import PolicyModel, by_row, choose_dtype, load_module
 from workers.trainer.policy.offload import OffloadedAdamW
@@ -43,11 +42,11 @@ from workers.trainer.policy.parallel import Ranks, RoundShape, SingleRank, place
 from workers.trainer.policy.pipeline import bucket
 from workers.trainer.policy.ranks import Meeting, meet_ranks
 from workers.trainer.policy.recompute import recompute_activations
+from workers.trainer.policy.stored import read_state, state_files
 from workers.weights.publish import WeightPublisher
 
 log = structlog.get_logger(__name__)
 
-RANDOM_STATE = "torch_random_state"
 ADAM_EPSILON = 1e-8
 
 
@@ -117,6 +116,9 @@ class PolicyLearner:
     def agree(self, value: int) -> int:
         return self._ranks.agree(value)
 
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._ranks.gather(data)
+
     def load(self, checkpoint: Checkpoint | None) -> None:
         settings = self._settings
         torch.set_num_threads(settings.trainer.threads)
@@ -132,7 +134,7 @@ class PolicyLearner:
         objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
         step = TrainStep(policy, settings.trainer, objective)
         if checkpoint is not None:
-            _restore(step, checkpoint)
+            step.restore(read_state(checkpoint, policy.masters, gather=self._ranks.gather))
         self._loaded = step
 
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
@@ -154,28 +156,18 @@ class PolicyLearner:
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
         """The masters; the optimizer's state by parameter name, nothing of one that never stepped; the random state."""
-        masters, state = self._step.policy.whole_masters(), self._step.optimizer.state
-        optimizer = {
-            f"{key}.{name}": self._step.policy.whole(name, torch.as_tensor(value))
-            for name, parameter in self._step.policy.locals.items()
-            for key, value in state.get(parameter, {}).items()
-        }
-        contents = {MODEL_FILE: dict(masters), OPTIMIZER_FILE: optimizer | {RANDOM_STATE: torch.get_rng_state()}}
-        return {
-            name: TensorFile(sum(tensor.nbytes for tensor in tensors.values()), partial(_write, tensors))
-            for name, tensors in contents.items()
-        }
+        return state_files(
+            self._step.policy.masters, self._step.optimizer_state(), rank=self._rank, gather=self._ranks.gather
+        )
 
-    def save_final(self, target: Path) -> None:
+    def save_final(self, checkpoint: Path, target: Path) -> None:
         """A trainer that is killed in between writes it again when the run is resumed."""
         exporter = Exporter(
             model_dir=self._model_dir,
             dtype=self._settings.trainer.save_dtype,
             trust_remote_code=self._trust_remote_code,
         )
-        weights = self._step.policy.whole_masters()
-        if self._rank == 0:
-            exporter.write(self._step.policy.module, weights, target)
+        exporter.write_checkpoint(checkpoint, target)
 
     def leave(self) -> None:
         if self._meeting is not None:
@@ -184,27 +176,6 @@ class PolicyLearner:
 
     def retract(self) -> None:
         self._publisher.close()
-
-
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-
-
-def _restore(step: TrainStep, checkpoint: Checkpoint) -> None:
-    """Make ``step`` what it was when it was saved, bit for bit. Raises CheckpointError: tensors of another model."""
-    weights = load_file(checkpoint.path / MODEL_FILE)
-    saved = load_file(checkpoint.path / OPTIMIZER_FILE)
-    policy = step.policy
-    check_names(checkpoint.path, weights, policy.masters)
-    with torch.no_grad():
-        for name, parameter in policy.locals.items():
-            parameter.copy_(policy.held(name, weights[name]))
-    torch.set_rng_state(saved.pop(RANDOM_STATE))
-    for key, tensor in saved.items():
-        kind, _, name = key.partition(".")
-        local = policy.locals[name]
-        step.optimizer.state[local][kind] = policy.held(name, tensor).clone().to(local.device)
-    policy.refresh()
 
 
 class TrainStep:
@@ -228,6 +199,17 @@ class TrainStep:
         self.optimizer = adamw(
             [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=ADAM_EPSILON
         )
+
+    def optimizer_state(self) -> dict[str, Mapping[str, Tensor]]:
+        """By parameter name; nothing of one that never stepped."""
+        held, state = self.policy.locals.items(), self.optimizer.state
+        return {name: state[parameter] for name, parameter in held if parameter in state}
+
+    def restore(self, optimizer_state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from new masters. optimizer_state: as ``optimizer_state`` gave it."""
+        for name, state in optimizer_state.items():
+            self.optimizer.state[self.policy.locals[name]].update(state)
+        self.policy.refresh()
 
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
         """Add the gradient of some rows' loss sum.

@@ -1,0 +1,210 @@
+"""A checkpoint of some ranks is gone on from by others: what they hold together is the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.fakes.gloo_ranks import run_ranks, shard
+from tests.fakes.rank_threads import ThreadRank, on_ranks
+from tests.fakes.tiny_models import tiny_model
+from transport.contracts.ledger import Ledger
+from workers.errors import CheckpointError
+from workers.models import character_tokenizer
+from workers.trainer.checkpoint import CheckpointMeta, CheckpointStore, Written, alone, shard_name
+from workers.trainer.policy.export import Exporter
+from workers.trainer.policy.loading import empty_module, load_weights
+from workers.trainer.policy.stored import StoredTensors, read_state, state_files, tensor_file
+from workers.weights.parts import Shard
+
+META = CheckpointMeta(version=3, epoch=1, digest="d", cursor="7-1", source_position="", fingerprint={}, files={})
+Optimizer = dict[str, dict[str, Tensor]]
+
+
+def gather(data: bytes) -> list[bytes]:
+    found: list[bytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, data)
+    return [one or b"" for one in found]
+
+
+def model_on_ranks(directory: Path, data: int, tensor: int) -> dict[str, Tensor]:
+    """Masters as this rank has them."""
+    module = empty_module(directory, attention="sdpa")
+    if data * tensor > 1:
+        shard(module, data=data, tensor=tensor)
+    load_weights(module, directory)
+    return dict(module.named_parameters())
+
+
+def moments(masters: Mapping[str, Tensor]) -> Optimizer:
+    """An optimizer's state after a step. Moments are of the local part, as those of an optimizer over local parts."""
+
+    def local(tensor: Tensor) -> Tensor:
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+    return {
+        name: {"step": torch.tensor(5.0), "exp_avg": local(p) * 2, "exp_avg_sq": local(p) ** 2}
+        for name, p in masters.items()
+    }
+
+
+def save(rank: int, masters: Mapping[str, Tensor], optimizer: Optimizer, checkpoints: Path) -> Path | None:
+    """As the trainer's ranks do it together; what they report goes over the process group here."""
+    store = CheckpointStore(checkpoints, keep=2, rank=rank)
+    files = partial(state_files, masters, optimizer, rank=rank, gather=gather)
+    saving = store.begin(files, Ledger(version=3, cursor="7-1"), META, gather=gather)
+    parts: list[Written | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, store.write(saving))
+    try:
+        return store.commit(saving, {n: part for n, part in enumerate(parts) if part}) if rank == 0 else None
+    finally:
+        dist.barrier()
+
+
+def load(rank: int, masters: Mapping[str, Tensor], checkpoints: Path) -> Optimizer:
+    checkpoint = CheckpointStore(checkpoints, keep=2, rank=rank).load_latest(gather)
+    assert checkpoint is not None
+    with torch.no_grad():
+        for master in masters.values():
+            (master.to_local() if isinstance(master, DTensor) else master).fill_(0.25)
+    return read_state(checkpoint, masters, gather=gather)
+
+
+def resume_elsewhere(rank: int, directory: Path, checkpoints: Path) -> None:
+    """FSDP 4 -> FSDP 2 x TP 2, in the same processes."""
+    masters = model_on_ranks(directory, 4, 1)
+    save(rank, masters, moments(masters), checkpoints / "fsdp")
+    again = model_on_ranks(directory, 2, 2)
+    expected = moments(again)
+    wanted = {name: master.detach().clone() for name, master in again.items()}
+    optimizer = load(rank, again, checkpoints / "fsdp")
+    for name, master in again.items():
+        assert torch.equal(master.full_tensor(), wanted[name].full_tensor()), name
+        for kind, state in expected[name].items():
+            assert torch.equal(optimizer[name][kind], state), (kind, name)
+    save(rank, again, optimizer, checkpoints / "both")
+
+
+def test_resumed_on_another_layout(tmp_path: Path) -> None:
+    """FSDP 4 -> FSDP 2 x TP 2 -> one process. With 97 words and 2 key heads, tensors do not divide by the ranks."""
+    directory, checkpoints = tmp_path / "model", tmp_path / "checkpoints"
+    tiny_model(tied=True).save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    run_ranks(tmp_path, 4, resume_elsewhere, directory, checkpoints)
+    masters = model_on_ranks(directory, 1, 1)
+    wanted = {name: master.detach().clone() for name, master in masters.items()}
+    expected = moments(masters)
+    checkpoint = CheckpointStore(checkpoints / "both", keep=2).load_latest()
+    assert checkpoint is not None
+    with torch.no_grad():
+        for master in masters.values():
+            master.zero_()
+    optimizer = read_state(checkpoint, masters, gather=alone)
+    for name, master in masters.items():
+        assert torch.equal(master, wanted[name])
+        assert {kind: torch.equal(value, expected[name][kind]) for kind, value in optimizer[name].items()} == {
+            "step": True,
+            "exp_avg": True,
+            "exp_avg_sq": True,
+        }
+    for layout in ("fsdp", "both"):
+        assert_each_element_once(checkpoints / layout / "step-3", wanted)
+        Exporter(model_dir=directory).write_checkpoint(checkpoints / layout / "step-3", tmp_path / layout)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / layout, dtype=torch.float32)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.named_parameters())
+
+
+def assert_each_element_once(checkpoint: Path, wanted: Mapping[str, Tensor]) -> None:
+    """What several ranks hold is written by one; no rank writes more than half of the model."""
+    sizes = []
+    for path in sorted(checkpoint.glob("model-*")):
+        with safe_open(path, framework="pt") as file:
+            sizes.append(sum(file.get_tensor(name).numel() for name in file.keys()))  # noqa: SIM118
+    total = sum(tensor.numel() for tensor in wanted.values())
+    assert (len(sizes), sum(sizes)) == (4, total)
+    assert max(sizes) < total / 2
+
+
+# --- what can be wrong with the parts: two ranks as threads -----------------------------------------------------------
+
+
+def two_ranks_save(directory: Path, tensors: Mapping[str, Tensor], *, version: int = 3, problem: str = "") -> Path:
+    """problem: what rank 1 says of its part."""
+    meta = msgspec.structs.replace(META, version=version)
+
+    def rank_saves(of: ThreadRank) -> Path | None:
+        start = 6 * of.rank
+        shards = {name: Shard(tensor[start : start + 6], (start, 0), (10, 4)) for name, tensor in tensors.items()}
+        files = {
+            shard_name(name, of.rank, 2): tensor_file(shards) for name in ("model.safetensors", "optimizer.safetensors")
+        }
+        store = CheckpointStore(directory, keep=2, rank=of.rank)
+        saving = store.begin(lambda: files, Ledger(version=version, cursor="7-1"), meta, gather=of.gather)
+        written = store.write(saving)
+        said = of.gather(msgspec.msgpack.encode(Written(problem=problem) if problem and of.rank else written))
+        parts = {rank: msgspec.msgpack.decode(raw, type=Written) for rank, raw in enumerate(said)}
+        return store.commit(saving, parts) if of.rank == 0 else None
+
+    found = on_ranks(2, rank_saves)[0]
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of 3 tensors in two parts, and what they were."""
+    tensors = {name: torch.arange(40, dtype=torch.float32).view(10, 4) + n for n, name in enumerate("abc")}
+    return two_ranks_save(tmp_path, tensors), tensors
+
+
+def test_parts_are_one_set(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    path, tensors = saved
+    names = sorted(json.loads((path / "meta.json").read_text())["files"])
+    stored = StoredTensors.open(path, [name for name in names if name.startswith("model")])
+    assert all(torch.equal(stored.whole(name), tensor) for name, tensor in tensors.items())
+    stored.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-4]),
+            "model-00002-of-00002.safetensors is not what was written",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "is not what was written"),
+    ],
+    ids=["missing", "truncated", "changed"],
+)
+def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage, named: str) -> None:
+    tensors = {"a": torch.ones(10, 4)}
+    two_ranks_save(tmp_path, tensors, version=2)
+    newest = two_ranks_save(tmp_path, tensors, version=3)
+    damage(newest / "model-00002-of-00002.safetensors")
+    store = CheckpointStore(tmp_path, keep=2)
+    found = store.load_latest()
+    assert found is not None
+    assert found.meta.version == 2
+    assert named in store.damaged[newest]
+
+
+def test_a_part_that_was_not_written_is_no_checkpoint(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(10, 4)}
+    before = two_ranks_save(tmp_path, tensors, version=2)
+    with pytest.raises(CheckpointError, match=r"step-3 \(\d+ bytes needed\): rank 1: No space left on device"):
+        two_ranks_save(tmp_path, tensors, version=3, problem="No space left on device")
+    assert list(tmp_path.iterdir()) == [before]
