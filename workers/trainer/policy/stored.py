@@ -12,7 +12,7 @@ from is there in full; a piece that is missing raises TensorFileError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,9 +118,11 @@ class StoredTensors:
         self._dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, Place] = {}
         """Name -> shape of the whole tensor."""
-        for name, file in files:
-            reader = TensorReader(file, name=name)
-            self._of_files.append((file, self._pieces_of(reader, name)))
+        with ExitStack() as opened:  # closed again where one of them is not what it should be
+            for name, file in files:
+                opened.callback(file.close)
+                self._of_files.append((file, self._pieces_of(TensorReader(file, name=name), name)))
+            opened.pop_all()
 
     @staticmethod
     def open(directory: Path, names: Iterable[str]) -> StoredTensors:
