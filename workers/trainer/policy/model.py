@@ -11,6 +11,7 @@ Legend: N loss tokens, D hidden size, V words.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
 from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
 from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
+from workers.trainer.policy.loading import empty_module
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import (
     DATA,
@@ -57,6 +59,8 @@ from workers.trainer.policy.pipeline import Pipeline
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
+PROBE_WORDS, PROBE_LAYERS = 64, 2
+"""Of the small model that stands for one that no rank holds whole."""
 
 
 class PolicyModel:
@@ -72,7 +76,9 @@ class PolicyModel:
         dtype: torch.dtype,
         temperature: float,
         ranks: Ranks | None = None,
+        fill: Callable[[PreTrainedModel], None] | None = None,
     ) -> None:
+        """fill: gives an empty module its weights, once it is what this rank holds."""
         self.module = module
         """Its parameters are the compute weights."""
         self.temperature = temperature or 1.0  # 0 counts as 1
@@ -92,6 +98,8 @@ class PolicyModel:
         if (mesh := self.ranks.axis(DATA)) is not None:
             compute = None if dtype == next(module.parameters()).dtype else dtype
             shard_over_data(self._stage, cast(Any, module.base_model).layers, mesh, compute)
+        if fill is not None:
+            fill(module)
         self._sums = ShardedSums() if mesh is not None else FlatSums(module, dtype)
         self.masters: dict[str, Tensor] = {}
         """Name in the whole model -> what is trained, saved and published of it. Tied weights appear once."""
@@ -306,6 +314,31 @@ def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: boo
     module = cast(nn.Module, module).to(device).eval()
     check_packing(cast(PreTrainedModel, module))
     return cast(PreTrainedModel, module)
+
+
+def empty_policy(model_dir: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """``load_module`` without weights: on torch's meta device, for ``load_weights`` to fill. Raises ModelError.
+
+    What cannot be trained packed is found with a small model of the same kind.
+    """
+    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
+    module = empty_module(model_dir, attention=attention.ATTENTION, trust_remote_code=trust_remote_code)
+    small = copy.deepcopy(module.config)
+    small.vocab_size, small.num_hidden_layers = PROBE_WORDS, min(PROBE_LAYERS, small.num_hidden_layers)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(small, token, None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        probe = AutoModelForCausalLM.from_config(
+            small,
+            dtype=torch.float32,
+            attn_implementation=attention.ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    check_packing(cast(PreTrainedModel, probe.eval()))
+    return module
 
 
 def choose_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:

@@ -71,9 +71,21 @@ class RankGroup:
             world_size=layout.num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._check_alike()
         self._sizes = {PIPELINE: layout.pipeline, DATA: layout.data, TENSOR: layout.tensor}
         self._mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
         self.ends = self._join_ends() if layout.pipeline > 1 else None
+
+    def _check_alike(self) -> None:
+        """Raises RanksError: another rank has another torch, or another layout (its device has less memory, say)."""
+        own = f"torch {torch.__version__}, {self.layout}"
+        for rank, said in enumerate(self.gather(own.encode())):
+            if said != own.encode():
+                other = said.decode("utf-8", "replace")
+                raise RanksError(
+                    f"rank {self.rank} has {own}, rank {rank} has {other}: install the same versions on all hosts, and "
+                    "set trainer.parallel in numbers where their devices differ"
+                )
 
     def axis(self, name: str) -> DeviceMesh | None:
         return self._mesh[name] if self._sizes[name] > 1 else None
