@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,11 +15,13 @@ from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
 from transport.contracts.settings import TrainerSettings
 from workers.algorithms.loss import Objective
+from workers.errors import RanksError
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
-from workers.trainer.policy.parallel import Ranks, place_of
+from workers.trainer.policy.parallel import Ranks, RoundShape, place_of
 from workers.trainer.policy.policy_learner import TrainStep
+from workers.trainer.policy.recompute import Recompute, recompute_activations
 
 STEPS = 5
 
@@ -32,6 +35,7 @@ class Training:
     dtype: torch.dtype | None = None
     lr: float = 2e-3
     micro_batch_tokens: int = 24
+    recompute: Recompute = "none"
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     update: dict[str, np.ndarray] = field(default_factory=dict)
     moved: float = 0.0
+    """Norm of the update over that of the weights before, of what this rank saw."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -64,6 +69,7 @@ def train(ranks: Ranks, training: Training) -> Trained:
     if training.double:
         in_float64(module)
     module.set_attn_implementation(attention.ATTENTION)
+    recompute_activations(module, training.recompute)
     dtype = training.dtype or module.dtype
     policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks)
     settings = TrainerSettings(lr=training.lr, micro_batch_tokens=training.micro_batch_tokens, weight_decay=0.1)
@@ -83,7 +89,27 @@ def train(ranks: Ranks, training: Training) -> Trained:
         trained.norms.append(metrics["grad_norm"])
     after = {name: whole(master.detach()) for name, master in policy.masters.items()}
     trained.update = {name: (after[name] - before[name]).double().numpy() for name in after}
+    trained.moved = norm(trained.update.values()) / norm(tensor.double().numpy() for tensor in before.values())
     return trained
+
+
+def train_all(ranks: Ranks, trainings: Sequence[Training]) -> list[Trained]:
+    """One after another, so that processes start once."""
+    return [train(ranks, training) for training in trainings]
+
+
+def enter_with_other_rows(ranks: Ranks) -> str:
+    """What a rank says whose peers have other rows."""
+    try:
+        ranks.agree_round(RoundShape(mark=ranks.rank, micro_batches=1, tokens=8))
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def norm(arrays: Iterable[np.ndarray]) -> float:
+    """Of all their elements together."""
+    return float(np.sqrt(sum((array**2).sum() for array in arrays)))
 
 
 def errors(found: list[Trained], expected: Trained) -> tuple[float, float]:
@@ -93,6 +119,5 @@ def errors(found: list[Trained], expected: Trained) -> tuple[float, float]:
     for one in found:
         update |= one.update
     assert update.keys() == expected.update.keys(), update.keys() ^ expected.update.keys()
-    difference = np.sqrt(sum(((update[name] - expected.update[name]) ** 2).sum() for name in update))
-    norm = np.sqrt(sum((value**2).sum() for value in expected.update.values()))
-    return loss, float(difference / norm)
+    differences = (update[name] - expected.update[name] for name in update)
+    return loss, norm(differences) / norm(expected.update.values())

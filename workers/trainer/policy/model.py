@@ -244,7 +244,8 @@ class PolicyStage(nn.Module):
         predictors = whole_rows(out)[0].index_select(0, batch.predictor_N)
         if call.objective is None:
             return target_logprobs(predictors, batch.target_N, head)
-        return HeadLoss.apply(predictors, head.weight, batch.target_N, head, call.token_gradient, self.head_gradient)
+        weight = head.weight if self.head_gradient is None else head.weight.detach()  # autograd has none to hand on
+        return HeadLoss.apply(predictors, weight, batch.target_N, head, call.token_gradient, self.head_gradient)
 
 
 def predictor_hidden(module: PreTrainedModel, batch: PackedBatch) -> Tensor:
