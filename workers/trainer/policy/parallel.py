@@ -159,8 +159,8 @@ def check_layout(module: PreTrainedModel, layout: Layout) -> None:
         return
     if layout.data > 1 and layout.pipeline > 1:
         raise ModelError(
-            f"trainer.parallel.data={layout.data} with trainer.parallel.pipeline={layout.pipeline}: their gradient is "
-            "not yet that of one process; take either with trainer.parallel.tensor"
+            f"trainer.parallel.data={layout.data} with trainer.parallel.pipeline={layout.pipeline} is not supported: "
+            "take either with trainer.parallel.tensor"
         )
     config = cast(Any, module.config)
     if config.model_type not in FAMILIES:
