@@ -30,7 +30,7 @@ from transport.contracts.settings import LivenessSettings, ScoringSettings, Sett
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
-from transport.process.programs import ending_with_this_process, python_module
+from transport.process.programs import end_children, ending_with_this_process, python_module
 
 log = structlog.get_logger(__name__)
 
@@ -209,16 +209,7 @@ class Children:
 
     async def stop(self, *, grace_s: float) -> None:
         """SIGTERM to all, SIGKILL to those alive after ``grace_s``. Never raises on a child that is gone."""
-        living = [process for process in self._processes.values() if process.returncode is None]
-        for process in living:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await asyncio.gather(*(process.wait() for process in living))
-        for name in self.pids():
-            self.end(name)
-        await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        await end_children(self._processes.values(), grace_s=grace_s)
 
     def last_words(self, name: str, *, max_lines: int = MAX_LAST_LINES) -> str:
         """What a child said last, for the error that reports its death. Nothing of an earlier life of the child."""

@@ -60,7 +60,7 @@ class LiveRun:
     def __exit__(self, *_: object) -> None:
         self._notice()
         for process in (*self._seen.values(), *self._own()):
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between any look at it and the signal
                 process.kill()
         if self._process is not None:
             self._process.wait(timeout=10)

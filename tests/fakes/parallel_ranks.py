@@ -1,4 +1,4 @@
-"""A function run by several trainer ranks at once, each in a process of its own, over gloo."""
+"""A function run by several trainer ranks at once, each in a process of its own, over gloo; models split over them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 from transport.contracts.training_memory import Layout
-from workers.trainer.policy.parallel import SingleRank
+from workers.trainer.policy.parallel import DATA, TENSOR, SingleRank, shard_over_data, split_tensors
 from workers.trainer.policy.ranks import RankGroup
 
 LIMIT_S = 240.0
@@ -67,3 +69,12 @@ def _run(
     except BaseException as error:
         answers.put((rank, f"{error!r}\n{traceback.format_exc()}", None))
         raise
+
+
+def shard(module: PreTrainedModel, *, data: int, tensor: int) -> None:
+    """Split a model as a trainer does, over all ranks of the process group, which may be those of another layout."""
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=(DATA, TENSOR))
+    if tensor > 1:
+        split_tensors(module, mesh[TENSOR])
+    if data > 1:
+        shard_over_data(module, module.model.layers, mesh[DATA], None)

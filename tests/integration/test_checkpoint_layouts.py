@@ -16,26 +16,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.fakes.gloo_ranks import run_ranks, shard
+from tests.fakes.parallel_ranks import run_layout, shard
 from tests.fakes.rank_threads import ThreadRank, on_ranks
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.ledger import Ledger
+from transport.contracts.training_memory import Layout
 from workers.errors import CheckpointError
 from workers.models import character_tokenizer
 from workers.trainer.checkpoint import CheckpointMeta, CheckpointStore, Written, alone, shard_name
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.loading import empty_module, load_weights
+from workers.trainer.policy.parallel import Ranks
 from workers.trainer.policy.stored import StoredTensors, read_state, state_files, tensor_file
 from workers.weights.parts import Shard
 
 META = CheckpointMeta(version=3, epoch=1, digest="d", cursor="7-1", source_position="", fingerprint={}, files={})
 Optimizer = dict[str, dict[str, Tensor]]
-
-
-def gather(data: bytes) -> list[bytes]:
-    found: list[bytes | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, data)
-    return [one or b"" for one in found]
 
 
 def model_on_ranks(directory: Path, data: int, tensor: int) -> dict[str, Tensor]:
@@ -59,41 +55,41 @@ def moments(masters: Mapping[str, Tensor]) -> Optimizer:
     }
 
 
-def save(rank: int, masters: Mapping[str, Tensor], optimizer: Optimizer, checkpoints: Path) -> Path | None:
+def save(ranks: Ranks, masters: Mapping[str, Tensor], optimizer: Optimizer, checkpoints: Path) -> Path | None:
     """As the trainer's ranks do it together; what they report goes over the process group here."""
-    store = CheckpointStore(checkpoints, keep=2, rank=rank)
-    files = partial(state_files, masters, optimizer, rank=rank, gather=gather)
-    saving = store.begin(files, Ledger(version=3, cursor="7-1"), META, gather=gather)
+    store = CheckpointStore(checkpoints, keep=2, rank=ranks.rank)
+    files = partial(state_files, masters, optimizer, rank=ranks.rank, gather=ranks.gather)
+    saving = store.begin(files, Ledger(version=3, cursor="7-1"), META, gather=ranks.gather)
     parts: list[Written | None] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, store.write(saving))
     try:
-        return store.commit(saving, {n: part for n, part in enumerate(parts) if part}) if rank == 0 else None
+        return store.commit(saving, {n: part for n, part in enumerate(parts) if part}) if ranks.rank == 0 else None
     finally:
         dist.barrier()
 
 
-def load(rank: int, masters: Mapping[str, Tensor], checkpoints: Path) -> Optimizer:
-    checkpoint = CheckpointStore(checkpoints, keep=2, rank=rank).load_latest(gather)
+def load(ranks: Ranks, masters: Mapping[str, Tensor], checkpoints: Path) -> Optimizer:
+    checkpoint = CheckpointStore(checkpoints, keep=2, rank=ranks.rank).load_latest(ranks.gather)
     assert checkpoint is not None
     with torch.no_grad():
         for master in masters.values():
             (master.to_local() if isinstance(master, DTensor) else master).fill_(0.25)
-    return read_state(checkpoint, masters, gather=gather)
+    return read_state(checkpoint, masters, gather=ranks.gather)
 
 
-def resume_elsewhere(rank: int, directory: Path, checkpoints: Path) -> None:
+def resume_elsewhere(ranks: Ranks, directory: Path, checkpoints: Path) -> None:
     """FSDP 4 -> FSDP 2 x TP 2, in the same processes."""
     masters = model_on_ranks(directory, 4, 1)
-    save(rank, masters, moments(masters), checkpoints / "fsdp")
+    save(ranks, masters, moments(masters), checkpoints / "fsdp")
     again = model_on_ranks(directory, 2, 2)
     expected = moments(again)
     wanted = {name: master.detach().clone() for name, master in again.items()}
-    optimizer = load(rank, again, checkpoints / "fsdp")
+    optimizer = load(ranks, again, checkpoints / "fsdp")
     for name, master in again.items():
         assert torch.equal(master.full_tensor(), wanted[name].full_tensor()), name
         for kind, state in expected[name].items():
             assert torch.equal(optimizer[name][kind], state), (kind, name)
-    save(rank, again, optimizer, checkpoints / "both")
+    save(ranks, again, optimizer, checkpoints / "both")
 
 
 def test_resumed_on_another_layout(tmp_path: Path) -> None:
@@ -101,7 +97,7 @@ def test_resumed_on_another_layout(tmp_path: Path) -> None:
     directory, checkpoints = tmp_path / "model", tmp_path / "checkpoints"
     tiny_model(tied=True).save_pretrained(directory)
     character_tokenizer().save_pretrained(directory)
-    run_ranks(tmp_path, 4, resume_elsewhere, directory, checkpoints)
+    run_layout(Layout(data=4), resume_elsewhere, directory, checkpoints)
     masters = model_on_ranks(directory, 1, 1)
     wanted = {name: master.detach().clone() for name, master in masters.items()}
     expected = moments(masters)

@@ -12,7 +12,7 @@ from tests.fakes.sharded import Trained, Training, enter_with_other_rows, errors
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.training_memory import Layout
 from workers.errors import ModelError
-from workers.trainer.policy.parallel import SingleRank, check_layout
+from workers.trainer.policy.parallel import SingleRank, check_split
 
 QWEN3 = Training()
 FAMILIES = [QWEN3, Training(family="llama", tied=False), Training(family="qwen2")]
@@ -58,13 +58,21 @@ def test_peers_with_other_rows_do_not_enter_a_round():
 @pytest.mark.parametrize(
     ("family", "layout", "words"),
     [
-        ("qwen3", Layout(tensor=3), r"tensor=3 does not divide the model's 4 attention heads; 1, 2 would"),
-        ("qwen3", Layout(tensor=4), r"tensor=4 does not divide the model's 2 key-value heads; 1, 2 would"),
-        ("qwen3", Layout(pipeline=3), r"pipeline=3: the model has only 2 layers"),
+        (
+            "qwen3",
+            Layout(tensor=3),
+            r"tensor = 3 does not divide the 4 attention heads of this qwen3 model; 1, 2 would",
+        ),
+        (
+            "qwen3",
+            Layout(tensor=4),
+            r"tensor = 4 does not divide the 2 key-value heads of this qwen3 model; 1, 2 would",
+        ),
+        ("qwen3", Layout(pipeline=3), r"pipeline = 3 is more than the 2 layers of this qwen3 model"),
         ("olmo2", Layout(tensor=2), r"a olmo2 model is split over data ranks only .*llama, qwen2, qwen3"),
-        ("qwen3", Layout(data=2, pipeline=2), r"parallel\.data=2 with trainer\.parallel\.pipeline=2"),
+        ("qwen3", Layout(data=2, pipeline=2), r"parallel\.data = 2 with trainer\.parallel\.pipeline = 2"),
     ],
 )
 def test_a_layout_that_a_model_cannot_have_is_refused(family: str, layout: Layout, words: str):
     with pytest.raises(ModelError, match=words):
-        check_layout(tiny_model(family, vocabulary=96), layout)
+        check_split(tiny_model(family, vocabulary=96), layout)

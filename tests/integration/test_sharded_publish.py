@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,40 +17,30 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import Linear, Module
 
-from tests.fakes.gloo_ranks import run_ranks, shard
+from tests.fakes.parallel_ranks import run_layout, shard
 from tests.fakes.tiny_models import VOCAB, tiny_model
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import GenerationSettings
+from transport.contracts.training_memory import Layout
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.errors import MessageError
 from transport.process.clock import MonotonicClock
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.models import random_model
+from workers.trainer.policy.parallel import Ranks
 from workers.weights.parts import shard_of
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
 
-@dataclass
-class GlooRanks:
-    """All ranks of the default group (workers.weights.parts.TalkingRanks)."""
-
-    rank: int
-
-    def gather(self, data: bytes) -> list[bytes]:
-        found: list[bytes] = [b""] * dist.get_world_size()
-        dist.all_gather_object(found, data)
-        return found
-
-
 def publish_and_check(
-    rank: int, directory: Path, tensors: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]
+    ranks: Ranks, directory: Path, tensors: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]
 ) -> WeightManifest:
     """Publish together; every rank then has the whole from all others, with the digest of one rank alone."""
-    publisher = WeightPublisher("sharded-test", directory / str(rank))
-    manifest = publisher.publish(2, 1, tensors, torch.bfloat16, GlooRanks(rank))
-    alone = WeightPublisher("alone-test", directory / f"alone-{rank}")
+    publisher = WeightPublisher("sharded-test", directory / str(ranks.rank))
+    manifest = publisher.publish(2, 1, tensors, torch.bfloat16, ranks)
+    alone = WeightPublisher("alone-test", directory / f"alone-{ranks.rank}")
     assert manifest.weights.digest == alone.publish(2, 1, order_of(manifest, dense), torch.bfloat16).weights.digest
     with WeightPuller(deadline_s=60).pull(manifest) as pulled:
         assert pulled.keys() == dense.keys()
@@ -67,18 +56,18 @@ def order_of(manifest: WeightManifest, dense: dict[str, torch.Tensor]) -> dict[s
     return {spec.name: dense[spec.name] for spec in manifest.tensors}
 
 
-def split_model(rank: int, directory: Path, data: int, tensor: int) -> None:
+def split_model(ranks: Ranks, directory: Path, data: int, tensor: int) -> None:
     dense = dict(tiny_model(seed=1).named_parameters())
     model = tiny_model(seed=1)
     shard(model, data=data, tensor=tensor)
-    manifest = publish_and_check(rank, directory, dict(model.named_parameters()), dense)
+    manifest = publish_and_check(ranks, directory, dict(model.named_parameters()), dense)
     assert len(manifest.parts) == data * tensor
     nbytes = [sum(np.prod(piece.shape, dtype=int) for piece in part.pieces) for part in manifest.parts]
     assert sum(nbytes) == sum(parameter.numel() for parameter in dense.values())
     assert max(nbytes) < 2 * min(nbytes)
 
 
-def split_unevenly(rank: int, directory: Path) -> None:
+def split_unevenly(ranks: Ranks, directory: Path) -> None:
     """Sizes that come out even on no axis, rows of rows, columns, and placements that a trainer has on few tensors."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -98,38 +87,38 @@ def split_unevenly(rank: int, directory: Path) -> None:
         dense[name] = torch.randn(3 if name == "few" else 7, 5)
         tensors[name] = distribute_tensor(dense[name], mesh, placed)
     dense["alike"] = tensors["alike"] = torch.randn(5)
-    publish_and_check(rank, directory, tensors, dense)
+    publish_and_check(ranks, directory, tensors, dense)
     unsummed = DTensor.from_local(torch.ones(2), mesh["data"], [Partial()])
     with pytest.raises(ValueError, match="not the same as any part"):
         shard_of(unsummed)
 
 
-def four_ranks(rank: int, directory: Path) -> None:
-    split_model(rank, directory / "model", 2, 2)
-    split_unevenly(rank, directory / "uneven")
+def four_ranks(ranks: Ranks, directory: Path) -> None:
+    split_model(ranks, directory / "model", 2, 2)
+    split_unevenly(ranks, directory / "uneven")
 
 
 def test_what_four_ranks_hold_arrives_whole_whatever_the_placements(tmp_path: Path) -> None:
-    run_ranks(tmp_path, 4, four_ranks, tmp_path)
+    run_layout(Layout(data=4), four_ranks, tmp_path)
 
 
-def split_over_stages(rank: int, directory: Path) -> None:
+def split_over_stages(ranks: Ranks, directory: Path) -> None:
     """Each stage holds its own layers, whole, and both the matrix of tied embeddings."""
     dense = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
-    other = f"model.layers.{1 - rank}."
+    other = f"model.layers.{1 - ranks.rank}."
     held = {name: tensor for name, tensor in dense.items() if not name.startswith(other)}
-    if rank == 0:
+    if ranks.rank == 0:
         del held["model.norm.weight"]
-    publish_and_check(rank, directory, held, dense)
+    publish_and_check(ranks, directory, held, dense)
 
 
-def serve_published(rank: int, directory: Path) -> None:
+def serve_published(ranks: Ranks, directory: Path) -> None:
     model = tiny_model(seed=1)
     dense = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     shard(model, data=2, tensor=1)
-    publisher = WeightPublisher("served-test", directory / str(rank))
-    manifest = publisher.publish(1, 1, dict(model.named_parameters()), torch.float32, GlooRanks(rank))
-    if rank == 0:
+    publisher = WeightPublisher("served-test", directory / str(ranks.rank))
+    manifest = publisher.publish(1, 1, dict(model.named_parameters()), torch.float32, ranks)
+    if ranks.rank == 0:
         with WeightPuller(deadline_s=60).pull(manifest) as tensors:
             of_parts = asyncio.run(generated(directory / "model", manifest.weights, tensors))
         of_dense = asyncio.run(generated(directory / "model", manifest.weights, dense))
@@ -157,13 +146,13 @@ async def generated(directory: Path, weights: WeightIdentity, tensors) -> list[t
     return [(one.response_ids.tolist(), one.logprobs.tolist(), tuple(one.spans)) for one in found]
 
 
-def two_ranks(rank: int, directory: Path) -> None:
-    split_over_stages(rank, directory / "stages")
-    serve_published(rank, directory)
+def two_ranks(ranks: Ranks, directory: Path) -> None:
+    split_over_stages(ranks, directory / "stages")
+    serve_published(ranks, directory)
 
 
 def test_an_engine_serves_what_two_ranks_published_and_so_do_stages(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     random_model("qwen3-tiny")(tmp_path / "model")
     tiny_model(seed=0).save_pretrained(tmp_path / "model")
-    run_ranks(tmp_path, 2, two_ranks, tmp_path)
+    run_layout(Layout(data=2), two_ranks, tmp_path)

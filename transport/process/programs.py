@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib.metadata
 import inspect
@@ -13,7 +14,8 @@ import shutil
 import signal
 import stat
 import sys
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -38,6 +40,22 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """What asks this process to end: the end of its terminal does, too, unless nohup says otherwise."""
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return signal.SIGINT, signal.SIGTERM, *hang_up
+
+
+async def end_children(children: Iterable[Process], *, grace_s: float) -> None:
+    """SIGTERM to those that live, SIGKILL to those that still do after ``grace_s``; none of them is left."""
+    living = [child for child in children if child.returncode is None]
+    for child in living:
+        with suppress(ProcessLookupError):
+            child.terminate()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            await asyncio.gather(*(child.wait() for child in living))
+    for child in living:
+        if child.returncode is None:
+            with suppress(ProcessLookupError):
+                child.kill()
+    await asyncio.gather(*(child.wait() for child in living))
 
 
 def leave_terminal() -> None:

@@ -7,11 +7,10 @@ command (a container engine) starts it again, and all go on from the checkpoint.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 
-from transport.process.programs import ending_signals, ending_with_this_process
+from transport.process.programs import end_children, ending_signals, ending_with_this_process
 
 GRACE_S = 30.0
 """Between SIGTERM and SIGKILL: a rank that is asked to end gives its work back, and may be in a step."""
@@ -36,7 +35,7 @@ async def _run(commands: Sequence[Sequence[str]]) -> int:
     try:
         return await _first_failure(ranks, stopping)
     finally:
-        await _end(ranks)
+        await end_children(ranks, grace_s=GRACE_S)
 
 
 async def _first_failure(ranks: Sequence[Process], stopping: asyncio.Event) -> int:
@@ -56,19 +55,3 @@ async def _first_failure(ranks: Sequence[Process], stopping: asyncio.Event) -> i
     finally:
         for task in (signalled, *running):
             task.cancel()
-
-
-async def _end(ranks: Sequence[Process]) -> None:
-    """SIGTERM to those that live, SIGKILL after GRACE_S."""
-    living = [rank for rank in ranks if rank.returncode is None]
-    for rank in living:
-        with contextlib.suppress(ProcessLookupError):
-            rank.terminate()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GRACE_S):
-            await asyncio.gather(*(rank.wait() for rank in living))
-    for rank in living:
-        if rank.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                rank.kill()
-            await rank.wait()

@@ -26,18 +26,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging as transformers_logging
 
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import LossMetrics, LossTerm, Objective, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
-from workers.models import check_model_dir, choose_device
+from workers.models import choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
 from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
 from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
-from workers.trainer.policy.loading import empty_module
+from workers.trainer.policy.loading import empty_module, load_weights
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import (
     DATA,
@@ -46,7 +45,7 @@ from workers.trainer.policy.parallel import (
     TENSOR,
     Ranks,
     SingleRank,
-    check_layout,
+    check_split,
     is_split_over,
     is_tied,
     keep_stage,
@@ -84,7 +83,7 @@ class PolicyModel:
         self.temperature = temperature or 1.0  # 0 counts as 1
         self.ranks = ranks or SingleRank()
         layout, place = self.ranks.layout, place_of(self.ranks.layout, self.ranks.rank)
-        check_layout(module, layout)
+        check_split(module, layout)
         tied = is_tied(module)
         keep_stage(module, layout, place)
         if (mesh := self.ranks.axis(TENSOR)) is not None:
@@ -295,32 +294,17 @@ def reference_logprobs(
 
 
 def load_module(model_dir: Path, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a checkpoint directory in fp32 with our attention.
-
-    Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed.
-    """
-    check_model_dir(model_dir)
-    ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
-    transformers_logging.disable_progress_bar()  # its monitor thread outlives the call, and logs are no terminals
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            attn_implementation=attention.ATTENTION,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"cannot load a causal language model from {model_dir}: {error}") from error
-    module = cast(nn.Module, module).to(device).eval()
-    check_packing(cast(PreTrainedModel, module))
-    return cast(PreTrainedModel, module)
+    """All of a checkpoint directory in fp32 with our attention. Raises ModelError as ``empty_policy`` does."""
+    module = empty_policy(model_dir, trust_remote_code=trust_remote_code)
+    load_weights(module, model_dir, device=device)
+    return module
 
 
 def empty_policy(model_dir: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """``load_module`` without weights: on torch's meta device, for ``load_weights`` to fill. Raises ModelError.
+    """The model of a directory without its weights: on torch's meta device, for ``load_weights`` to fill.
 
-    What cannot be trained packed is found with a small model of the same kind.
+    Raises: ModelError: the directory is missing or broken, or its model cannot be trained packed, which is found with
+            a small one of the same kind.
     """
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     module = empty_module(model_dir, attention=attention.ATTENTION, trust_remote_code=trust_remote_code)

@@ -17,7 +17,7 @@ their gradient is that of one process (tests compare them in float64).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -37,7 +37,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from transport.contracts.training_memory import Layout
+from transport.contracts.llms import from_config
+from transport.contracts.training_memory import Layout, LayoutError, check_layout, stage_layers
 from workers.algorithms.loss import LossMetrics
 from workers.errors import ModelError
 
@@ -153,52 +154,23 @@ class SingleRank:
 # -- what can be split
 
 
-def check_layout(module: PreTrainedModel, layout: Layout) -> None:
+def check_split(module: PreTrainedModel, layout: Layout) -> None:
     """Raises ModelError: this model cannot be split so; it says by what it can."""
     if layout.tensor == layout.pipeline == 1:
         return
-    if layout.data > 1 and layout.pipeline > 1:
-        raise ModelError(
-            f"trainer.parallel.data={layout.data} with trainer.parallel.pipeline={layout.pipeline} is not supported: "
-            "take either with trainer.parallel.tensor"
-        )
-    config = cast(Any, module.config)
+    config = module.config
     if config.model_type not in FAMILIES:
         raise ModelError(
             f"trainer.parallel: a {config.model_type} model is split over data ranks only (tensor and pipeline are "
             f"for {', '.join(FAMILIES)})"
         )
-    counts = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "columns of the MLP": config.intermediate_size,
-        "words": config.vocab_size,
-    }
-    for what, count in counts.items():
-        if count % layout.tensor:
-            raise ModelError(
-                f"trainer.parallel.tensor={layout.tensor} does not divide the model's {count} {what}; "
-                f"{_divisors(counts.values())} would"
-            )
-    if config.num_hidden_layers < layout.pipeline:
-        raise ModelError(
-            f"trainer.parallel.pipeline={layout.pipeline}: the model has only {config.num_hidden_layers} layers"
-        )
-
-
-def _divisors(counts: Iterable[int]) -> str:
-    values = list(counts)
-    return ", ".join(str(n) for n in range(1, min(values) + 1) if all(count % n == 0 for count in values))
+    try:
+        check_layout(from_config(f"this {config.model_type} model", config.to_dict()), layout)
+    except LayoutError as error:
+        raise ModelError(str(error)) from error
 
 
 # -- splitting
-
-
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of a stage: as many each as can be, the first stages one more where it does not come out even."""
-    each, more = divmod(num_layers, num_stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
 
 
 def keep_stage(module: PreTrainedModel, layout: Layout, place: Place) -> None:

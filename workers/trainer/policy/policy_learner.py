@@ -36,7 +36,7 @@ from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSa
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.fit import fit_layout
 from workers.trainer.policy.loading import load_weights
-from workers.trainer.policy.model import PolicyModel, by_row, choose_dtype, empty_policy, load_module
+from workers.trainer.policy.model import PolicyModel, by_row, choose_dtype, empty_policy
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import Ranks, RoundShape, SingleRank, place_of
@@ -124,19 +124,14 @@ class PolicyLearner:
         settings = self._settings
         torch.set_num_threads(settings.trainer.threads)
         device = choose_device(settings.trainer.device, "trainer.device")
-        alone = self._ranks.layout.num_ranks == 1
-        trusted = self._trust_remote_code
-        if alone:
-            module = load_module(self._model_dir, device=device, trust_remote_code=trusted)
-        else:
-            module = empty_policy(self._model_dir, trust_remote_code=trusted)
+        module = empty_policy(self._model_dir, trust_remote_code=self._trust_remote_code)
         recompute_activations(module, settings.trainer.recompute)
         policy = PolicyModel(
             module,
             dtype=choose_dtype(settings.trainer.dtype, device),
             temperature=settings.sampling.temperature,
             ranks=self._ranks,
-            fill=None if alone else partial(load_weights, model_dir=self._model_dir, device=device),
+            fill=partial(load_weights, model_dir=self._model_dir, device=device),
         )
         objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
         step = TrainStep(policy, settings.trainer, objective)
