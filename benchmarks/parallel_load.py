@@ -1,6 +1,6 @@
 """Host memory of one of 4 ranks while it loads a model: at most a share and a file, not the model.
 
-    make bench NAME=parallel_load        last line: {"host_load_share": ..., ...}
+    host_load_share    of the bench ``parallel``
 
 A random Llama in 16 equal files is split by fully_shard over 4 gloo ranks, and each reads its slices. Measured is the
 growth of a rank's resident memory at its highest (VmHWM, reset before), over the bytes of the fp32 model; file pages of
@@ -90,7 +90,7 @@ def load(rank: int, directory: Path, meeting: Path, out: Connection) -> None:
     os._exit(0)  # gloo's threads may hold up the interpreter's own end
 
 
-def main() -> None:
+def figures() -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "model"
@@ -108,15 +108,14 @@ def main() -> None:
         for process in ranks:
             process.join(10)
             process.kill()
-    shares = {
+    return {
         "host_load_share": round(max(peak for _, peak in found) / whole, 4),
         "held_share": round(max(held for held, _ in found) / whole, 4),
         "model_bytes": whole,
         "files": FILES,
         "ranks": RANKS,
     }
-    print(json.dumps(shares))
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(figures()))

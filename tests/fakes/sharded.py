@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,17 +13,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.fakes.saved_together import save_together
 from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
 from transport.contracts.settings import TrainerSettings
 from workers.algorithms.loss import Objective
 from workers.errors import RanksError
+from workers.trainer.checkpoint import CheckpointStore
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.parallel import Ranks, RoundShape, place_of
 from workers.trainer.policy.policy_learner import TrainStep
 from workers.trainer.policy.recompute import Recompute, recompute_activations
+from workers.trainer.policy.stored import read_state, state_files
 
 STEPS = 5
 
@@ -42,6 +47,8 @@ class Training:
 class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    before: dict[str, np.ndarray] = field(default_factory=dict)
+    after: dict[str, np.ndarray] = field(default_factory=dict)
     update: dict[str, np.ndarray] = field(default_factory=dict)
     moved: float = 0.0
     """Norm of the update over that of the weights before, of what this rank saw."""
@@ -63,7 +70,8 @@ def rounds_of(step: int) -> list[list[PromptGroup]]:
     return [groups[:3], groups[3:4], groups[4:]]
 
 
-def train(ranks: Ranks, training: Training) -> Trained:
+def train(ranks: Ranks, training: Training, *, steps: range = range(STEPS), checkpoints: Path | None = None) -> Trained:
+    """steps: of the five, those that are taken here.  checkpoints: where to go on from the newest, and to save."""
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     module = tiny_model(training.family, tied=training.tied, vocabulary=96, layers=training.layers)
     if training.double:
@@ -74,11 +82,14 @@ def train(ranks: Ranks, training: Training) -> Trained:
     policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks)
     settings = TrainerSettings(lr=training.lr, micro_batch_tokens=training.micro_batch_tokens, weight_decay=0.1)
     step = TrainStep(policy, settings, Objective())
+    store = CheckpointStore(checkpoints, keep=2, rank=ranks.rank) if checkpoints else None
+    if store is not None and (checkpoint := store.load_latest(ranks.gather)) is not None:
+        step.restore(read_state(checkpoint, policy.masters, gather=ranks.gather))
     before = {name: whole(master.detach()).clone() for name, master in policy.masters.items()}
     trained = Trained()
     layout = ranks.layout
     part = place_of(layout, ranks.rank).data
-    for batch in range(STEPS):
+    for batch in steps:
         rows = tokens = 0
         for groups in rounds_of(batch):
             rows += sum(len(group.samples) for group in groups)
@@ -87,10 +98,19 @@ def train(ranks: Ranks, training: Training) -> Trained:
         metrics = step.close(batch=batch, num_rows=rows, num_tokens=tokens)
         trained.losses.append(metrics["loss"])
         trained.norms.append(metrics["grad_norm"])
-    after = {name: whole(master.detach()) for name, master in policy.masters.items()}
-    trained.update = {name: (after[name] - before[name]).double().numpy() for name in after}
-    trained.moved = norm(trained.update.values()) / norm(tensor.double().numpy() for tensor in before.values())
+    if checkpoints is not None:
+        files = partial(state_files, policy.masters, step.optimizer_state(), rank=ranks.rank, gather=ranks.gather)
+        save_together(checkpoints, files, rank=ranks.rank, gather=ranks.gather, version=steps.stop)
+    trained.before = {name: tensor.double().numpy() for name, tensor in before.items()}
+    trained.after = {name: whole(master.detach()).double().numpy() for name, master in policy.masters.items()}
+    trained.update = {name: trained.after[name] - trained.before[name] for name in trained.after}
+    trained.moved = norm(trained.update.values()) / norm(trained.before.values())
     return trained
+
+
+def resumed(ranks: Ranks, training: Training, steps: range, checkpoints: Path) -> Trained:
+    """``train``, for what takes no names."""
+    return train(ranks, training, steps=steps, checkpoints=checkpoints)
 
 
 def train_all(ranks: Ranks, trainings: Sequence[Training]) -> list[Trained]:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,19 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.parallel_ranks import run_layout, shard
 from tests.fakes.rank_threads import ThreadRank, on_ranks
+from tests.fakes.saved_together import save_together
 from tests.fakes.tiny_models import tiny_model
-from transport.contracts.ledger import Ledger
 from transport.contracts.training_memory import Layout
 from workers.errors import CheckpointError
 from workers.models import character_tokenizer
-from workers.trainer.checkpoint import CheckpointMeta, CheckpointStore, Written, alone, shard_name
+from workers.trainer.checkpoint import CheckpointStore, alone, shard_name
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.loading import empty_module, load_weights
 from workers.trainer.policy.parallel import Ranks
 from workers.trainer.policy.stored import StoredTensors, read_state, state_files, tensor_file
 from workers.weights.parts import Shard
 
-META = CheckpointMeta(version=3, epoch=1, digest="d", cursor="7-1", source_position="", fingerprint={}, files={})
 Optimizer = dict[str, dict[str, Tensor]]
 
 
@@ -56,16 +53,8 @@ def moments(masters: Mapping[str, Tensor]) -> Optimizer:
 
 
 def save(ranks: Ranks, masters: Mapping[str, Tensor], optimizer: Optimizer, checkpoints: Path) -> Path | None:
-    """As the trainer's ranks do it together; what they report goes over the process group here."""
-    store = CheckpointStore(checkpoints, keep=2, rank=ranks.rank)
     files = partial(state_files, masters, optimizer, rank=ranks.rank, gather=ranks.gather)
-    saving = store.begin(files, Ledger(version=3, cursor="7-1"), META, gather=ranks.gather)
-    parts: list[Written | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, store.write(saving))
-    try:
-        return store.commit(saving, {n: part for n, part in enumerate(parts) if part}) if ranks.rank == 0 else None
-    finally:
-        dist.barrier()
+    return save_together(checkpoints, files, rank=ranks.rank, gather=ranks.gather)
 
 
 def load(ranks: Ranks, masters: Mapping[str, Tensor], checkpoints: Path) -> Optimizer:
@@ -137,7 +126,6 @@ def assert_each_element_once(checkpoint: Path, wanted: Mapping[str, Tensor]) -> 
 
 def two_ranks_save(directory: Path, tensors: Mapping[str, Tensor], *, version: int = 3, problem: str = "") -> Path:
     """problem: what rank 1 says of its part."""
-    meta = msgspec.structs.replace(META, version=version)
 
     def rank_saves(of: ThreadRank) -> Path | None:
         start = 6 * of.rank
@@ -145,12 +133,8 @@ def two_ranks_save(directory: Path, tensors: Mapping[str, Tensor], *, version: i
         files = {
             shard_name(name, of.rank, 2): tensor_file(shards) for name in ("model.safetensors", "optimizer.safetensors")
         }
-        store = CheckpointStore(directory, keep=2, rank=of.rank)
-        saving = store.begin(lambda: files, Ledger(version=version, cursor="7-1"), meta, gather=of.gather)
-        written = store.write(saving)
-        said = of.gather(msgspec.msgpack.encode(Written(problem=problem) if problem and of.rank else written))
-        parts = {rank: msgspec.msgpack.decode(raw, type=Written) for rank, raw in enumerate(said)}
-        return store.commit(saving, parts) if of.rank == 0 else None
+        said = problem if of.rank else ""
+        return save_together(directory, lambda: files, rank=of.rank, gather=of.gather, version=version, problem=said)
 
     found = on_ranks(2, rank_saves)[0]
     if isinstance(found, Exception):
