@@ -8,7 +8,7 @@ rank of the trainer holds (``transport/contracts/training_memory.py``), by which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +18,7 @@ from orchestrator.sim.costs import Gpu, generation_degrees
 from orchestrator.sim.llms import HUB, LLMS
 from transport.contracts.llms import Llm
 from transport.contracts.training_memory import (
+    LORA_RANK,
     USABLE_SHARE,
     DoesNotFitError,
     Layout,
@@ -78,6 +79,7 @@ class Row:
             f"trainer.micro_batch_tokens={self.training.tokens}",
             *([f"trainer.recompute={self.training.recompute}"] if self.training.recompute != "none" else []),
             *([f"trainer.offload={self.training.offload}"] if self.training.offload != "none" else []),
+            *([f"trainer.lora.rank={self.training.lora_rank}"] if self.training.lora_rank else []),
         ]
         return f"{BASE} " + " ".join(f"--set {setting}" for setting in settings)
 
@@ -89,6 +91,7 @@ class Row:
         layout = self.layout
         return [
             self.llm.name,
+            f"LoRA {self.training.lora_rank}" if self.training.lora_rank else "full",
             generate,
             f"{layout.data} x {layout.tensor} x {layout.pipeline}",
             f"{sums} = {memory.total / GIGA:.1f}",
@@ -99,7 +102,7 @@ class Row:
 BASE = "streamrl-orchestrator run --config mine.toml --set generation.engine=sglang"
 
 
-def fitted(llm: Llm, num_gpus: int, gigabytes: int) -> Row | None:
+def fitted(llm: Llm, num_gpus: int, gigabytes: int, lora_rank: int) -> Row | None:
     """The fastest way that fits with the most ranks; None where none does."""
     shared = num_gpus == 1
     share = 0.5 if shared else 1.0  # core/placement.py: each has the same
@@ -109,7 +112,8 @@ def fitted(llm: Llm, num_gpus: int, gigabytes: int) -> Row | None:
     if not degree or left < 1 or degree > num_gpus:
         return None
     usable = gpu.memory_bytes * USABLE_SHARE
-    for training in WAYS:
+    for way in WAYS:
+        training = msgspec.structs.replace(way, lora_rank=lora_rank)
         for ranks in range(left, 0, -1):
             try:
                 layout = choose_layout(llm, ranks, usable, training, max_data=GROUPS)
@@ -139,8 +143,8 @@ GPUs.
 - **generate** is instances x GPUs of each; on one GPU engine and trainer share it half and half. **train** is data x
   tensor x pipeline ranks ([how ranks share a model](parallel.md)).
 - **GB of a rank** are masters + gradients + optimizer + weights to compute with (a bf16 copy, or what is gathered of
-  other ranks) + activations and the rest; {USABLE_SHARE:.0%} of a GPU may be used. Optimizer 0.0: it is in host
-  memory (`trainer.offload`).
+  other ranks) + activations and the rest; {USABLE_SHARE:.0%} of a GPU may be used. With [LoRA](lora.md) the frozen
+  bf16 base is among the masters. Optimizer 0.0 at full training: it is in host memory (`trainer.offload`).
 - A trained weight is 16 bytes over all ranks (fp32 master, gradient, two moments), and 2 more where no ranks share it.
 - `mine.toml` has your data, reward and `sampling.max_new_tokens`. `run` gives every process its GPUs, on one machine.
 """
@@ -153,15 +157,21 @@ def page() -> str:
 def _section(num_gpus: int, gigabytes: int) -> Iterator[str]:
     yield f"## {num_gpus} x {gigabytes} GB\n"
     lacking: list[str] = []
-    yield "| model | generate | train | GB of a rank | command |"
-    yield "|---|---|---|---|---|"
+    yield "| model | trains | generate | train | GB of a rank | command |"
+    yield "|---|---|---|---|---|---|"
     for name in MODELS:
-        row = fitted(LLMS[name], num_gpus, gigabytes)
-        if row is None:
-            lacking.append(name)
-        else:
-            yield "| " + " | ".join(row.cells()) + " |"
+        rows = [fitted(LLMS[name], num_gpus, gigabytes, lora_rank) for lora_rank in (0, LORA_RANK)]
+        for row in rows:
+            if row is not None:
+                yield "| " + " | ".join(row.cells()) + " |"
+        lacking += _lacking(name, rows)
     yield f"\nDoes not fit: {', '.join(lacking)}.\n" if lacking else ""
+
+
+def _lacking(name: str, rows: Sequence[Row | None]) -> list[str]:
+    if any(rows):
+        return [] if rows[0] else [f"{name} (full)"]
+    return [name]
 
 
 if __name__ == "__main__":

@@ -54,9 +54,12 @@ FIXED_ON_RESUME = (
     "eval.problems",
     "eval.seed",
     "eval.sets",
+    "trainer.lora.rank",
+    "trainer.lora.alpha",
+    "trainer.lora.targets",
 )
-"""Another value would train something else under the same name: the position in the data would mean another prompt.
-The layout of the ranks is none of these: it may change."""
+"""Another value would train something else under the same name: the position in the data would mean another prompt,
+other adapters do not go on from those of the checkpoint. The layout of the ranks is none of these: it may change."""
 
 RENAMED = {
     "replay": "emulated",

@@ -137,6 +137,9 @@ FIELD_WORDS = {
     "steps": "run.batches",
     "dataset_name": "data.path",
     "dataset_config": "data.config",
+    "lora_rank": "trainer.lora.rank",
+    "lora_alpha": "trainer.lora.alpha",
+    "target_modules": "trainer.lora.targets",
     "tensor_parallel_size": "trainer.parallel.tensor",
     "pipeline_parallel_size": "trainer.parallel.pipeline",
     "gradient_checkpointing": "trainer.recompute",
@@ -218,6 +221,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "must be divisible by trainer.mini_batches, so that every optimizer step sees as many groups",
         )
     yield from _broken_by_layout(s)
+    yield from _broken_by_adapters(s)
     if s.pipeline.rollout_batches > s.pipeline.max_staleness + 1:
         yield (
             "pipeline.rollout_batches pipeline.max_staleness",
@@ -402,6 +406,18 @@ def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "trainer.parallel.buckets sampling.max_new_tokens",
             "must reach beyond sampling.max_new_tokens, or one response fits into none of them",
+        )
+
+
+def _broken_by_adapters(s: Settings) -> Iterator[tuple[str, str]]:
+    """Rules of training low-rank adapters."""
+    lora = s.trainer.lora
+    if lora.rank and s.trainer.engine != "torch":
+        yield "trainer.lora.rank trainer.engine", 'needs trainer.engine "torch", which alone trains adapters'
+    if lora.rank and not lora.targets:
+        yield (
+            "trainer.lora.targets trainer.lora.rank",
+            'must name layers that get adapters, as "q_proj", or be ["all-linear"]',
         )
 
 

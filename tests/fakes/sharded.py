@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.fakes.saved_together import save_together
 from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
-from transport.contracts.settings import TrainerSettings
+from transport.contracts.settings import LoraSettings, TrainerSettings
 from workers.algorithms.loss import Objective
 from workers.errors import RanksError
 from workers.trainer.checkpoint import CheckpointStore
@@ -41,6 +41,8 @@ class Training:
     lr: float = 2e-3
     micro_batch_tokens: int = 24
     recompute: Recompute = "none"
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ("all-linear",)
 
 
 @dataclass
@@ -79,7 +81,8 @@ def train(ranks: Ranks, training: Training, *, steps: range = range(STEPS), chec
     module.set_attn_implementation(attention.ATTENTION)
     recompute_activations(module, training.recompute)
     dtype = training.dtype or module.dtype
-    policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks)
+    lora = LoraSettings(rank=training.lora_rank, alpha=8.0, targets=list(training.lora_targets))
+    policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks, lora=lora)
     settings = TrainerSettings(lr=training.lr, micro_batch_tokens=training.micro_batch_tokens, weight_decay=0.1)
     step = TrainStep(policy, settings, Objective())
     store = CheckpointStore(checkpoints, keep=2, rank=ranks.rank) if checkpoints else None

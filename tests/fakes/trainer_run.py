@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, p
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy.policy_learner import PolicyLearner
 from workers.trainer.worker import TrainerWorker
-from workers.weights.parts import TalkingRanks
+from workers.weights.parts import Shard, TalkingRanks, shard_of
 
 
 class DigestPublisher:
@@ -54,9 +54,12 @@ class DigestPublisher:
         tensors: Mapping[str, torch.Tensor],
         cast: torch.dtype,
         ranks: TalkingRanks | None = None,
+        *,
+        content: Callable[[str, Shard], torch.Tensor] = lambda _, shard: shard.local,
     ) -> WeightManifest:
         layout = plan_layout((name, tuple(t.shape), str(cast).removeprefix("torch.")) for name, t in tensors.items())
-        raw = [t.detach().to(cast).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]
+        now = [content(name, shard_of(tensor)) for name, tensor in tensors.items()]
+        raw = [t.detach().to(cast).contiguous().view(torch.uint8).numpy().tobytes() for t in now]
         specs = with_checksums(layout, [checksum(part) for part in raw])
         digest = digest_tensors(specs)
         self.digests[version] = digest

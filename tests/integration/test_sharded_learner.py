@@ -16,6 +16,8 @@ from workers.trainer.policy.parallel import SingleRank, check_split
 
 QWEN3 = Training()
 LLAMA = Training(family="llama", tied=False)
+LORA = Training(lora_rank=3)  # which 2 ranks do not divide
+LORA_OF_SOME = Training(family="llama", tied=False, lora_rank=1, lora_targets=("q_proj", "down_proj"))
 FLOAT64, FLOAT32 = 1e-9, 1e-4
 """Largest relative error of the losses, and of the update; measured were 4e-14 and 9e-6."""
 MOVED = 1e-3
@@ -41,7 +43,7 @@ TWO_RANKS = [Layout(data=2), Layout(tensor=2), Layout(pipeline=2)]
 
 @pytest.mark.parametrize("layout", TWO_RANKS, ids=str)
 def test_two_ranks_train_what_one_process_trains(layout: Layout):
-    check(layout, QWEN3, LLAMA)
+    check(layout, QWEN3, LLAMA, LORA)
 
 
 def test_four_ranks_train_what_one_process_trains():
@@ -51,7 +53,8 @@ def test_four_ranks_train_what_one_process_trains():
 @pytest.mark.long  # a minute a layout: what each of several ranks does is above
 @pytest.mark.parametrize("layout", [*TWO_RANKS, Layout(data=2, tensor=2), Layout(tensor=2, pipeline=2)], ids=str)
 def test_whatever_the_family_the_precision_and_what_is_recomputed(layout: Layout):
-    check(layout, LLAMA, Training(family="qwen2"), replace(QWEN3, double=False), replace(QWEN3, recompute="whole"))
+    whole = [replace(one, recompute="whole") for one in (QWEN3, LORA)]
+    check(layout, LLAMA, Training(family="qwen2"), replace(QWEN3, double=False), *whole, LORA, LORA_OF_SOME)
 
 
 def test_peers_with_other_rows_do_not_enter_a_round():

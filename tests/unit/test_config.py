@@ -111,16 +111,16 @@ def test_override_values(argument: str, section: str, field: str, expected: obje
     [
         ("[trainer.parallel]\n\ntensor = 2\n[trainer]\nranks = 4\n", 3),
         ("[trainer]\nranks = 4\n\nparallel.tensor = 2", 4),
-        ("[trainer]\nranks = 4\n\nparallel = {tensor = 2}\n[pipeline]\n", 4),
+        ("[trainer]\nranks = 4\n\nparallel = {tensor = 2}\n[trainer.lora]\n", 4),
     ],
 )
 def test_a_section_within_a_section(tmp_path: Path, document: str, line: int):
     file = tmp_path / "mine.toml"
     file.write_text(document)
-    resolved = resolve(None, [file], ["trainer.parallel.data=2", "trainer.parallel.buckets=[512]"], {})
+    resolved = resolve(None, [file], ["trainer.parallel.data=2", "trainer.lora.targets=['q_proj']"], {})
     trainer = resolved.settings.trainer
-    assert trainer.parallel == ParallelSettings(data=2, tensor=2, pipeline="auto", buckets=[512])
-    assert trainer.ranks == 4
+    assert trainer.parallel == ParallelSettings(data=2, tensor=2, pipeline="auto")
+    assert (trainer.ranks, trainer.lora.targets, trainer.lora.rank) == (4, ["q_proj"], 0)
     assert resolved.origins["trainer.parallel.tensor"] == f"{file}:{line}"
     assert resolved.origins["trainer.parallel.data"] == "--set"
     assert resolved.origins["trainer.parallel.pipeline"] == "default"
@@ -139,8 +139,8 @@ def test_a_section_within_a_section_is_set_as_a_whole_too():
         ("[trainer.parallel]\ntensr = 2", "mine.toml:2: unknown key trainer.parallel.tensr (did you mean trainer.para"),
         ("[trainer]\nparallel = 2", "mine.toml:2: trainer.parallel is a section: write [trainer.parallel], then one"),
         ("[trainer.parallel]\ndata = 0", 'data must be a whole number >= 1, or "auto", not 0'),
-        ("[trainer.parallel]\ndata.x = 1", 'trainer.parallel.data must be a whole number >= 1, or "auto", not {x = 1}'),
-        ("[trainer.parallel]\nzzz = 1", "keys of trainer.parallel: data, tensor, pipeline, buckets"),
+        ("[trainer.lora]\nrank.x = 1", "trainer.lora.rank must be a whole number >= 0, not {x = 1}"),
+        ("[trainer.lora]\nzzz = 1", "keys of trainer.lora: rank, alpha, targets"),
     ],
 )
 def test_a_mistake_in_a_section_within_a_section(tmp_path: Path, document: str, message: str):
@@ -219,6 +219,7 @@ def test_unknown_key_in_a_file(tmp_path: Path):
         ("trainer.tensor=1", "trainer.parallel.tensor"),
         ("trainer.paralel.data=1", "trainer.parallel.data"),
         ("parallel.data=1", "trainer.parallel"),
+        ("trainer.lora_rank=1", "trainer.lora.rank"),
     ],
 )
 def test_nearest_key(argument: str, meant: str):
@@ -354,7 +355,10 @@ def test_out_of_range(argument: str, message: str):
             ["trainer.parallel.buckets=[512]", "trainer.parallel.pipeline=1"],
             "buckets = [512] needs trainer.parallel.pi",
         ),
+        (["trainer.lora.rank=-1"], "trainer.lora.rank must be a whole number >= 0, not -1"),
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
+        (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),
+        (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets = [] must name layers"),
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),
@@ -541,6 +545,7 @@ def test_a_value_that_is_no_setting_is_a_bug():
         "pipeline.group_size=4",
         "data.suffix=x",
         "run.seed=5",
+        "trainer.lora.rank=8",
     ],
 )
 def test_a_resumed_run_stays_the_same_run(change: str):

@@ -55,8 +55,8 @@ def test_the_command_explains_a_setting_and_a_section():
     assert explain("liveness.lease_s").startswith(
         "liveness.lease_s = 10.0\n    a number > 0 (seconds)\n    a worker silent"
     )
-    assert explain("trainer.parallel").count("\ntrainer.parallel.") == len(keys_of("trainer.parallel")) > 0
-    inside = [*keys_of("trainer"), *keys_of("trainer.parallel")]
+    assert explain("trainer.lora").count("\ntrainer.lora.") == len(keys_of("trainer.lora")) > 0
+    inside = [*keys_of("trainer"), *keys_of("trainer.parallel"), *keys_of("trainer.lora")]
     assert explain("trainer").count("\ntrainer.") == len(inside)
     assert explain("eval.sets").count("\neval.sets.NAME.") == len(keys_of("eval.sets.NAME"))
     assert explain("eval.sets.NAME.samples").startswith("eval.sets.NAME.samples = 1\n    a whole number in [1, 4096]")

@@ -41,6 +41,7 @@ ANY_TRAINING = st.builds(
     compute_bytes=st.sampled_from([2, 4]),
     recompute=st.sampled_from(["none", "selective", "whole"]),
     offload=st.sampled_from(["none", "optimizer"]),
+    lora_rank=st.sampled_from([0, 16]),
     host_is_device=st.booleans(),
 )
 
@@ -52,6 +53,8 @@ def test_the_states_of_a_weight():
     assert state_bytes(QWEN_7B, one, fp32) / QWEN_7B.params == pytest.approx(16, rel=1e-3)
     assert state_bytes(QWEN_7B, Layout(data=4), fp32) == pytest.approx(state_bytes(QWEN_7B, one, fp32) / 4)
     assert state_bytes(QWEN_7B, Layout(tensor=4), fp32) == pytest.approx(state_bytes(QWEN_7B, one, fp32) / 4, rel=1e-3)
+    adapters = msgspec.structs.replace(TRAINING, lora_rank=16)
+    assert 2.0 < state_bytes(QWEN_7B, one, adapters) / QWEN_7B.params < 2.2
     moved = msgspec.structs.replace(TRAINING, offload="optimizer")
     assert rank_memory(QWEN_7B, Layout(data=8), moved).optimizer == 0
     on_cpu = msgspec.structs.replace(moved, host_is_device=True)
@@ -140,7 +143,7 @@ def fits(llm, layout: Layout, usable: float, training: Training) -> bool:
 
 
 def proposed(training: Training, proposal: str) -> Training:
-    names = {"micro_batch_tokens": "tokens", "recompute": "recompute", "offload": "offload"}
+    names = {"micro_batch_tokens": "tokens", "recompute": "recompute", "offload": "offload", "lora.rank": "lora_rank"}
     changes: dict[str, object] = {}
     for assignment in proposal.split(" with "):
         key, _, value = assignment.removeprefix("trainer.").partition(" = ")
@@ -160,6 +163,7 @@ def test_what_does_not_fit_says_which_bytes_are_missing_and_what_would_do():
     said = str(refused.value)
     assert "training Qwen2.5-72B as 1 data x 8 tensor x 1 pipeline needs 1" in said
     assert "72.0 GB are usable; it takes " in said
+    assert "trainer.lora.rank = 16" in said
     assert "trainer.ranks = 32" in said
 
 

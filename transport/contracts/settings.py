@@ -189,6 +189,16 @@ class ParallelSettings(Section, frozen=True, kw_only=True):
         return math.prod(axis for axis in (self.data, self.tensor, self.pipeline) if axis != "auto")
 
 
+class LoraSettings(Section, frozen=True, kw_only=True):
+    """Low-rank adapters: the base model is frozen in trainer.dtype, and only they are trained, see docs/lora.md."""
+
+    rank: AtLeast0 = 0  # inner dimensions of each adapter; 0: off, all weights are trained
+    alpha: Positive = 32.0  # an adapter adds its product times the factor alpha / rank
+    targets: list[str] = msgspec.field(
+        default_factory=lambda: ["all-linear"]
+    )  # ends of names of linear layers, as q_proj; all-linear: all but the output embedding
+
+
 class TrainerSettings(Section, frozen=True, kw_only=True):
     """The trainer.
 
@@ -213,6 +223,7 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     gpus: GpuNumbers = "auto"  # of `run`, which gives each rank one of its own; auto: the first
     ranks: AtLeast1 | Literal["auto"] = "auto"  # processes; auto: of `run` on about half of the GPUs, else 1
     parallel: ParallelSettings = ParallelSettings()
+    lora: LoraSettings = LoraSettings()
     round_tokens: AtLeast0 = 0  # tokens a rank that a round waits for while more is to come; 0: none
     recompute: Literal["none", "selective", "whole"] = "none"  # activations that backward computes again, for memory
     offload: Literal["none", "optimizer"] = "none"  # what stays in host memory between two steps

@@ -29,6 +29,9 @@ MOST_TENSOR = 8
 """Ranks that compute a layer together stay within a host."""
 USABLE_SHARE = 0.9
 """Of a device's memory, that may be planned with: the rest is for its context, buffers and fragments."""
+LORA_RANK = 16
+"""Of adapters, where they are proposed."""
+
 PROMPT_TOKENS = 64
 """Of a prompt, where generation.max_context does not say. Few, as the trainer refuses what it is sure does not fit."""
 
@@ -62,8 +65,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """What decides a rank's memory beside the model and the layout.
 
     tokens: of the largest micro-batch, prompts included.  longest_tokens: of a sample, which is never split.
-    compute_bytes: of a weight or an activation: 2 in bf16, 4 in fp32.  host_is_device: what is offloaded stays in
-    the same memory (a CPU).
+    compute_bytes: of a weight or an activation: 2 in bf16, 4 in fp32.  lora_rank: of adapters; 0: all weights are
+    trained.  lora_targets: as the setting.  host_is_device: what is offloaded stays in the same memory (a CPU).
     """
 
     tokens: int
@@ -71,13 +74,15 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     compute_bytes: int = 2
     recompute: Literal["none", "selective", "whole"] = "none"
     offload: Literal["none", "optimizer"] = "none"
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ("all-linear",)
     host_is_device: bool = False
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank. States stay from step to step; the rest is there at the fullest moment of one.
 
-    masters: fp32 weights.  copy: of all weights, that is computed with.
+    masters: fp32 weights, or with adapters theirs and the frozen base.  copy: of all weights, that is computed with.
     gathered: weights of other ranks, while they are computed with.  activations: kept for the backward pass.
     working: a block of logits and its gradient, or what the backward pass of a layer needs, whichever is more.
     """
@@ -115,6 +120,8 @@ def training_of(settings: Settings, *, compute_bytes: int, on_gpu: bool) -> Trai
         compute_bytes=compute_bytes,
         recompute=trainer.recompute,
         offload=trainer.offload,
+        lora_rank=trainer.lora.rank,
+        lora_targets=tuple(trainer.lora.targets),
         host_is_device=not on_gpu,
     )
 
@@ -145,13 +152,16 @@ def _stage_memory(llm: Llm, layout: Layout, training: Training, stage: int) -> R
     layers = len(stage_layers(llm.layers, layout.pipeline, stage))
     layer, ends = _layer_params(llm, layout), _end_params(llm, layout, stage)
     weights = layers * layer + ends
+    adapters = layers * lora_params(llm, training) / layout.tensor
+    trained = adapters if training.lora_rank else weights
+    base = size * weights / data if training.lora_rank else 0.0
     in_host = training.offload == "optimizer" and not training.host_is_device
     sharded = data > 1
     return RankMemory(
-        masters=MASTER_BYTES * weights / data,
-        gradients=GRADIENT_BYTES * weights / data,
-        optimizer=0.0 if in_host else MOMENTS_BYTES * weights / data,
-        copy=0.0 if sharded or size == MASTER_BYTES else size * weights,
+        masters=MASTER_BYTES * trained / data + base,
+        gradients=GRADIENT_BYTES * trained / data,
+        optimizer=0.0 if in_host else MOMENTS_BYTES * trained / data,
+        copy=0.0 if sharded or size == MASTER_BYTES else size * trained,
         gathered=size * (ends + 2 * layer) if sharded else 0.0,
         activations=_activation_bytes(llm, layout, training, stage),
         working=_working_bytes(llm, layout, training, stage),
@@ -168,6 +178,22 @@ def _end_params(llm: Llm, layout: Layout, stage: int) -> float:
     first, last = stage == 0, stage == layout.pipeline - 1
     matrices = 1 if first and last and llm.tied else first + last
     return matrices * llm.embedding_params / layout.tensor
+
+
+def lora_params(llm: Llm, training: Training) -> float:
+    """Of the adapters of one layer: a rank times inputs and outputs of each matrix that has one."""
+    heads, keys = llm.heads * llm.head_dim, llm.kv_heads * llm.head_dim
+    sizes = {
+        "q_proj": llm.hidden + heads,
+        "k_proj": llm.hidden + keys,
+        "v_proj": llm.hidden + keys,
+        "o_proj": heads + llm.hidden,
+        "gate_proj": llm.hidden + llm.mlp,
+        "up_proj": llm.hidden + llm.mlp,
+        "down_proj": llm.mlp + llm.hidden,
+    }
+    every = "all-linear" in training.lora_targets
+    return training.lora_rank * sum(count for name, count in sizes.items() if every or name in training.lora_targets)
 
 
 def _activation_bytes(llm: Llm, layout: Layout, training: Training, stage: int) -> float:
@@ -203,11 +229,13 @@ def _working_bytes(llm: Llm, layout: Layout, training: Training, stage: int) -> 
     size, tokens = training.compute_bytes, training.tokens
     words = llm.vocabulary / layout.tensor
     matrix = llm.embedding_params / layout.tensor
+    trains_all = not training.lora_rank
     block = size * min(tokens, BLOCK_ROWS) * words + 3 * SUM_BYTES * min(tokens, SOFTMAX_ROWS) * words
-    head = block + (size * matrix if size < MASTER_BYTES else 0.0)
+    head = block + (size * matrix if trains_all and size < MASTER_BYTES else 0.0)
     layer = 3 * size * tokens * llm.mlp / layout.tensor + 4 * size * tokens * llm.hidden
-    layer += size * llm.hidden * llm.mlp / layout.tensor  # a gradient, before it is added to the sum
-    if layout.data > 1:
+    if trains_all:  # its gradient, before it is added to the sum
+        layer += size * llm.hidden * llm.mlp / layout.tensor
+    if layout.data > 1 and trains_all:
         layer += (size + SUM_BYTES) * _layer_params(llm, layout)
     return max(head if stage == layout.pipeline - 1 else 0.0, layer)
 
@@ -334,10 +362,15 @@ def what_fits(llm: Llm, layout: Layout, memory_bytes: float, training: Training)
         changes.append(('trainer.recompute = "whole"', {"recompute": "whole"}))
     if offloads:
         changes.append(('trainer.offload = "optimizer"', {"offload": "optimizer"}))
+    if not training.lora_rank:
+        changes.append((f"trainer.lora.rank = {LORA_RANK}", {"lora_rank": LORA_RANK}))
     found += [text for text, change in changes if fits(**change)]
-    together = {key: value for _, change in changes for key, value in change.items()}
-    if len(changes) > 1 and not found and fits(**together):
-        found.append(" with ".join(text for text, _ in changes))
+    if len(changes) > 1 and not found:
+        for count in range(2, len(changes) + 1):
+            some = changes[:count] if count < len(changes) else changes
+            if fits(**{key: value for _, change in some for key, value in change.items()}):
+                found.append(" with ".join(text for text, _ in some))
+                break
     if ranks := more_ranks(llm, layout, memory_bytes, training):
         found.append(f"trainer.ranks = {ranks}")
     return found

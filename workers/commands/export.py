@@ -40,7 +40,8 @@ def export_checkpoint(
     check_base_model(path, meta, base)
     from workers.trainer.policy.export import Exporter
 
-    exporter = Exporter(model_dir=base, dtype=dtype or settings.trainer.save_dtype, trust_remote_code=trust)
+    named, lora = dtype or settings.trainer.save_dtype, settings.trainer.lora
+    exporter = Exporter(model_dir=base, dtype=named, lora=lora, trust_remote_code=trust)
     with closing(weights):
         exporter.write(weights, out)
     return meta

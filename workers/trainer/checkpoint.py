@@ -1,7 +1,8 @@
 """Checkpoints: everything that a trainer needs to go on exactly, in one directory that is there whole or not at all.
 
     checkpoints/step-<version>/     or step-<version>.<n>, of a version that was saved again
-      model.safetensors      fp32 master weights; of several ranks, model-<rank>-of-<ranks>.safetensors each
+      model.safetensors      fp32 master weights: of the adapters alone, where there are any; of several ranks,
+                             model-<rank>-of-<ranks>.safetensors each
       optimizer.safetensors  both moments and the step count of every parameter, and torch's random state; likewise
       ledger.msgpack         what was trained (transport/contracts/ledger.py)
       steps.msgpack          reports of the last steps that it contains
@@ -112,6 +113,9 @@ def fingerprint(settings: Settings, model_dir: Path) -> dict[str, str]:
         "pipeline.group_size": settings.pipeline.group_size,
     }
     marks |= {f"data.{name}": value for name, value in msgspec.to_builtins(settings.data).items()}
+    lora = settings.trainer.lora
+    if lora.rank:  # their absence is that of all checkpoints before
+        marks |= {f"trainer.lora.{name}": value for name, value in msgspec.to_builtins(lora).items()}
     return {name: json.dumps(value, sort_keys=True) for name, value in marks.items()}
 
 

@@ -103,12 +103,15 @@ class WeightPublisher:
         tensors: Mapping[str, torch.Tensor | Shard],
         cast: torch.dtype,
         ranks: TalkingRanks | None = None,
+        *,
+        content: Callable[[str, Shard], torch.Tensor] | None = None,
     ) -> WeightManifest:
         """Write a version and make it readable.
 
         Args:    tensors: by name, on any device; floating-point ones are cast to ``cast``, others keep their dtype. Of
                  a DTensor or Shard only what is held here is written.
                  ranks: those that publish the version together, all of them at once, each what it holds.
+                 content: what is to be written of what is held of a tensor, of the same shape; None: just that.
         Returns: the manifest, with the digest in ``weights``, under rank 0's epoch; the same on all ranks. Sources:
                  shm:// and tcp://.
         Raises:  SegmentSpaceError: neither shared memory nor the run's directory of some rank has room.
@@ -120,7 +123,9 @@ class WeightPublisher:
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
         def write(writer: ShmWriter, name: str, offset: int) -> str:
-            return _write(writer, offset, shards[name], dtypes[name])
+            shard = shards[name]
+            held = shard if content is None else Shard(content(name, shard), shard.start, shard.shape)
+            return _write(writer, offset, held, dtypes[name])
 
         if ranks is not None:
             return self._publish_part(ranks, holding_of(epoch, version, shards, names), write)

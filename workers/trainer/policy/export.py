@@ -1,5 +1,7 @@
 """A trained policy as a plain Hugging Face directory, which transformers, SGLang and vLLM load.
 
+Of adapters it holds the base with them added, and in ``adapter/`` the adapters alone, in the format of peft.
+
 Owns: what is in that directory: the base model's configuration, tokenizer and chat template beside the trained weights.
 Invariants: it is there whole or not at all; its config.json names the dtype that its tensors have, and is the base
 model's to the byte where that is the base model's, too.
@@ -10,37 +12,54 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
 
+from transport.contracts.settings import LoraSettings
 from transport.process import faults
-from workers.errors import CheckpointError, TensorFileError
+from workers.errors import CheckpointError, ModelError, TensorFileError
 from workers.trainer.checkpoint import META_FILE, MODEL_FILE, CheckpointMeta, model_files, shard_name
-from workers.trainer.policy.loading import INDEX_FILE, empty_module
+from workers.trainer.policy import lora as lora_layers
+from workers.trainer.policy.loading import INDEX_FILE, empty_module, stored_names, weight_files
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
 from workers.trainer.tensor_files import file_content
+from workers.weights.parts import shard_of
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of a file of weights: what Hugging Face splits at, and some stores take no more."""
+ADAPTER_DIR, ADAPTER_FILE, ADAPTER_CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."
+"""Of names in peft's files."""
+
+
+class Weights(Protocol):
+    """Tensors by name, each made when it is asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def whole(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporter:
     """Writes trained weights beside what the base model in ``model_dir`` says of itself.
 
-    dtype: of the tensors, "float32" or "bfloat16"; "auto" for the base model's.
+    dtype: of the tensors, "float32" or "bfloat16"; "auto" for the base model's.  lora: what was trained.
     """
 
     model_dir: Path
     dtype: str = "auto"
+    lora: LoraSettings = field(default_factory=LoraSettings)
     trust_remote_code: bool = False
 
     def write_checkpoint(self, checkpoint: Path, target: Path) -> None:
@@ -55,12 +74,16 @@ class Exporter:
     def write(self, weights: StoredTensors, target: Path) -> None:
         """Put the directory in place of what is at ``target``. No more than one tensor is in memory at once.
 
-        weights: by the names of the model's parameters, tied ones once.
+        weights: by the names of the model's parameters, tied ones once; with adapters, theirs.
         Raises CheckpointError: they are of another model, or the disk refuses; nothing of the attempt is left, and what
         was there before is.
         """
         module = empty_module(self.model_dir, trust_remote_code=self.trust_remote_code)
-        check_names(target, weights.shapes, {name: tuple(p.shape) for name, p in module.named_parameters()})
+        layers = lora_layers.adapted_layers(module, self.lora)
+        if layers:
+            lora_layers.attach(module, layers, self.lora)
+        trained = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+        check_names(target, weights.shapes, trained)
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
         of_base = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         named = of_base if self.dtype == "auto" else self.dtype
@@ -68,7 +91,12 @@ class Exporter:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            _write_weights(weights, getattr(torch, named), aside)
+            with ExitStack() as opened:
+                merged: Weights = weights
+                if layers:
+                    _write_adapter(weights, self.lora, layers, self.model_dir, aside / ADAPTER_DIR)
+                    merged = opened.enter_context(closing(MergedWeights(module, self.model_dir, weights, self.lora)))
+                _write_weights(merged, getattr(torch, named), aside)
             for name in ("config.json", "generation_config.json"):
                 if (self.model_dir / name).is_file():
                     shutil.copyfile(self.model_dir / name, aside / name)
@@ -79,13 +107,61 @@ class Exporter:
             shutil.rmtree(target, ignore_errors=True)
             faults.point("train.model_removed")
             aside.rename(target)
-        except (OSError, TensorFileError) as error:
+        except (OSError, TensorFileError, ModelError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             elements = sum(map(math.prod, weights.shapes.values()))
             raise CheckpointError(target, elements * getattr(torch, named).itemsize, str(error)) from error
 
 
-def _write_weights(weights: StoredTensors, dtype: torch.dtype, directory: Path) -> None:
+class MergedWeights:
+    """The base model's parameters with adapters added. adapters: by name.  module: the model with them, empty."""
+
+    def __init__(self, module: PreTrainedModel, model_dir: Path, adapters: Weights, lora: LoraSettings) -> None:
+        self._merging = lora_layers.Merging({name: adapters.whole(name) for name in adapters.shapes}, lora)
+        self._base = StoredTensors.open(model_dir, weight_files(model_dir))
+        parameters = dict(module.named_parameters())
+        stored = stored_names(module, model_dir, self._base.shapes)
+        self._stored = {name: where for name, where in stored.items() if name in parameters}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._base.shapes[stored] for name, stored in self._stored.items()}
+
+    def whole(self, name: str) -> Tensor:
+        return self._merging(name, shard_of(self._base.whole(self._stored[name])))
+
+    def close(self) -> None:
+        self._base.close()
+
+
+def _write_adapter(
+    adapters: Weights, lora: LoraSettings, layers: Sequence[str], model_dir: Path, directory: Path
+) -> None:
+    """Adapters as they were trained, for peft and for servers that take them beside their base."""
+    every = lora_layers.ALL_LINEAR in lora.targets
+    directory.mkdir()
+    tensors = {
+        f"{ADAPTER_PREFIX}{name}": (NAMES[torch.float32], shape, partial(_cast_bytes, adapters, name, torch.float32))
+        for name, shape in adapters.shapes.items()
+    }
+    with (directory / ADAPTER_FILE).open("wb") as opened:
+        opened.writelines(file_content(tensors, {"format": "pt"}))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_dir),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": lora_layers.short_names(layers) if every else list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_weights(weights: Weights, dtype: torch.dtype, directory: Path) -> None:
     """As ``model.safetensors``, or, where that is too large, several files and an index."""
     files: list[list[str]] = [[]]
     room = MAX_FILE_BYTES
@@ -111,7 +187,7 @@ def _write_weights(weights: StoredTensors, dtype: torch.dtype, directory: Path) 
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _cast_bytes(weights: StoredTensors, name: str, dtype: torch.dtype) -> memoryview:
+def _cast_bytes(weights: Weights, name: str, dtype: torch.dtype) -> memoryview:
     return bytes_of(weights.whole(name).to(dtype))
 
 

@@ -26,8 +26,8 @@ class FlatSums:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        sizes = [local_part(parameter).numel() for parameter in module.parameters()]
-        first = next(module.parameters())
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes, first = [local_part(parameter).numel() for parameter in trained], trained[0]
         self._dtype = dtype
         # Not autocast: it rounds all weights again in every micro-batch, and a streamed batch has many.
         self._copies: list[tuple[Tensor, Tensor]] = []

@@ -72,10 +72,10 @@ class HeadLoss(torch.autograd.Function):
         head_gradient: Tensor | None,
     ) -> Tensor:
         total = head_gradient
-        if total is None:
+        if total is None and ctx.needs_input_grad[1]:
             total = torch.zeros(weight.shape, dtype=summing_dtype(weight.dtype), device=weight.device)
         hidden_gradient = backward_through_head(hidden_ND, target_N, head, token_gradient, total)
-        ctx.gradients = hidden_gradient, total.to(weight.dtype) if head_gradient is None else None
+        ctx.gradients = hidden_gradient, total.to(weight.dtype) if total is not None and head_gradient is None else None
         return hidden_ND.new_zeros(())
 
     @staticmethod
@@ -94,11 +94,12 @@ def target_logprobs(hidden_ND: Tensor, target_N: Tensor, head: Head) -> Tensor:
 
 @torch.no_grad()
 def backward_through_head(
-    hidden_ND: Tensor, target_N: Tensor, head: Head, token_gradient: TokenGradient, weight_gradient: Tensor
+    hidden_ND: Tensor, target_N: Tensor, head: Head, token_gradient: TokenGradient, weight_gradient: Tensor | None
 ) -> Tensor:
     """Gradient of a token-wise loss through the head.
 
-    Args:    hidden_ND: [N, D], any floating dtype.  weight_gradient: [V, D] float32 or more, added to in place.
+    Args:    hidden_ND: [N, D], any floating dtype.  weight_gradient: [V, D] float32 or more, added to in place; None
+             where the head is frozen.
     Returns: d(loss)/d(hidden), [N, D] in the dtype of ``hidden_ND``: of this rank's words.
     """
     hidden_gradient = torch.empty_like(hidden_ND)
@@ -106,6 +107,8 @@ def backward_through_head(
         rows = slice(start, min(start + BLOCK_ROWS, hidden_ND.shape[0]))
         logit_gradient = _block_gradient(hidden_ND, target_N, head, token_gradient, rows)
         torch.mm(logit_gradient, head.weight, out=hidden_gradient[rows])
+        if weight_gradient is None:
+            continue
         if weight_gradient.dtype == logit_gradient.dtype:
             weight_gradient.addmm_(logit_gradient.T, hidden_ND[rows])
         else:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.errors import ModelError, TensorFileError
 from workers.models import check_model_dir
 from workers.trainer.checkpoint import MODEL_FILE
+from workers.trainer.policy.lora import is_adapter
 from workers.trainer.policy.stored import StoredTensors
 from workers.weights.parts import Shard, shard_of
 
@@ -46,7 +47,7 @@ def empty_module(model_dir: Path, *, attention: str | None = None, trust_remote_
 
 
 def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.device | None = None) -> None:
-    """Give every parameter and buffer of ``module`` its value from ``model_dir``.
+    """Give every parameter and buffer of ``module`` its value from ``model_dir``; memory alone to adapters.
 
     Args:    module: of this directory's model, on the meta device or not, its parameters plain or DTensors; a part of
              the model, such as a pipeline stage, if its parameters have their names in the whole. Tied ones stay tied.
@@ -81,19 +82,30 @@ def weight_files(model_dir: Path) -> list[str]:
 
 def _wanted(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
     """Stored name -> what the module holds of that tensor. Raises ModelError."""
+    held = {names[0]: tensor for names, tensor in _stored_tensors(module)}
+    return {stored: shard_of(held[name]) for name, stored in stored_names(module, model_dir, shapes).items()}
+
+
+def stored_names(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Of every parameter and stored buffer that is no adapter, its (first) name -> that in ``model_dir``.
+
+    shapes: of what is stored there.  Raises ModelError.
+    """
     aliases = _aliases(module)
-    wanted: dict[str, Shard] = {}
+    found: dict[str, str] = {}
     for names, tensor in _stored_tensors(module):
+        if is_adapter(names[0]):
+            continue
         name = _stored_name(names, shapes, aliases, module.base_model_prefix)
         if name is None:
             raise ModelError(f"{model_dir} holds no tensor {names[0]}: it is not the whole model, or another one")
-        wanted[name] = shard_of(tensor)
-        if shapes[name] != wanted[name].shape:
+        if shapes[name] != tuple(tensor.shape):
             raise ModelError(
                 f"{model_dir}: tensor {name} has shape {list(shapes[name])}, the model of config.json "
-                f"{list(wanted[name].shape)}: they do not belong together"
+                f"{list(tensor.shape)}: they do not belong together"
             )
-    return wanted
+        found[names[0]] = name
+    return found
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

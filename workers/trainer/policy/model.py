@@ -1,10 +1,11 @@
 """The policy as the trainer computes it: a Hugging Face model over packed rows, without ever holding all logits.
 
 Owns: device, dtype and loading; the fp32 master weights, their gradient sum (one flat fp32 buffer), and, when it
-computes in bf16, the bf16 copy that the forward pass runs on. Never: the objective, the optimizer. Invariants: packed
-rows give what samples alone give (checked at loading); gradients of all micro-batches are summed in fp32 and equal
-autograd through log_softmax(logits / temperature) (a test compares them); the copy is the masters, rounded; dropout is
-off, so that logprobs compare with the rollout's.
+computes in bf16, the bf16 copy that the forward pass runs on. With adapters (lora.py) all these are theirs, and the
+base is only in the dtype of the forward pass. Never: the objective, the optimizer. Invariants: packed rows give what
+samples alone give (checked at loading); gradients of all micro-batches are summed in fp32 and equal autograd through
+log_softmax(logits / temperature) (a test compares them); the copy is the masters, rounded; dropout is off, so that
+logprobs compare with the rollout's.
 
 Legend: N loss tokens, D hidden size, V words.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,13 +28,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from transport.contracts.settings import Settings
+from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import LossMetrics, LossTerm, Objective, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
+from workers.trainer.policy import lora as lora_layers
 from workers.trainer.policy.gradients import FlatSums, ShardedSums, global_norm
 from workers.trainer.policy.head import Head, HeadLoss, target_logprobs, whole_rows
 from workers.trainer.policy.loading import empty_module, load_weights
@@ -76,8 +78,10 @@ class PolicyModel:
         temperature: float,
         ranks: Ranks | None = None,
         fill: Callable[[PreTrainedModel], None] | None = None,
+        lora: LoraSettings | None = None,
+        seed: int = 0,
     ) -> None:
-        """fill: gives an empty module its weights, once it is what this rank holds."""
+        """fill: gives an empty module its weights, once it is what this rank holds.  seed: of new adapters."""
         self.module = module
         """Its parameters are the compute weights."""
         self.temperature = temperature or 1.0  # 0 counts as 1
@@ -85,9 +89,15 @@ class PolicyModel:
         layout, place = self.ranks.layout, place_of(self.ranks.layout, self.ranks.rank)
         check_split(module, layout)
         tied = is_tied(module)
+        self.lora = lora or LoraSettings()
+        adapted = lora_layers.adapted_layers(module, self.lora)
         keep_stage(module, layout, place)
         if (mesh := self.ranks.axis(TENSOR)) is not None:
             split_tensors(module, mesh)
+        master_dtype = next(module.parameters()).dtype
+        if adapted:
+            lora_layers.attach(module, adapted, self.lora)
+            lora_layers.round_base(module, dtype)
         is_last = place.stage == layout.pipeline - 1
         self.is_first_peer = place.tensor == 0
         """Whether what this rank finds of a loss counts: its tensor peers find the same."""
@@ -95,19 +105,26 @@ class PolicyModel:
         """Whether this rank counts the rows of a round for its peers."""
         self._stage = PolicyStage(module, self.temperature, has_head=is_last)
         if (mesh := self.ranks.axis(DATA)) is not None:
-            compute = None if dtype == next(module.parameters()).dtype else dtype
+            compute = None if dtype == master_dtype else dtype
             shard_over_data(self._stage, cast(Any, module.base_model).layers, mesh, compute)
         if fill is not None:
             fill(module)
+        if adapted:
+            lora_layers.initialise(dict(module.named_parameters()), seed)
         self._sums = ShardedSums() if mesh is not None else FlatSums(module, dtype)
         self.masters: dict[str, Tensor] = {}
-        """Name in the whole model -> what is trained, saved and published of it. Tied weights appear once."""
+        """Name in the whole model -> what is trained and saved of it. Tied weights appear once."""
+        self._base: dict[str, Tensor] = {}
+        """Likewise, what is frozen."""
         self.locals: dict[str, nn.Parameter] = {}
         """Name -> this rank's part of the master, in the same memory: what an optimizer steps."""
         for name, parameter in module.named_parameters():
             whole = EMBEDDING if tied and name == HEAD else name  # of a last stage
-            self.masters[whole], self.locals[whole] = self._sums.add(parameter)
-        if is_last:
+            if parameter.requires_grad:
+                self.masters[whole], self.locals[whole] = self._sums.add(parameter)
+            else:
+                self._base[whole] = parameter
+        if is_last and not adapted:
             self._stage.head_gradient = self._sums.of(plain_head(module).weight)
         self._tied_over_stages = tied and layout.pipeline > 1 and EMBEDDING in self.masters
         """Whether the first and the last stage both hold the embedding."""
@@ -126,6 +143,15 @@ class PolicyModel:
     def gradient(self) -> Tensor:
         """[all that this rank holds]: the sum of gradients so far, in the dtype of the masters."""
         return self._sums.flat()
+
+    @property
+    def published(self) -> Mapping[str, Tensor]:
+        """Name in the whole model -> what this rank holds of it: with adapters the base, to which ``merging`` adds."""
+        return self._base if self.lora.rank else self.masters
+
+    def merging(self) -> lora_layers.Merging:
+        """What turns ``published`` into the present weights, one at a time. All ranks call it."""
+        return lora_layers.Merging.of(self.masters, self.lora)
 
     def backward(self, batches: Sequence[PackedBatch], objective: Objective) -> LossMetrics:
         """Add the gradient of the unscaled loss sum of some rows. All ranks call it with as many.

@@ -238,9 +238,9 @@ def shard_over_data(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMe
     Gradients are summed (not averaged) over ranks, in float32 where the masters are float32.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-    first = next(root.parameters())
+    trained = next(parameter for parameter in root.parameters() if parameter.requires_grad)
     if dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=first.dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=trained.dtype, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root, mesh=mesh, mp_policy=policy)

@@ -132,6 +132,8 @@ class PolicyLearner:
             temperature=settings.sampling.temperature,
             ranks=self._ranks,
             fill=partial(load_weights, model_dir=self._model_dir, device=device),
+            lora=settings.trainer.lora,
+            seed=settings.run.seed,
         )
         objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
         step = TrainStep(policy, settings.trainer, objective)
@@ -154,7 +156,8 @@ class PolicyLearner:
     def publish(self, epoch: int, version: int) -> WeightManifest:
         cast = getattr(torch, self._settings.generation.dtype)
         ranks = self._ranks if self._ranks.layout.num_ranks > 1 else None
-        return self._publisher.publish(epoch, version, self._step.policy.masters, cast, ranks)
+        policy = self._step.policy
+        return self._publisher.publish(epoch, version, policy.published, cast, ranks, content=policy.merging())
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
         """The masters; the optimizer's state by parameter name, nothing of one that never stepped; the random state."""
@@ -167,6 +170,7 @@ class PolicyLearner:
         exporter = Exporter(
             model_dir=self._model_dir,
             dtype=self._settings.trainer.save_dtype,
+            lora=self._settings.trainer.lora,
             trust_remote_code=self._trust_remote_code,
         )
         exporter.write_checkpoint(checkpoint, target)

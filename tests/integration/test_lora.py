@@ -1,0 +1,212 @@
+"""Adapters beside a frozen base: what is trained, saved, resumed, published and written at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.fakes.tiny_models import tiny_model
+from tests.fakes.trainer_run import DigestPublisher, TrainerRun, tiny_settings
+from transport.contracts.settings import LoraSettings
+from workers.errors import ModelError, ResumeMismatchError
+from workers.models import prepare_model
+from workers.trainer.policy.lora import Merging, adapted_layers, initialise
+from workers.trainer.policy.model import PolicyModel
+from workers.weights.parts import shard_of
+
+LORA = LoraSettings(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model("random:qwen3-tiny", cache_dir=tmp_path_factory.mktemp("models"), say=lambda line: None)
+
+
+def lora_run(model_dir: Path, run_dir: Path, lora: LoraSettings = LORA, **trainer: object) -> TrainerRun:
+    return TrainerRun(model_dir, run_dir, tiny_settings(lora=lora, **trainer))
+
+
+async def train(run: TrainerRun, batches: Sequence[int]) -> dict[int, str]:
+    """Send batches and the end, train them, return the digest of each version."""
+    for batch in batches:
+        await run.send_batch(batch)
+    await run.finish()
+    publisher = DigestPublisher()
+    await run.trainer(publisher).run()
+    return publisher.digests
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run of three batches."""
+    directory = tmp_path_factory.mktemp("trained")
+    asyncio.run(train(lora_run(model_dir, directory), range(3)))
+    return directory
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40)[None] % 60).logits
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+async def test_resuming_goes_on_exactly(model_dir: Path, tmp_path: Path) -> None:
+    expected = await train(lora_run(model_dir, tmp_path / "whole"), range(4))
+    parts = lora_run(model_dir, tmp_path / "parts")
+    first = await train(parts, range(2))
+    second = await train(parts, range(2, 4))
+    assert first == {version: expected[version] for version in range(3)}
+    assert second == {version: expected[version] for version in range(2, 5)}
+    assert len(set(expected.values())) == 5
+
+
+def test_a_base_is_frozen_and_takes_no_more_than_it_computes_with() -> None:
+    policy = PolicyModel(tiny_model(), dtype=torch.bfloat16, temperature=1.0, lora=LORA)
+    base = {name: p for name, p in policy.module.named_parameters() if "lora" not in name}
+    assert {p.dtype for p in base.values()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in base.values())
+    assert all(".lora_" in name for name in policy.masters)
+    assert {master.dtype for master in policy.masters.values()} == {torch.float32}
+    assert policy.gradient.numel() == sum(master.numel() for master in policy.masters.values())
+
+
+def test_adapters_change_nothing_before_they_are_trained() -> None:
+    module = tiny_model()
+    before = logits(module)
+    PolicyModel(module, dtype=torch.float32, temperature=1.0, lora=LORA)
+    assert torch.equal(logits(module), before)
+
+
+def test_first_values_depend_on_the_seed_and_the_name() -> None:
+    name, other = "a.lora_A.weight", "b.lora_A.weight"
+    found = [{one: torch.ones(4, 8) for one in (name, other)} for _ in range(3)]
+    for parameters, seed in zip(found, (0, 0, 1), strict=True):
+        initialise(parameters, seed)
+    assert torch.equal(found[0][name], found[1][name])
+    assert not torch.equal(found[0][name], found[0][other])
+    assert not torch.equal(found[0][name], found[2][name])
+
+
+# --- which layers -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def module() -> Any:
+    return tiny_model()
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(["all-linear"], 14), (["q_proj"], 2), (["q_proj", "mlp.up_proj"], 4), (["model.layers.1.self_attn.q_proj"], 1)],
+)
+def test_layers_by_the_ends_of_their_names(targets: list[str], count: int) -> None:
+    assert len(adapted_layers(module(), LoraSettings(rank=1, targets=targets))) == count
+
+
+@pytest.mark.parametrize("target", ["query", "proj", "lm_head", "embed_tokens"])
+def test_a_target_that_matches_nothing_says_which_there_are(target: str) -> None:
+    wanted = (
+        rf"trainer\.lora\.targets = \['q_proj', '{target}'\]: the model has no linear layer '{target}'; it has "
+        r'down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or take "all-linear"'
+    )
+    with pytest.raises(ModelError, match=wanted):
+        PolicyModel(
+            tiny_model(), dtype=torch.float32, temperature=1.0, lora=LoraSettings(rank=1, targets=["q_proj", target])
+        )
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_hold_adapters_alone(trained: Path) -> None:
+    checkpoint = trained / "checkpoints" / "step-3"
+    names = load_file(checkpoint / "model.safetensors").keys()
+    assert names
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
+    moments = load_file(checkpoint / "optimizer.safetensors").keys() - {"torch_random_state"}
+    assert {name.partition(".")[2] for name in moments} == names
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (LoraSettings(rank=8, alpha=8.0), r"trainer\.lora\.rank: 4 in the checkpoint, 8 now"),
+        (LoraSettings(rank=4, alpha=4.0), r"trainer\.lora\.alpha: 8\.0 in the checkpoint, 4\.0 now"),
+        (LoraSettings(rank=4, alpha=8.0, targets=["q_proj"]), r'targets: \["all-linear"\] in the checkpoint, \["q_pro'),
+        (LoraSettings(), r"trainer\.lora\.rank: 4 in the checkpoint, not set now"),
+    ],
+    ids=["rank", "alpha", "targets", "off"],
+)
+async def test_a_checkpoint_of_other_adapters_is_refused(
+    model_dir: Path, trained: Path, now: LoraSettings, named: str
+) -> None:
+    with pytest.raises(ResumeMismatchError, match=named):
+        await lora_run(model_dir, trained, now).trainer(DigestPublisher()).run()
+
+
+async def test_a_checkpoint_of_full_training_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    await train(TrainerRun(model_dir, tmp_path, tiny_settings()), [0])
+    with pytest.raises(ResumeMismatchError, match=r"trainer\.lora\.rank: not set in the checkpoint, 4 now"):
+        await lora_run(model_dir, tmp_path).trainer(DigestPublisher()).run()
+
+
+# --- what is given away -----------------------------------------------------------------------------------------------
+
+
+def moved(policy: PolicyModel) -> PolicyModel:
+    """As if it had been trained."""
+    generator = torch.Generator().manual_seed(1)
+    for master in policy.masters.values():
+        master.data.add_(torch.randn(master.shape, generator=generator) * 0.1)
+    policy.refresh()
+    return policy
+
+
+def test_published_weights_are_the_policy_in_a_plain_model() -> None:
+    policy = moved(PolicyModel(tiny_model(), dtype=torch.float32, temperature=1.0, lora=LORA))
+    merging = policy.merging()
+    weights = {name: merging(name, shard_of(tensor)) for name, tensor in policy.published.items()}
+    plain = tiny_model(seed=5)
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(weights, strict=False)
+    plain.tie_weights()
+    base = logits(tiny_model())
+    assert (logits(policy.module) - base).abs().max() > 0.1
+    assert (logits(plain) - logits(policy.module)).abs().max() < 1e-4
+
+
+def test_a_weight_without_an_adapter_is_handed_on_as_it_is() -> None:
+    weight = torch.ones(3)
+    assert Merging({}, LORA)("model.norm.weight", shard_of(weight)).data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers so
+def test_the_final_model_is_merged_and_its_adapter_is_read_by_peft(model_dir: Path, trained: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'streamrl[bench]'")
+    merged = AutoModelForCausalLM.from_pretrained(trained / "model")
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    before = logits(base)
+    adapted = peft.PeftModel.from_pretrained(base, trained / "model" / "adapter")
+    adapters = load_file(trained / "checkpoints" / "step-3" / "model.safetensors")
+    read = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in adapted.named_parameters()}
+    assert all(torch.equal(read[name], tensor) for name, tensor in adapters.items())
+    assert (logits(merged) - before).abs().max() > 1e-2
+    assert (logits(merged) - logits(adapted)).abs().max() < 1e-4
+
+
+def test_an_adapter_directory_says_what_it_is(model_dir: Path, trained: Path) -> None:
+    found = json.loads((trained / "model" / "adapter" / "adapter_config.json").read_text())
+    assert (found["peft_type"], found["r"], found["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert found["base_model_name_or_path"] == str(model_dir)
+    assert found["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -1,0 +1,184 @@
+"""Low-rank adapters (LoRA): the base model is frozen, and each adapted layer adds a product of two small matrices.
+
+    y = W x + (alpha / rank) B A x        W: [out, in] frozen.  A: [rank, in] random.  B: [out, rank] zero at first
+
+    adapted_layers   which layers, by the names that the settings give
+    attach           A and B beside each W, split over tensor ranks as W is
+    Merging          W + (alpha / rank) B A of what a rank holds of W: what engines get, and the final model
+
+Owns: names, shapes and first values of adapters, and the sum that they mean. Never: gradients, files. Invariants: names
+are those of peft's files without its prefix; whatever the layout, adapters begin with the same values; before the first
+step the model is its base.
+Source: Hu et al. 2021 (arXiv 2106.09685). Differs from peft: the layer stays what it is, so all other names stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from transformers import PreTrainedModel
+
+from transport.contracts.settings import LoraSettings
+from workers.errors import ModelError
+from workers.trainer.policy.attention import summing_dtype
+from workers.weights.parts import Shard, shard_of
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""What follows the name of the adapted layer in the names of its two matrices."""
+ALL_LINEAR = "all-linear"
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with an adapter beside its weight."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.lora_B(self.lora_A(input)) * self.lora_scale
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((A, B))
+
+
+# --- which layers -----------------------------------------------------------------------------------------------------
+
+
+def adapted_layers(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
+    """Names of the layers that get an adapter: linear ones, but the output embedding; none where the rank is 0.
+
+    Raises ModelError: a target that is the name, or the end of the name, of none; it says which there are.
+    """
+    if not lora.rank:
+        return []
+    linear = linear_layers(module)
+    if ALL_LINEAR in lora.targets:
+        return linear
+    for target in lora.targets:
+        if not any(_is_meant(name, target) for name in linear):
+            raise ModelError(
+                f"trainer.lora.targets = {list(lora.targets)}: the model has no linear layer {target!r}; it has "
+                f'{", ".join(short_names(linear))}, or take "{ALL_LINEAR}"'
+            )
+    return [name for name in linear if any(_is_meant(name, target) for target in lora.targets)]
+
+
+def linear_layers(module: PreTrainedModel) -> list[str]:
+    head = cast(Any, module).get_output_embeddings()
+    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
+
+
+def short_names(layers: Iterable[str]) -> list[str]:
+    """The last words of their names, each once."""
+    return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def _is_meant(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+# --- beside the base --------------------------------------------------------------------------------------------------
+
+
+def attach(module: PreTrainedModel, layers: Iterable[str], lora: LoraSettings) -> None:
+    """Give each layer that is here an adapter in the dtype of its weight, its values undefined, and freeze the rest."""
+    module.requires_grad_(False)
+    here = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    for name in layers:
+        if name in here:
+            _adapt(here[name], lora)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ModelError(
+            f"trainer.lora.targets = {list(lora.targets)} names no layer of one of the stages of "
+            "trainer.parallel.pipeline: each needs one"
+        )
+
+
+def _adapt(layer: nn.Linear, lora: LoraSettings) -> None:
+    weight = layer.weight
+    down = nn.Linear(layer.in_features, lora.rank, bias=False, device="meta")
+    up = nn.Linear(lora.rank, layer.out_features, bias=False, device="meta")
+    for part, axis in ((down, 1), (up, 0)):
+        part.weight = nn.Parameter(_split_as(weight, torch.empty_like(part.weight, dtype=weight.dtype), axis))
+    layer.__class__ = AdaptedLinear  # not a module around it: hooks and names stay
+    adapted = cast(AdaptedLinear, layer)
+    adapted.lora_A, adapted.lora_B = down, up
+    adapted.lora_scale = lora.alpha / lora.rank
+
+
+def _split_as(weight: Tensor, matrix: Tensor, axis: int) -> Tensor:
+    """A matrix on the device of ``weight``, split where ``weight`` is split along ``axis``, which both share."""
+    matrix = torch.empty_like(matrix, device=weight.device)
+    if not isinstance(weight, DTensor):
+        return matrix
+    placements: list[Placement] = [one if one.is_shard(axis) else Replicate() for one in weight.placements]
+    return distribute_tensor(matrix, weight.device_mesh, placements, src_data_rank=None)
+
+
+def round_base(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have what is frozen in the dtype of the forward pass: nothing else is kept of it."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def initialise(parameters: Mapping[str, Tensor], seed: int) -> None:
+    """First values, of what this rank holds: B is zero, A follows from its name, its shape and ``seed`` alone."""
+    for name, parameter in parameters.items():
+        if name.endswith(B):
+            shard_of(parameter).local.zero_()
+        elif name.endswith(A):
+            mark = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(mark, "big"))
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)  # as peft
+            shard = shard_of(parameter)
+            shard.local.copy_(_box(whole, shard))
+
+
+def _box(whole: Tensor, shard: Shard) -> Tensor:
+    for axis, (start, extent) in enumerate(zip(shard.start, shard.local.shape, strict=True)):
+        whole = whole.narrow(axis, start, extent)
+    return whole
+
+
+# --- as one -----------------------------------------------------------------------------------------------------------
+
+
+class Merging:
+    """Weights of the base with their adapters added, one at a time, at least in fp32. adapters: by name, each whole."""
+
+    def __init__(self, adapters: Mapping[str, Tensor], lora: LoraSettings) -> None:
+        self._adapters = adapters
+        self._scale = lora.alpha / lora.rank if lora.rank else 0.0
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, masters: Mapping[str, Tensor], lora: LoraSettings) -> Merging:
+        """As they are now. All ranks that share a master call it."""
+        whole = {
+            name: master.full_tensor() if isinstance(master, DTensor) else master
+            for name, master in masters.items()
+            if is_adapter(name)
+        }
+        return cls(whole, lora)
+
+    @torch.no_grad()
+    def __call__(self, name: str, weight: Shard) -> Tensor:
+        """What is held of a weight, with its adapter if it has one. name: of the weight."""
+        layer = name.removesuffix(".weight")
+        down, up = self._adapters.get(layer + A), self._adapters.get(layer + B)
+        if down is None or up is None:
+            return weight.local
+        (row, column), (rows, columns) = weight.start, weight.local.shape
+        added = up.detach()[row : row + rows] @ down.detach()[:, column : column + columns]
+        return added.mul_(self._scale).add_(weight.local.to(summing_dtype(weight.local.dtype)))
