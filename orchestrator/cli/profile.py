@@ -1,7 +1,7 @@
 """``streamrl-orchestrator profile``: measure this machine's engine and trainer, fit the cost model, write both files.
 
     <out>.json   everything that was fitted, for `simulate`, `plan` and benchmarks (profiles.read_profile)
-    <out>.toml   the section [decode_cost], for runs: `run --config <out>.toml`
+    <out>.toml   sections [decode_cost] and [trainer], for runs: `run --config <out>.toml`
 
 A child measures (torch stays out of this process), ``planning/profiles.py`` fits.
 """
@@ -77,10 +77,12 @@ def measure(settings: Settings) -> Measurements:
 
 
 def section(profile: Profile) -> str:
-    """The part of a configuration that plans of dispatch and the adjustment of workers read."""
+    """The part of a configuration: what plans of dispatch and the adjustment of workers read, and the least round."""
     lines = [f"# {profile.engine} engine, {profile.model}, on {profile.host}", "[decode_cost]"]
     costs = msgspec.structs.asdict(profile.decode_cost)
     lines += [f"{name} = {to_toml(value)}" for name, value in costs.items() if value]
+    if profile.round_tokens:
+        lines += ["", "[trainer]", f"round_tokens = {profile.round_tokens}"]
     return "\n".join(lines) + "\n"
 
 
@@ -98,6 +100,7 @@ def report(profile: Profile) -> str:
             f"trainer: {1e3 * train.round_s:.3g} ms a micro-batch + {1e3 * train.token_s:.3g} ms a token + "
             f"{1e6 * train.squared_token_s:.3g} us a squared token; optimizer {train.optimizer_s:.3g} s; "
             f"a version published in {profile.publish_s:.3g} s, loaded in {profile.load_s:.3g} s",
+            f"  a rank is saturated by rounds of {profile.round_tokens} tokens (trainer.round_tokens)",
             f"  up to {profile.micro_batch_tokens} tokens; {_held_out(profile.train_held_out, 'micro-batches')}",
             f"at once: decode steps take {profile.decode_beside:.2f} times as long, micro-batches "
             f"{profile.train_beside:.2f} times",

@@ -13,6 +13,7 @@ from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
 from orchestrator.planning.profiles import (
+    ROUND_SHARE,
     fit,
     fit_decode,
     fit_train,
@@ -166,6 +167,11 @@ def test_a_profile_is_read_by_runs_and_by_the_cost_model(tmp_path: Path):
     core = core_settings(resolve("tiny", [toml], [], {}).settings)
     assert core.decode_cost == profile.measured.decode
     assert core.train_token_s == pytest.approx(3e-4, rel=1e-3)
+    assert core.round_tokens == profile.round_tokens > 0
+    train = profile.train
+    assert train is not None
+    saturated = train.round_s / (train.round_s + profile.round_tokens * train.token_s)
+    assert saturated <= ROUND_SHARE or profile.round_tokens == profile.micro_batch_tokens
     assert profile.decode_beside == 1.3
     assert profile.train_beside == 1.0, "nothing is faster for company"
     assert profile.llm is not None
