@@ -48,12 +48,15 @@ def case(about: str, typed: str, *words: str, **more: object) -> Case:
     return Case(about=about, typed=typed, words=words, **more)  # type: ignore[arg-type]
 
 
+def run_with(assignment: str, *words: str, about: str = "", **more: object) -> Case:
+    """A run with one ``--set`` that is wrong by what else there is: its answer says what."""
+    typed = f"o run --preset tiny --set {shlex.quote(assignment)}"
+    return case(about or f"--set {assignment}", typed, *words, **more)
+
+
 def setting(assignment: str, *words: str, **more: object) -> Case:
     """A run with one wrong ``--set``: its answer names option and key."""
-    key = assignment.partition("=")[0]
-    return case(
-        f"--set {assignment}", f"o run --preset tiny --set {shlex.quote(assignment)}", "--set", key, *words, **more
-    )
+    return run_with(assignment, "--set", assignment.partition("=")[0], *words, **more)
 
 
 def document(about: str, content: str | bytes, *words: str, **more: object) -> Case:
@@ -170,9 +173,7 @@ def commands() -> Iterator[Case]:
 
 def settings() -> Iterator[Case]:
     yield setting("trainer.learning_rate=1", "unknown key", "trainer.lr")
-    yield case(
-        "--set trainner.lr=1", "o run --preset tiny --set trainner.lr=1", "--set", "section trainner", "trainer?"
-    )
+    yield run_with("trainner.lr=1", "--set", "section trainner", "trainer?")
     yield setting("trainer.lr=fast", "a number in (0, 1]", "fast")
     for value in ("-1", "0", "inf", "nan", "1e308"):
         yield setting(f"trainer.lr={value}", "a number in (0, 1]", value.removesuffix("308"))
@@ -198,34 +199,27 @@ def settings() -> Iterator[Case]:
     yield setting("pipeline.dispatch=best", "least_loaded", "best")
     yield setting("pipeline.drop_no_signal=maybe", "true or false", "maybe")
     yield setting("data.source=csv", "jsonl", "csv")
-    yield case(
-        "--set data.task=chain_sums",
-        "o run --preset tiny --set data.task=chain_sums",
-        "data.task",
-        "chain_sums",
-        "chain_sum?",
-    )
-    yield case(
-        "--set data.params.min_term=2",
-        "o run --preset tiny --set data.params.min_term=2",
-        "data.params.min_term",
-        "min_terms?",
-    )
+    yield run_with("data.task=chain_sums", "data.task", "chain_sums", "chain_sum?")
+    yield run_with("data.params.min_term=2", "data.params.min_term", "min_terms?")
     yield setting("data.params=2", "a table")
     yield setting("run.loggers=tensorboard", "a list", "tensorboard")
     yield setting('run.loggers=["tensorbord"]', "tensorboard", "tensorbord")
     yield setting("scoring.reward=mine.py", "module:function", "mine.py")
     yield setting("tensors.ports=70000", "a port or a range of ports", "7400-7409")
     yield setting("broker.url=localhost:6379", "redis://host:port")
-    yield case(
-        "batches that do not divide",
-        "o run --preset tiny --set trainer.mini_batches=3",
-        *("pipeline.groups_per_batch", "divisible", "trainer.mini_batches"),
+    yield run_with(
+        "trainer.mini_batches=3",
+        "pipeline.groups_per_batch",
+        "divisible",
+        "trainer.mini_batches",
+        about="batches that do not divide",
     )
-    yield case(
-        "an answer longer than a micro-batch",
-        "o run --preset tiny --set trainer.micro_batch_tokens=8",
-        *("trainer.micro_batch_tokens", "sampling.max_new_tokens", "at least"),
+    yield run_with(
+        "trainer.micro_batch_tokens=8",
+        "trainer.micro_batch_tokens",
+        "sampling.max_new_tokens",
+        "at least",
+        about="an answer longer than a micro-batch",
     )
     yield setting("trainer.ranks=64", "groups_per_batch", "at most")
     yield setting("trainer.engine=emulated", "generation.engine", "emulated")
