@@ -16,11 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, tiny_settings
-from transport.contracts.settings import LoraSettings
-from workers.errors import ModelError, ResumeMismatchError
-from workers.models import prepare_model
-from workers.trainer.policy.lora import Merging, adapted_layers, initialise
+from transport.broker import keys
+from transport.contracts.messages import manifest_decoder
+from transport.contracts.settings import GenerationSettings, LoraSettings
+from transport.contracts.types import WeightIdentity
+from transport.process.clock import MonotonicClock
+from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
+from workers.generation.embedded.engine import EmbeddedEngine
+from workers.models import character_tokenizer, prepare_model
+from workers.trainer.policy.lora import adapted_layers, initialise
 from workers.trainer.policy.model import PolicyModel
+from workers.weights.adapters import AdaptedWeights, Merging, is_adapter
 from workers.weights.parts import shard_of
 
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -210,3 +216,58 @@ def test_an_adapter_directory_says_what_it_is(model_dir: Path, trained: Path) ->
     assert (found["peft_type"], found["r"], found["lora_alpha"]) == ("LORA", 4, 8.0)
     assert found["base_model_name_or_path"] == str(model_dir)
     assert found["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+# --- adapters alone, for an engine that serves both as one ------------------------------------------------------------
+
+
+def adapters_of(policy: PolicyModel) -> dict[str, torch.Tensor]:
+    return {name: master.detach().clone() for name, master in policy.masters.items()}
+
+
+async def test_an_engine_serves_its_base_with_the_newest_adapters(tmp_path: Path) -> None:
+    """A second version is added to the base, not to the first."""
+    base = tiny_model()
+    base.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    policy = moved(PolicyModel(tiny_model(), dtype=torch.float32, temperature=1.0, lora=LORA))
+    first = adapters_of(policy)
+    second = adapters_of(moved(policy))
+    merging = policy.merging()
+    expected = {name: merging(name, shard_of(tensor)) for name, tensor in policy.published.items()}
+    settings = GenerationSettings(slots=2, dtype="float32", max_context=64)
+    engine = EmbeddedEngine(settings, tmp_path, MonotonicClock(), lora=LORA)
+    await engine.start()
+    try:
+        for version, adapters in enumerate((first, second)):
+            weights = WeightIdentity(epoch=1, version=version, digest="")
+            await engine.load_weights(weights, adapters)
+        assert engine._decoder is not None
+        served = engine._decoder.parameters
+        assert all(torch.equal(served[name], tensor) for name, tensor in expected.items())
+        halves = {name: tensor for name, tensor in second.items() if name.endswith("lora_A.weight")}
+        for wrong in (halves, expected, {name.replace("layers", "lays"): one for name, one in second.items()}):
+            with pytest.raises(WeightsMismatchError):
+                await engine.load_weights(weights, wrong)
+        assert all(torch.equal(served[name], tensor) for name, tensor in expected.items())
+    finally:
+        await engine.close()
+
+
+def test_adapters_of_another_rank_do_not_fit() -> None:
+    name = "model.layers.0.mlp.up_proj"
+    adapters = {f"{name}.lora_A.weight": torch.zeros(2, 8), f"{name}.lora_B.weight": torch.zeros(6, 2)}
+    with pytest.raises(
+        WeightsMismatchError, match=r"up_proj\.weight with \(2, 8\) and \(6, 2\), trainer\.lora\.rank 4"
+    ):
+        AdaptedWeights({f"{name}.weight": torch.zeros(6, 8)}, adapters, LORA)
+
+
+async def test_a_trainer_publishes_adapters_alone_where_it_is_asked(model_dir: Path, tmp_path: Path) -> None:
+    run = lora_run(model_dir, tmp_path, LoraSettings(rank=4, publish="adapters"))
+    await train(run, [0])
+    manifests = [manifest_decoder.decode(e.entry.payload) for e in await run.broker.read(keys.WEIGHTS, "0-0", count=9)]
+    assert len(manifests) == 2
+    for manifest in manifests:
+        assert {spec.dtype for spec in manifest.tensors} == {"float32"}
+        assert all(is_adapter(spec.name) for spec in manifest.tensors)

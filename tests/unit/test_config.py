@@ -140,7 +140,7 @@ def test_a_section_within_a_section_is_set_as_a_whole_too():
         ("[trainer]\nparallel = 2", "mine.toml:2: trainer.parallel is a section: write [trainer.parallel], then one"),
         ("[trainer.parallel]\ndata = 0", 'data must be a whole number >= 1, or "auto", not 0'),
         ("[trainer.lora]\nrank.x = 1", "trainer.lora.rank must be a whole number >= 0, not {x = 1}"),
-        ("[trainer.lora]\nzzz = 1", "keys of trainer.lora: rank, alpha, targets"),
+        ("[trainer.lora]\nzzz = 1", "keys of trainer.lora: rank, alpha, targets, publish"),
     ],
 )
 def test_a_mistake_in_a_section_within_a_section(tmp_path: Path, document: str, message: str):
@@ -354,6 +354,11 @@ def test_out_of_range(argument: str, message: str):
         (
             ["trainer.parallel.buckets=[512]", "trainer.parallel.pipeline=1"],
             "buckets = [512] needs trainer.parallel.pi",
+        ),
+        (["trainer.lora.publish=adapters"], 'trainer.lora.publish = "adapters" needs trainer.lora.rank above 0'),
+        (
+            ["trainer.lora.publish=adapters", "trainer.lora.rank=8", "generation.engine=sglang"],
+            'needs generation.engine "embedded": the others take whole weights, trainer.lora.publish "merged"',
         ),
         (["trainer.lora.rank=-1"], "trainer.lora.rank must be a whole number >= 0, not -1"),
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),

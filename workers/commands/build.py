@@ -143,7 +143,8 @@ def engine_of(
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 
-        return EmbeddedEngine(generation, model_dir, clock, trust_remote_code=trust_remote_code)
+        lora = settings.trainer.lora if settings.trainer.lora.publish == "adapters" else None
+        return EmbeddedEngine(generation, model_dir, clock, trust_remote_code=trust_remote_code, lora=lora)
     from workers.generation.server.client import ServerSettings
     from workers.generation.server.engine import KINDS, ServerEngine
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from transport.contracts.settings import GenerationSettings
+from transport.contracts.settings import GenerationSettings, LoraSettings
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.process.clock import Clock
 from workers.errors import EngineHungError, ModelError, StreamError
@@ -42,6 +42,7 @@ from workers.generation.engine import (
     StopStrings,
 )
 from workers.models import check_model_dir, choose_device
+from workers.weights.adapters import AdaptedWeights, adapted_weights
 from workers.weights.pull import check_tensors, shown_names
 
 CPU_MAX_CONTEXT = 2048
@@ -122,10 +123,19 @@ class EmbeddedEngine:
     """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
 
     def __init__(
-        self, settings: GenerationSettings, directory: Path, clock: Clock, *, trust_remote_code: bool = False
+        self,
+        settings: GenerationSettings,
+        directory: Path,
+        clock: Clock,
+        *,
+        trust_remote_code: bool = False,
+        lora: LoraSettings | None = None,
     ) -> None:
+        """lora: where its weights come as adapters alone; a copy of what they change is then kept of the base."""
         self._settings = settings
         self._directory = directory
+        self._lora = lora
+        self._base: dict[str, torch.Tensor] = {}
         self._trust_remote_code = trust_remote_code
         self._clock = clock
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
@@ -162,11 +172,25 @@ class EmbeddedEngine:
         """Raises WeightsMismatchError, and then the old weights are as they were."""
 
         def load(decoder: SlotDecoder) -> list[Result]:
-            check_tensors(decoder.parameters, tensors)
-            decoder.load_weights(weights, tensors)
+            if self._lora is None:
+                check_tensors(decoder.parameters, tensors)
+                decoder.load_weights(weights, tensors)
+            else:
+                decoder.load_weights(weights, self._adapted(decoder, tensors, self._lora))
             return []
 
         await self._call(load)
+
+    def _adapted(
+        self, decoder: SlotDecoder, adapters: Mapping[str, torch.Tensor], lora: LoraSettings
+    ) -> AdaptedWeights:
+        """The model's weights that change. Raises WeightsMismatchError."""
+        for name in adapted_weights(adapters):
+            if name in decoder.parameters and name not in self._base:
+                self._base[name] = decoder.parameters[name].detach().clone()
+        device = next(iter(decoder.parameters.values())).device
+        here = {name: tensor.to(device) for name, tensor in adapters.items()}
+        return AdaptedWeights(self._base, here, lora)
 
     def load(self) -> EngineLoad:
         running = self._decoder.num_running if self._decoder else 0

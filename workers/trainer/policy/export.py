@@ -32,6 +32,7 @@ from workers.trainer.policy import lora as lora_layers
 from workers.trainer.policy.loading import INDEX_FILE, empty_module, stored_names, weight_files
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
 from workers.trainer.tensor_files import file_content
+from workers.weights.adapters import Merging
 from workers.weights.parts import shard_of
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -117,7 +118,7 @@ class MergedWeights:
     """The base model's parameters with adapters added. adapters: by name.  module: the model with them, empty."""
 
     def __init__(self, module: PreTrainedModel, model_dir: Path, adapters: Weights, lora: LoraSettings) -> None:
-        self._merging = lora_layers.Merging({name: adapters.whole(name) for name in adapters.shapes}, lora)
+        self._merging = Merging({name: adapters.whole(name) for name in adapters.shapes}, lora)
         self._base = StoredTensors.open(model_dir, weight_files(model_dir))
         parameters = dict(module.named_parameters())
         stored = stored_names(module, model_dir, self._base.shapes)

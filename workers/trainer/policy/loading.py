@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers.errors import ModelError, TensorFileError
 from workers.models import check_model_dir
 from workers.trainer.checkpoint import MODEL_FILE
-from workers.trainer.policy.lora import is_adapter
 from workers.trainer.policy.stored import StoredTensors
+from workers.weights.adapters import is_adapter
 from workers.weights.parts import Shard, shard_of
 
 INDEX_FILE = "model.safetensors.index.json"

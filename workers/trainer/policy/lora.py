@@ -4,9 +4,11 @@
 
     adapted_layers   which layers, by the names that the settings give
     attach           A and B beside each W, split over tensor ranks as W is
-    Merging          W + (alpha / rank) B A of what a rank holds of W: what engines get, and the final model
+    initialise       their first values
 
-Owns: names, shapes and first values of adapters, and the sum that they mean. Never: gradients, files. Invariants: names
+The sum of the two, which engines get, is workers/weights/adapters.py.
+
+Owns: which layers, shapes and first values of adapters. Never: gradients, files. Invariants: names
 are those of peft's files without its prefix; whatever the layout, adapters begin with the same values; before the first
 step the model is its base.
 Source: Hu et al. 2021 (arXiv 2106.09685). Differs from peft: the layer stays what it is, so all other names stay.
@@ -26,11 +28,9 @@ from transformers import PreTrainedModel
 
 from transport.contracts.settings import LoraSettings
 from workers.errors import ModelError
-from workers.trainer.policy.attention import summing_dtype
+from workers.weights.adapters import A, B
 from workers.weights.parts import Shard, shard_of
 
-A, B = ".lora_A.weight", ".lora_B.weight"
-"""What follows the name of the adapted layer in the names of its two matrices."""
 ALL_LINEAR = "all-linear"
 
 
@@ -43,10 +43,6 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + self.lora_B(self.lora_A(input)) * self.lora_scale
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith((A, B))
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
@@ -149,36 +145,3 @@ def _box(whole: Tensor, shard: Shard) -> Tensor:
     for axis, (start, extent) in enumerate(zip(shard.start, shard.local.shape, strict=True)):
         whole = whole.narrow(axis, start, extent)
     return whole
-
-
-# --- as one -----------------------------------------------------------------------------------------------------------
-
-
-class Merging:
-    """Weights of the base with their adapters added, one at a time, at least in fp32. adapters: by name, each whole."""
-
-    def __init__(self, adapters: Mapping[str, Tensor], lora: LoraSettings) -> None:
-        self._adapters = adapters
-        self._scale = lora.alpha / lora.rank if lora.rank else 0.0
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, masters: Mapping[str, Tensor], lora: LoraSettings) -> Merging:
-        """As they are now. All ranks that share a master call it."""
-        whole = {
-            name: master.full_tensor() if isinstance(master, DTensor) else master
-            for name, master in masters.items()
-            if is_adapter(name)
-        }
-        return cls(whole, lora)
-
-    @torch.no_grad()
-    def __call__(self, name: str, weight: Shard) -> Tensor:
-        """What is held of a weight, with its adapter if it has one. name: of the weight."""
-        layer = name.removesuffix(".weight")
-        down, up = self._adapters.get(layer + A), self._adapters.get(layer + B)
-        if down is None or up is None:
-            return weight.local
-        (row, column), (rows, columns) = weight.start, weight.local.shape
-        added = up.detach()[row : row + rows] @ down.detach()[:, column : column + columns]
-        return added.mul_(self._scale).add_(weight.local.to(summing_dtype(weight.local.dtype)))

@@ -57,6 +57,7 @@ from workers.trainer.policy.parallel import (
     split_tensors,
 )
 from workers.trainer.policy.pipeline import Pipeline
+from workers.weights.adapters import Merging
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
@@ -149,9 +150,9 @@ class PolicyModel:
         """Name in the whole model -> what this rank holds of it: with adapters the base, to which ``merging`` adds."""
         return self._base if self.lora.rank else self.masters
 
-    def merging(self) -> lora_layers.Merging:
+    def merging(self) -> Merging:
         """What turns ``published`` into the present weights, one at a time. All ranks call it."""
-        return lora_layers.Merging.of(self.masters, self.lora)
+        return Merging.of(self.masters, self.lora)
 
     def backward(self, batches: Sequence[PackedBatch], objective: Objective) -> LossMetrics:
         """Add the gradient of the unscaled loss sum of some rows. All ranks call it with as many.

@@ -157,6 +157,8 @@ class PolicyLearner:
         cast = getattr(torch, self._settings.generation.dtype)
         ranks = self._ranks if self._ranks.layout.num_ranks > 1 else None
         policy = self._step.policy
+        if policy.lora.publish == "adapters":
+            return self._publisher.publish(epoch, version, policy.masters, policy.sum_dtype, ranks)
         return self._publisher.publish(epoch, version, policy.published, cast, ranks, content=policy.merging())
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
