@@ -3,6 +3,7 @@
     fsdp_error, tp_error, fsdp_tp_error, pp_error, ...   largest relative error of the losses and of the update against
                                                          one process, after five steps of streamed, uneven rounds, in
                                                          float64 and, as *_float32, in float32
+    lora_error                                           the same of adapters beside a frozen base, over all layouts
     resume_other_layout_error                            the same after FSDP 4 -> FSDP 2 x TP 2 -> one process
     weights_moved                                        least norm of an update over that of the weights
     host_load_share, memory_16k_over_8k, ...             see the parts: parallel_*.py
@@ -43,6 +44,7 @@ LAYOUTS = {
 }
 TRAININGS = [Training(), Training(family="llama", tied=False)]
 SINGLE = Training(double=False)
+LORA = Training(lora_rank=3)
 TURNS = 3
 """Of each checkout, for ``single_process_ratio``."""
 
@@ -53,18 +55,20 @@ def alone(training: Training) -> Trained:
 
 
 def same_training() -> Iterator[tuple[str, float]]:
+    adapters: list[float] = []
     for name, layouts in LAYOUTS.items():
         double: list[float] = []
         single: list[float] = []
         for layout in layouts:
-            trainings = [*TRAININGS, SINGLE]
+            trainings = [*TRAININGS, SINGLE, LORA]
             of_ranks = run_layout(layout, train_all, trainings)
             for training, found in zip(trainings, zip(*of_ranks, strict=True), strict=True):
                 error = max(errors(list(found), alone(training)))
-                (double if training.double else single).append(error)
+                (adapters if training is LORA else double if training.double else single).append(error)
         yield f"{name}_error", max(double)
         yield f"{name}_error_float32", max(single)
-    yield "weights_moved", min(alone(training).moved for training in TRAININGS)
+    yield "lora_error", max(adapters)
+    yield "weights_moved", min(alone(training).moved for training in (*TRAININGS, LORA))
 
 
 def resume_other_layout_error() -> float:

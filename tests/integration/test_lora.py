@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.fakes.parallel_ranks import run_layout
+from tests.fakes.sharded import STEPS, Training, errors, resumed
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, tiny_settings
 from transport.broker import keys
 from transport.contracts.messages import manifest_decoder
 from transport.contracts.settings import GenerationSettings, LoraSettings
+from transport.contracts.training_memory import Layout
 from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
@@ -26,6 +30,7 @@ from workers.generation.embedded.engine import EmbeddedEngine
 from workers.models import character_tokenizer, prepare_model
 from workers.trainer.policy.lora import adapted_layers, initialise
 from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.parallel import SingleRank
 from workers.weights.adapters import AdaptedWeights, Merging, is_adapter
 from workers.weights.parts import shard_of
 
@@ -165,6 +170,19 @@ async def test_a_checkpoint_of_full_training_is_refused(model_dir: Path, tmp_pat
     await train(TrainerRun(model_dir, tmp_path, tiny_settings()), [0])
     with pytest.raises(ResumeMismatchError, match=r"trainer\.lora\.rank: not set in the checkpoint, 4 now"):
         await lora_run(model_dir, tmp_path).trainer(DigestPublisher()).run()
+
+
+def test_a_checkpoint_is_gone_on_from_by_other_ranks(tmp_path: Path) -> None:
+    """One process -> two data ranks -> one process; three inner dimensions do not divide."""
+    training = Training(lora_rank=3)
+    expected = resumed(SingleRank(), training, range(STEPS), tmp_path / "whole")
+    resumed(SingleRank(), training, range(2), tmp_path / "parts")
+    run_layout(Layout(data=2), resumed, training, range(2, 4), tmp_path / "parts")
+    last = resumed(SingleRank(), training, range(4, STEPS), tmp_path / "parts")
+    assert expected.moved > 1e-3
+    update = {name: after - expected.before[name] for name, after in last.after.items()}
+    found = replace(last, losses=[*expected.losses[:4], *last.losses], update=update)
+    assert max(errors([found], expected)) <= 1e-9
 
 
 # --- what is given away -----------------------------------------------------------------------------------------------
