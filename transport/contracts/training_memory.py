@@ -260,11 +260,6 @@ def _problems(llm: Llm, layout: Layout) -> Iterator[str]:
                 f"trainer.parallel.tensor = {layout.tensor} does not divide the {count} {what} of {llm.name}; "
                 f"{', '.join(divisors)} would"
             )
-    if layout.data > 1 and layout.pipeline > 1:  # their gradient is not yet that of one process
-        yield (
-            f"trainer.parallel.data = {layout.data} with trainer.parallel.pipeline = {layout.pipeline} is not "
-            "supported: take either with trainer.parallel.tensor"
-        )
     if layout.pipeline > llm.layers:
         yield f"trainer.parallel.pipeline = {layout.pipeline} is more than the {llm.layers} layers of {llm.name}"
 

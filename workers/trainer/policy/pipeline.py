@@ -93,21 +93,25 @@ class Pipeline:
 
 
 class MicroBatches(nn.Module):
-    """The stage as torch's schedule calls it: with what the stage before sent, and the number of the micro-batch."""
+    """The stage as torch's schedule calls it: with what the stage before sent, and the number of the micro-batch.
+
+    It hides the stage: a schedule that is entered for the first time drops the gradients of all FSDP modules that it
+    finds below its own, and a mini-batch has several schedules (torch 2.13, ``_post_metadata_inference_cleanup``).
+    """
 
     def __init__(self, stage: nn.Module, *, is_first: bool) -> None:
         super().__init__()
-        self.stage = stage
+        self._hidden = (stage,)  # an attribute that is a module would be found
         self.calls: Sequence[Any] = ()
         self._is_first = is_first
 
     @property
     def hidden_size(self) -> int:
-        return int(cast(Any, self.stage).module.config.hidden_size)
+        return int(cast(Any, self._hidden[0]).module.config.hidden_size)
 
     @property
     def device(self) -> torch.device:
-        return cast(Any, self.stage).module.device
+        return cast(Any, self._hidden[0]).module.device
 
     def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
-        return self.stage(None if self._is_first else received, self.calls[int(number)])
+        return self._hidden[0](None if self._is_first else received, self.calls[int(number)])
