@@ -20,9 +20,11 @@ from tests.fakes.sharded import STEPS, Training, errors, resumed
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.trainer_run import DigestPublisher, TrainerRun, tiny_settings
 from transport.broker import keys
+from transport.contracts.llms import from_config
 from transport.contracts.messages import manifest_decoder
 from transport.contracts.settings import GenerationSettings, LoraSettings
-from transport.contracts.training_memory import Layout
+from transport.contracts.training_memory import Layout, state_bytes
+from transport.contracts.training_memory import Training as MemoryOf
 from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
@@ -90,6 +92,21 @@ def test_a_base_is_frozen_and_takes_no_more_than_it_computes_with() -> None:
     assert all(".lora_" in name for name in policy.masters)
     assert {master.dtype for master in policy.masters.values()} == {torch.float32}
     assert policy.gradient.numel() == sum(master.numel() for master in policy.masters.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "targets"), [(torch.bfloat16, ["all-linear"]), (torch.float32, ["q_proj", "down_proj"])]
+)
+def test_what_a_rank_holds_is_what_is_predicted(dtype: torch.dtype, targets: list[str]) -> None:
+    module = tiny_model(layers=4)
+    lora = LoraSettings(rank=4, targets=targets)
+    policy = PolicyModel(module, dtype=dtype, temperature=1.0, lora=lora)
+    base, masters = (sum(one.nbytes for one in held.values()) for held in (policy.published, policy.masters))
+    copies = sum(one.nbytes for one in module.parameters() if one.dtype == torch.bfloat16 and one.requires_grad)
+    held = base + masters + policy.gradient.nbytes + 2 * masters + copies  # AdamW has two moments
+    predicted = MemoryOf(tokens=64, compute_bytes=dtype.itemsize, lora_rank=4, lora_targets=tuple(targets))
+    llm = from_config("tiny", module.config.to_dict())
+    assert state_bytes(llm, Layout(), predicted) == pytest.approx(held, rel=0.01)
 
 
 def test_adapters_change_nothing_before_they_are_trained() -> None:
