@@ -17,6 +17,7 @@ TransientError (transport.errors): this process ends, and starting it again is w
 ├── ServerUnavailableError  an inference server does not answer: down, hung, starting, or its connection was cut
 │   └── ServerUnreachableError  no connection to it can be made: it never got what was to be sent
 ├── RanksError            the ranks of a trainer did not find one another, or one of them went away
+├── PublicationError      a version of the weights was not readable within its deadline
 ├── RowsChangedError      rows were generated again between two passes over them: back to the checkpoint
 ├── ClientTimeoutError    a call of a client was not done within its deadline: the message names the call
 └── LeaseLostError        rows that a client held went to another consumer: drop what was made of them
@@ -89,6 +90,9 @@ class ServerUnreachableError(ServerUnavailableError): ...
 
 
 class RanksError(TransientError): ...
+
+
+class PublicationError(TransientError): ...
 
 
 class RowsChangedError(TransientError):

@@ -53,9 +53,9 @@ GROUPS: Mapping[str, str] = {
     "lengths": "response_tokens response_tokens_p50 response_tokens_p90 response_tokens_max truncated",
     "loss": "loss grad_norm lr skipped_nonfinite entropy kl computed_tokens clip_fraction_low clip_fraction_high",
     "staleness": "staleness staleness_max logprob_mismatch logprob_mismatch_max mismatch_k3 mismatch_tv",
-    "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s samples_trained tokens_trained "
-    "groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead rows_in_steps "
-    "tokens_in_steps",
+    "throughput": "seconds samples_per_s tokens_per_s train_s wait_s publish_s publish_wait_s samples_trained "
+    "tokens_trained groups_trained samples_generated tokens_generated groups_filtered groups_stale groups_dead "
+    "rows_in_steps tokens_in_steps",
     "run": "batch version incarnation time_s eval",
 }
 """Group -> its keys, for whoever shows a number among a hundred others."""

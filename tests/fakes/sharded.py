@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,19 @@ def enter_with_other_rows(ranks: Ranks) -> str:
     except RanksError as error:
         return str(error)
     return ""
+
+
+def talk_beside(ranks: Ranks) -> list[bytes]:
+    """What ranks say beside training, which the second says only once both have trained."""
+    with ThreadPoolExecutor(1) as thread:
+        say = partial(thread.submit, ranks.beside.gather, b"rank %d" % ranks.rank)
+        early = say() if ranks.rank == 0 else None
+        assert ranks.total(1.0) == ranks.layout.num_ranks
+        return (early or say()).result()
+
+
+def enter_and_talk(ranks: Ranks) -> tuple[str, list[bytes]]:
+    return enter_with_other_rows(ranks), talk_beside(ranks)
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:

@@ -115,7 +115,7 @@ async def test_a_version_is_there_only_after_its_journey_but_the_journey_begins_
     try:
         clock = MonotonicClock()
         link = EmulatedLink(0.5, clock)
-        manifest = learner.publish(1, 1)
+        manifest = learner.publication(1, 1)()
         started_s = clock.now_s()
         for _ in range(2):
             with link.pull(manifest) as tensors:

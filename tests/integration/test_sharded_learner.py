@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.fakes.parallel_ranks import run_layout
-from tests.fakes.sharded import Trained, Training, enter_with_other_rows, errors, train, train_all
+from tests.fakes.sharded import Trained, Training, enter_and_talk, errors, train, train_all
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.training_memory import Layout
 from workers.errors import ModelError
@@ -59,9 +59,10 @@ def test_whatever_the_family_the_precision_and_what_is_recomputed(layout: Layout
     check(layout, LLAMA, Training(family="qwen2"), replace(QWEN3, double=False), *whole, LORA, LORA_OF_SOME)
 
 
-def test_peers_with_other_rows_do_not_enter_a_round():
-    said = run_layout(Layout(tensor=2), enter_with_other_rows)
-    assert said == [f"rank {rank} has other rows of a round than its peers [{1 - rank}]" for rank in range(2)]
+def test_peers_with_other_rows_do_not_enter_a_round_and_those_beside_it_do_not_hear_of_it():
+    said, beside = zip(*run_layout(Layout(tensor=2), enter_and_talk), strict=True)
+    assert said == tuple(f"rank {rank} has other rows of a round than its peers [{1 - rank}]" for rank in range(2))
+    assert beside == ([b"rank 0", b"rank 1"],) * 2
 
 
 @pytest.mark.parametrize(

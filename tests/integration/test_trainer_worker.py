@@ -6,10 +6,11 @@ import asyncio
 import json
 import resource
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -30,12 +31,13 @@ from transport.contracts.messages import (
     RowsMissing,
     StepDone,
     TrainerReady,
+    WeightManifest,
     manifest_decoder,
 )
-from transport.contracts.settings import DataSettings, ModelSettings, PipelineSettings
+from transport.contracts.settings import DataSettings, LivenessSettings, ModelSettings, PipelineSettings
 from transport.contracts.types import RunName
-from transport.errors import FencedError
-from workers.errors import CheckpointError, ResumeMismatchError, RoundsError, RunFilesError
+from transport.errors import FencedError, SegmentSpaceError
+from workers.errors import CheckpointError, PublicationError, ResumeMismatchError, RoundsError, RunFilesError
 from workers.models import prepare_model
 from workers.trainer import checkpoint as checkpoint_module
 from workers.trainer.checkpoint import check_base_model, newest_model
@@ -85,10 +87,79 @@ async def test_a_batch_is_told_from_ready_to_saved(run: TrainerRun) -> None:
         "train_s",
         "wait_s",
         "publish_s",
+        "publish_wait_s",
     } <= step.metrics.keys()
     assert len(set(digests.values())) == 3
     manifests = [manifest_decoder.decode(e.entry.payload) for e in await run.broker.read(keys.WEIGHTS, "0-0", count=9)]
     assert [manifest.weights.version for manifest in manifests] == [0, 1, 2]
+
+
+class HeldPublisher(DigestPublisher):
+    """Version 1 comes when ``go`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def publish(self, epoch: int, version: int, *arguments: Any) -> WeightManifest:
+        if version == 1:
+            assert self.go.wait(60)
+        return super().publish(epoch, version, *arguments)
+
+
+async def test_a_version_is_published_beside_the_next_batch_and_told_before_it(run: TrainerRun, tmp_path: Path) -> None:
+    """The rounds of the second batch are trained while version 1 is still read; it is what the first step made."""
+    expected = await train(TrainerRun(run.model_dir, tmp_path / "alone", run.settings), [0, 1])
+    for batch in range(2):
+        await run.send_batch(batch)
+    await run.finish()
+    publisher = HeldPublisher()
+    trainer = run.trainer(publisher)
+    task = asyncio.create_task(trainer.run())
+    async with asyncio.timeout(60):
+        while trainer.activity().counters["rounds"] < 4 or trainer.activity().doing != "publishing":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    before = await run.events()
+    publisher.go.set()
+    await task
+    assert [type(event) for event in before] == [TrainerReady, RoundDone, RoundDone]
+    kinds = [type(event) for event in (await run.events())[1:]]
+    assert kinds == [RoundDone, RoundDone, StepDone, RoundDone, RoundDone, StepDone, CheckpointSaved]
+    assert publisher.digests == expected
+    steps = [event.metrics for event in await run.told(StepDone) if isinstance(event, StepDone)]
+    assert steps[0]["publish_wait_s"] == 0 < steps[1]["publish_wait_s"] <= steps[0]["publish_s"]
+
+
+async def test_a_publication_that_hangs_ends_the_trainer_by_name(run: TrainerRun) -> None:
+    run.settings = msgspec.structs.replace(run.settings, liveness=LivenessSettings(stall_s=0.5))
+    await run.broker.put_meta(keys.STATUS, b"{}")
+    for batch in range(2):
+        await run.send_batch(batch)
+    publisher = HeldPublisher()
+    try:
+        with pytest.raises(PublicationError, match=r"version 1 is not published after 1 s"):
+            await run.trainer(publisher).run()
+    finally:
+        publisher.go.set()
+    assert [type(event) for event in await run.events()] == [TrainerReady, RoundDone, RoundDone]
+
+
+class FullPublisher(DigestPublisher):
+    """There is room for version 0 only."""
+
+    def publish(self, epoch: int, version: int, *arguments: Any) -> WeightManifest:
+        if version > 0:
+            raise SegmentSpaceError(1000, "/dev/shm is full")
+        return super().publish(epoch, version, *arguments)
+
+
+async def test_a_publication_that_fails_ends_the_trainer_and_tells_of_no_version(run: TrainerRun) -> None:
+    await run.send_batch(0)
+    await run.broker.put_meta(keys.STATUS, b"{}")
+    async with asyncio.timeout(60):
+        with pytest.raises(SegmentSpaceError, match=r"/dev/shm is full"):
+            await run.trainer(FullPublisher()).run()
+    assert [type(event) for event in await run.events()] == [TrainerReady, RoundDone, RoundDone]
 
 
 async def test_resuming_goes_on_exactly(model_dir: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ async def _with_trainer(
         optimizer = list(optimizer_runs(learner))
         for version in range(1, REPEATS + 2):
             started_s = time.perf_counter()
-            manifest = await asyncio.to_thread(learner.publish, 1, version)
+            manifest = await asyncio.to_thread(learner.publication(1, version))
             publish.append(time.perf_counter() - started_s)
             load.append(await load_seconds(engine, manifest))
     return msgspec.structs.replace(found, train=train, optimizer_s=optimizer, publish_s=publish, load_s=load)

@@ -1,8 +1,9 @@
 """What the trainer worker trains, and on what: one interface, behind which is torch (policy/), or an emulation.
 
 The worker (worker.py) owns the log, the ledger, epochs, checkpoints and reports; a learner owns weights. All
-methods but ``join`` and ``follow`` are synchronous, and all but ``retract`` called on one thread, in the order of the
-rounds log.
+methods but ``join`` and ``follow`` are synchronous, and called on one thread, in the order of the rounds log: all but
+``retract``, and what ``publication`` returns, which runs on another beside the rounds that follow, and ends before the
+next ``close``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,8 +121,8 @@ class Learner(Protocol):
         """
         ...
 
-    def publish(self, epoch: int, version: int) -> WeightManifest:
-        """Make the weights readable as this version."""
+    def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
+        """What makes the weights readable as this version. They do not change meanwhile: only ``close`` changes them."""
         ...
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
@@ -192,14 +194,14 @@ class EmulatedLearner:
         self._steps += 1
         return {"skipped_nonfinite": 0.0}
 
-    def publish(self, epoch: int, version: int) -> WeightManifest:
+    def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
         def write(writer: ShmWriter, spec: TensorSpec) -> str:
             raw = memoryview(bytearray(struct.pack("<q", version)))
             writer.write(spec.offset, raw)
             return checksum(raw)
 
         layout = plan_layout([("version", (1,), "int64")])
-        return self._publisher.publish_layout(epoch, version, layout, write)
+        return partial(self._publisher.publish_layout, epoch, version, layout, write)
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
         raw = memoryview(struct.pack("<q", self._steps))

@@ -1,13 +1,17 @@
 """The trainer worker: trains the rounds log, publishes each version, saves checkpoints.
 
     rounds ─► RoundsReader ─► Learner (one thread) ─► RoundDone
-                              CloseMiniBatch: step ─► publish ─► manifest on weights, StepDone ─► checkpoint
+                              CloseMiniBatch: step ─► checkpoint
+                                                └─► publish (a thread) ─► manifest on weights, StepDone
                               FinishTraining: last checkpoint, final model, end
 
 Owns: the order of these effects. Never: decides what is trained. Invariants: a round comes out of the log only when all
 its rows are there, so no rank ever waits for rows inside a collective; the cursor, the ledger and the weights of a
 checkpoint belong together, because it is only saved between two batches; an effect that a killed trainer did not get to
 report is done again by the next one, from its checkpoint, under a new epoch.
+
+A version is published beside the rounds of the next batch, from the weights themselves: no step changes them before it
+is done. What happens meanwhile is told after it, so that events keep their order.
 
 The learner (learner.py) runs in a thread of its own, so that leases are renewed and the next round's rows come in
 while it works: the queue of decoded rounds is short because those of a batch are released when the trainer has little
@@ -17,6 +21,7 @@ to do anyway.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -45,6 +50,7 @@ from transport.contracts.messages import (
     TrainerCommand,
     TrainerReady,
     TrainRound,
+    WeightManifest,
     damage_of,
     trainer_command_decoder,
 )
@@ -54,7 +60,7 @@ from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, decode_scalar
-from workers.errors import CheckpointError, RanksError, RoundsError
+from workers.errors import CheckpointError, PublicationError, RanksError, RoundsError
 from workers.leases.announce import ROLE, StepAnnouncer, event_entry
 from workers.leases.lifecycle import Activity, BusyMeter
 from workers.trainer.checkpoint import (
@@ -91,6 +97,7 @@ class PartDone(msgspec.Struct, frozen=True):
 part_decoder = MessageDecoder(PartDone)
 
 T = TypeVar("T")
+Publication = Callable[[], WeightManifest]
 
 
 class TrainerWorker:
@@ -126,7 +133,11 @@ class TrainerWorker:
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._saver = ThreadPoolExecutor(1, "saver")
+        self._publisher = ThreadPoolExecutor(1, "publisher")
         self._saving: asyncio.Task[None] | None = None
+        self._publication: asyncio.Task[None] | None = None
+        self._outbox: deque[tuple[Event, Mapping[str, str | int]]] = deque()
+        """What is told after the version that is being published."""
         self._tasks: asyncio.TaskGroup | None = None
         self._fence = Fence(role=ROLE, epoch=0)
         self._announcer: StepAnnouncer | None = None
@@ -171,10 +182,14 @@ class TrainerWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
-            self._thread.submit(self._learner.leave)
+            self._thread.submit(self._leave)
             self._thread.shutdown(wait=False)
             self._saver.shutdown(wait=False)
             await asyncio.to_thread(self._learner.retract)  # not behind a round that takes longer than our grace
+
+    def _leave(self) -> None:
+        self._publisher.shutdown()  # not while it still talks to the other ranks
+        self._learner.leave()
 
     def activity(self) -> Activity:
         busy_s = self._meter.busy_s()
@@ -190,7 +205,7 @@ class TrainerWorker:
         if self._rank == 0:
             self._fence = Fence(role=ROLE, epoch=await self._broker.acquire_epoch(ROLE, at_least=known_epoch))
             self._announcer = StepAnnouncer(self._broker, self._worker_id, self._fence)
-        await self._publish()
+        await self._publish(await self._publication_of(self._ledger.version))
         if self._announcer is not None:
             assert self._weights is not None  # just published
             cursor = self._ledger.cursor
@@ -272,6 +287,7 @@ class TrainerWorker:
 
     async def _close(self, command: CloseMiniBatch, entry_id: str) -> None:
         """One optimizer step, unless nothing was left of the mini-batch; at the end of its batch, a version."""
+        await self._until_told()
         self._doing = "stepping"
         started_s = self._clock.now_s()
         self._meter.begin()
@@ -309,23 +325,13 @@ class TrainerWorker:
         self._learner.forget_logprobs()
         self._ledger.version, self._ledger.cursor = command.batch + 1, entry_id
         self._source_position = command.source_position
-        publish_started_s = self._clock.now_s()
-        await self._publish()
-        faults.point("train.published")
+        assert self._tasks is not None  # it is running
+        trained, stepped_s = self._batch, self._stepped_s
         now_s = self._clock.now_s()
-        metrics = self._batch.metrics(now_s, publish_s=now_s - publish_started_s)
-        if self._weights is not None:
-            event = StepDone(
-                batch=command.batch,
-                weights=self._weights,
-                num_rows=self._batch.num_rows,
-                num_tokens=self._batch.num_tokens,
-                metrics=metrics,
-                stepped_s=self._stepped_s,
-            )
-            await self._announce(event, batch=command.batch, version=self._ledger.version)
-        self._stepped_s = 0.0
-        self._batch = BatchTally(started_s=now_s)
+        self._stepped_s, self._batch = 0.0, BatchTally(started_s=now_s)
+        publication = await self._publication_of(self._ledger.version)
+        publishing = self._publish_and_tell(publication, command.batch, trained, now_s, stepped_s)
+        self._publication = self._tasks.create_task(publishing, name="publish")
         due = command.checkpoint or self._checkpoint_due  # the latter rank 0 alone knows
         if await self._in_thread(lambda: self._learner.agree(due)):
             await self._checkpoint()
@@ -336,6 +342,7 @@ class TrainerWorker:
         It is reported only when the final model is there too, because the run ends with it. The other ranks stay until
         then. Raises CheckpointError, RanksError.
         """
+        await self._until_told()
         await self._settle()
         self._ledger.cursor = entry_id
         started_s = self._clock.now_s()
@@ -375,6 +382,7 @@ class TrainerWorker:
         A full disk does not stop the run: it is tried again after the next batch.
         """
         assert self._tasks is not None  # it is running
+        await self._until_told()
         started_s = self._clock.now_s()
         await self._settle()
         try:
@@ -471,17 +479,66 @@ class TrainerWorker:
 
     # -- out
 
-    async def _publish(self) -> None:
+    async def _publication_of(self, version: int) -> Publication:
+        """The present weights as this version. All ranks call it at the same place."""
+        epoch = self._fence.epoch
+        return await self._in_thread(lambda: self._learner.publication(epoch, version))
+
+    async def _publish(self, publication: Publication) -> None:
         """All ranks publish what they hold; rank 0 announces it."""
-        self._doing = "publishing"
-        version, epoch = self._ledger.version, self._fence.epoch
-        manifest = await self._in_thread(lambda: self._learner.publish(epoch, version))
+        manifest = await asyncio.get_running_loop().run_in_executor(self._publisher, publication)
         self._weights = manifest.weights
         if self._announcer is not None:
             await self._announcer.announce_manifest(manifest)
 
+    async def _publish_and_tell(
+        self, publication: Publication, batch: int, trained: BatchTally, trained_s: float, stepped_s: float
+    ) -> None:
+        """The version that a batch made, beside what is trained next; then what happened meanwhile is told, too.
+
+        trained_s: when its last step was done.  stepped_s: of steps that no event has told of.
+        """
+        await self._publish(publication)
+        faults.point("train.published")
+        assert self._weights is not None  # just published
+        event = StepDone(
+            batch=batch,
+            weights=self._weights,
+            num_rows=trained.num_rows,
+            num_tokens=trained.num_tokens,
+            metrics=trained.metrics(trained_s, publish_s=self._clock.now_s() - trained_s),
+            stepped_s=stepped_s,
+        )
+        await self._tell(event, batch=batch, version=batch + 1)
+        while self._outbox:
+            event, fields = self._outbox.popleft()
+            await self._tell(event, **fields)
+        self._publication = None
+
+    async def _until_told(self) -> None:
+        """Until the version that is being published, if any, is, and all is told.
+
+        Raises: what its publication raised.  PublicationError: it hangs.
+        """
+        if (publication := self._publication) is None:
+            return
+        started_s = self._clock.now_s()
+        self._doing = "publishing"
+        await asyncio.wait({publication}, timeout=self._stall_s)
+        if not publication.done():
+            raise PublicationError(f"version {self._ledger.version} is not published after {self._stall_s:.0f} s")
+        publication.result()
+        self._batch.publish_wait_s += self._clock.now_s() - started_s
+
     async def _announce(self, event: Event, **fields: str | int) -> None:
-        """Announce an event, if this rank reports for all."""
+        """Announce an event, after the version that is being published, if any."""
+        if self._publication is None:
+            await self._tell(event, **fields)
+        else:
+            self._outbox.append((event, fields))
+
+    async def _tell(self, event: Event, **fields: str | int) -> None:
+        """Announce it now, if this rank reports for all."""
         if self._announcer is not None:
             await self._announcer.announce_event(event, **fields)
 
@@ -508,20 +565,28 @@ OVER_STEPS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(slots=True)
 class BatchTally:
-    """What the batch in training took so far. steps: metrics of each optimizer step."""
+    """What the batch in training took so far. steps: metrics of each optimizer step.
+
+    publish_wait_s: in which training stood still until the version before it was published.
+    """
 
     started_s: float
     busy_s: float = 0.0
+    publish_wait_s: float = 0.0
     num_rows: int = 0
     num_tokens: int = 0
     steps: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
     def metrics(self, now_s: float, *, publish_s: float) -> dict[str, float]:
-        """Of the batch's optimizer steps, and where the seconds went. A number is there where a step has it."""
+        """Of the batch's optimizer steps, and where the seconds went. A number is there where a step has it.
+
+        now_s: when its last step was done.  publish_s: from then on, until its version could be read.
+        """
         names = dict.fromkeys(name for step in self.steps for name in step)
         means = {name: OVER_STEPS.get(name, fmean)([s[name] for s in self.steps if name in s]) for name in names}
-        wait_s = max(0.0, now_s - self.started_s - self.busy_s - publish_s)
-        return means | {"train_s": self.busy_s, "wait_s": wait_s, "publish_s": publish_s}
+        wait_s = max(0.0, now_s - self.started_s - self.busy_s - self.publish_wait_s)
+        seconds = {"train_s": self.busy_s, "wait_s": wait_s, "publish_wait_s": self.publish_wait_s}
+        return means | seconds | {"publish_s": publish_s}
 
 
 # --- the rounds log ---------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from transport.contracts.llms import from_config
 from transport.contracts.training_memory import Layout, LayoutError, check_layout, stage_layers
 from workers.algorithms.loss import LossMetrics
 from workers.errors import ModelError
+from workers.weights.parts import TalkingRanks
 
 PIPELINE, DATA, TENSOR = "pipeline", "data", "tensor"
 AXES = (PIPELINE, DATA, TENSOR)
@@ -118,6 +119,11 @@ class Ranks(Protocol):
         """What every rank gave, in their order, on all of them."""
         ...
 
+    @property
+    def beside(self) -> TalkingRanks:
+        """The same ranks over a process group of its own, for a thread beside training: neither hears the other."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -146,6 +152,10 @@ class SingleRank:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    @property
+    def beside(self) -> TalkingRanks:
+        return self
 
     def close(self) -> None:
         pass

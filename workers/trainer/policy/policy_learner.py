@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -153,13 +154,21 @@ class PolicyLearner:
     def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
         return self._step.close(batch=batch, num_rows=num_rows, num_tokens=num_tokens, num_batches=num_batches)
 
-    def publish(self, epoch: int, version: int) -> WeightManifest:
+    def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
         cast = getattr(torch, self._settings.generation.dtype)
-        ranks = self._ranks if self._ranks.layout.num_ranks > 1 else None
+        ranks = self._ranks.beside if self._ranks.layout.num_ranks > 1 else None
         policy = self._step.policy
         if policy.lora.publish == "adapters":
-            return self._publisher.publish(epoch, version, policy.masters, policy.sum_dtype, ranks)
-        return self._publisher.publish(epoch, version, policy.published, cast, ranks, content=policy.merging())
+            publish = partial(self._publisher.publish, epoch, version, policy.masters, policy.sum_dtype, ranks)
+        else:
+            merged = partial(self._publisher.publish, content=policy.merging())
+            publish = partial(merged, epoch, version, policy.published, cast, ranks)
+
+        def beside() -> WeightManifest:
+            with _beside_compute(policy.device):
+                return publish()
+
+        return beside
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
         """The masters; the optimizer's state by parameter name, nothing of one that never stepped; the random state."""
@@ -184,6 +193,18 @@ class PolicyLearner:
 
     def retract(self) -> None:
         self._publisher.close()
+
+
+@contextmanager
+def _beside_compute(device: torch.device) -> Iterator[None]:
+    """Copies of this thread wait for what was computed before, and for nothing that is computed after."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 class TrainStep:

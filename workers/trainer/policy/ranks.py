@@ -9,8 +9,11 @@ as it lives, whose id it reports over the broker. The other ranks join by that i
 that are to come. A rank that was replaced takes its seat again, which rank 0 sees, or opens another meeting, which the
 others see: then all start over together. Under torchrun its agent sees to all that.
 
-Owns: the process group; the meeting's files and what stands about it on the broker. Invariants: no rank joins a meeting
-whose rank 0 is gone; a rank starts over as soon as another one was replaced. Collectives of one machine use its
+Publishing runs beside training, over a process group of its own (``RankGroup.beside``): each of the two keeps the order
+of its own collectives, and there is none between them.
+
+Owns: the process groups; the meeting's files and what stands about it on the broker. Invariants: no rank joins a
+meeting whose rank 0 is gone; a rank starts over as soon as another one was replaced. Collectives of one machine use its
 loopback interface only; gloo and NCCL know no proof of who connects, so ranks of several machines belong on a network
 of their own (docs/security.md).
 """
@@ -54,6 +57,34 @@ SEAT = "trainer-rank-{}"
 POLL_S = 0.2
 
 
+class Talk:
+    """What ranks tell one another over one process group, None for the first (workers.weights.parts.TalkingRanks)."""
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self._num_ranks = num_ranks
+        self._device = device
+        self._group = group
+
+    def gather(self, data: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self._device)
+        lengths = [length for (length,) in self.numbers([len(data)])]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = own[: len(data)]
+        found = self._each(padded)
+        return [bytes(one[:length].cpu().numpy()) for one, length in zip(found, lengths, strict=True)]
+
+    def numbers(self, own: Sequence[int]) -> list[list[int]]:
+        """Every rank's, in their order; all give equally many."""
+        return torch.stack(self._each(torch.tensor(own, dtype=torch.int64, device=self._device))).tolist()
+
+    def _each(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self._num_ranks)]
+        with lost_ranks(self.rank):
+            dist.all_gather(found, own, group=self._group)
+        return found
+
+
 class RankGroup:
     """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``: see ``Ranks``."""
 
@@ -71,7 +102,9 @@ class RankGroup:
             world_size=layout.num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._talk = Talk(rank, layout.num_ranks, device)
         self._check_alike()
+        self.beside = self._join_beside(timedelta(seconds=timeout_s))
         self._sizes = {PIPELINE: layout.pipeline, DATA: layout.data, TENSOR: layout.tensor}
         self._mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
         self.ends = self._join_ends() if layout.pipeline > 1 else None
@@ -86,6 +119,10 @@ class RankGroup:
                     f"rank {self.rank} has {own}, rank {rank} has {other}: install the same versions on all hosts, and "
                     "set trainer.parallel in numbers where their devices differ"
                 )
+
+    def _join_beside(self, timeout: timedelta) -> Talk:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        return Talk(self.rank, self.layout.num_ranks, torch.device("cpu"), cast(dist.ProcessGroup, group))
 
     def axis(self, name: str) -> DeviceMesh | None:
         return self._mesh[name] if self._sizes[name] > 1 else None
@@ -115,11 +152,8 @@ class RankGroup:
         return int(chosen.item())
 
     def agree_round(self, shape: RoundShape) -> RoundShape:
-        own = torch.tensor([shape.mark, shape.micro_batches, shape.tokens], dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.layout.num_ranks)]
-        with lost_ranks(self.rank):
-            dist.all_gather(found, own)
-        of_ranks = [RoundShape(mark=mark, micro_batches=count, tokens=tokens) for mark, count, tokens in stack(found)]
+        found = self._talk.numbers([shape.mark, shape.micro_batches, shape.tokens])
+        of_ranks = [RoundShape(mark=mark, micro_batches=count, tokens=tokens) for mark, count, tokens in found]
         data = place_of(self.layout, self.rank).data
         peers = {rank: one for rank, one in enumerate(of_ranks) if place_of(self.layout, rank).data == data}
         if other := [rank for rank, peer in peers.items() if peer.mark != shape.mark]:
@@ -131,35 +165,16 @@ class RankGroup:
         )
 
     def gather(self, data: bytes) -> list[bytes]:
-        own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self._device)
-        lengths = [int(length) for length in self._each(len(data))]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
-        padded[: len(data)] = own[: len(data)]
-        found = [torch.empty_like(padded) for _ in lengths]
-        with lost_ranks(self.rank):
-            dist.all_gather(found, padded)
-        return [bytes(one[:length].cpu().numpy()) for one, length in zip(found, lengths, strict=True)]
+        return self._talk.gather(data)
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-    def _each(self, value: int) -> list[int]:
-        """Every rank's value, in their order."""
-        own = torch.tensor([value], dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.layout.num_ranks)]
-        with lost_ranks(self.rank):
-            dist.all_gather(found, own)
-        return [int(one.item()) for one in found]
 
     def _sum(self, values: Sequence[float], how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
         with lost_ranks(self.rank):
             dist.all_reduce(numbers, how)
         return numbers.tolist()
-
-
-def stack(rows: Sequence[Tensor]) -> list[list[int]]:
-    return torch.stack(list(rows)).tolist()
 
 
 @contextmanager
