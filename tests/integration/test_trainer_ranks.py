@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -159,6 +161,42 @@ async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     await train_on_one_rank(run, tmp_path / "single")
     found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
+
+
+@pytest.mark.long  # starts four ranks, and waits for a deadline
+async def test_a_full_disk_on_one_rank_costs_a_checkpoint_and_a_hang_the_round(
+    run: TrainerRun, start_ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 cannot write its part of a checkpoint: both go on, and save after the next batch. Then it stops in a
+    round: the other ends by name at its deadline, and the next two go on from that checkpoint, under a new epoch."""
+    output = ""
+    ranks = await start_ranks()
+    await run.until_told(TrainerReady)
+    limits = resource.prlimit(ranks[1].pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(ranks[1].pid, resource.RLIMIT_FSIZE, (250_000, limits[1]))  # its moments have 313 KB
+    await send_batch(run, 0, checkpoint=True)
+    async with asyncio.timeout(60):
+        while "no checkpoint; trying again" not in output:
+            await asyncio.sleep(0.1)
+            output += "".join(capfd.readouterr())
+    assert "no checkpoint: this rank cannot write its part" in output
+    assert re.search(r"checkpoint \S+/checkpoints/step-\S+ .*: rank 1: \[Errno 27\] File too large", output)
+    assert await run.told(CheckpointSaved) == []
+    resource.prlimit(ranks[1].pid, resource.RLIMIT_FSIZE, limits)
+    await send_batch(run, 1)
+    await run.until_told(CheckpointSaved)
+
+    ranks[1].send_signal(signal.SIGSTOP)
+    await send_batch(run, 2)
+    assert await ranks[0].wait() == 1
+    assert re.search(r"error: rank 0 lost the others: .*[Tt]imed out", "".join(capfd.readouterr()))
+    ranks[1].kill()
+    await ranks[1].wait()
+    again = await start_ranks()
+    await run.finish()
+    assert [await rank.wait() for rank in again] == [0, 0]
+    ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
+    assert [(weights.epoch, weights.version) for weights in ready] == [(1, 0), (2, 2)]
 
 
 async def test_ranks_listen_to_this_machine_only(run: TrainerRun, start_ranks: Ranks) -> None:

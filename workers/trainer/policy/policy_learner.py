@@ -42,7 +42,7 @@ from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import Ranks, RoundShape, SingleRank, place_of
 from workers.trainer.policy.pipeline import bucket
-from workers.trainer.policy.ranks import Meeting, meet_ranks
+from workers.trainer.policy.ranks import Meeting, lost_ranks, meet_ranks
 from workers.trainer.policy.recompute import recompute_activations
 from workers.trainer.policy.stored import read_state, state_files
 from workers.weights.publish import WeightPublisher
@@ -143,16 +143,19 @@ class PolicyLearner:
         self._loaded = step
 
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
-        return self._step.accumulate(groups)
+        with lost_ranks(self._rank):
+            return self._step.accumulate(groups)
 
     def record_logprobs(self, groups: Sequence[PromptGroup]) -> PieceDone:
-        return self._step.record_logprobs(groups)
+        with lost_ranks(self._rank):
+            return self._step.record_logprobs(groups)
 
     def forget_logprobs(self) -> None:
         self._step.forget_logprobs()
 
     def close(self, *, batch: int, num_rows: int, num_tokens: int, num_batches: int = 0) -> dict[str, float]:
-        return self._step.close(batch=batch, num_rows=num_rows, num_tokens=num_tokens, num_batches=num_batches)
+        with lost_ranks(self._rank):
+            return self._step.close(batch=batch, num_rows=num_rows, num_tokens=num_tokens, num_batches=num_batches)
 
     def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
         cast = getattr(torch, self._settings.generation.dtype)

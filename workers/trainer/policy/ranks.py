@@ -179,7 +179,7 @@ class RankGroup:
 
 @contextmanager
 def lost_ranks(rank: int) -> Iterator[None]:
-    """Raise RanksError for a collective that failed: another rank died, hung, or left."""
+    """Raise RanksError for a collective that failed, ours or one of FSDP's: another rank died, hung, or left."""
     try:
         yield
     except dist.DistError as error:

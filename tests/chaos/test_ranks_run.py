@@ -1,0 +1,33 @@
+"""Ranks of one trainer die where the others wait for them: all start over from the checkpoint, under a new epoch."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestrator.sim.replay import recorded_commands
+from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from transport.contracts.messages import TrainerReady
+
+pytestmark = pytest.mark.chaos
+
+RANKS = ("trainer.ranks=2", "trainer.checkpoint_every=1")
+
+
+def epochs(run: LiveRun) -> list[int]:
+    """Of the trainers that became ready, in their order."""
+    events = [record.event for record, _ in recorded_commands(run.run_dir / "journal")]
+    return [event.weights.epoch for event in events if isinstance(event, TrainerReady)]
+
+
+def test_a_rank_killed_in_its_save_and_one_that_hangs_in_a_round_cost_one_restart_each(tmp_path: Path):
+    with LiveRun(tmp_path, *QUICK, *RANKS, "run.batches=8", faults={"train.shard_written": 2}) as run:
+        run.wait_until(lambda: bool(run.died_at()), "death in a save")
+        run.wait_for_batch(4)
+        before = len(epochs(run))
+        run.kill("workers", "train", number=signal.SIGSTOP)
+        check_whole(run, batches=8)
+        assert (before, len(epochs(run))) == (2, 3)
+        assert epochs(run) == [1, 2, 3]
