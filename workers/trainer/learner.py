@@ -122,7 +122,7 @@ class Learner(Protocol):
         ...
 
     def publication(self, epoch: int, version: int) -> Callable[[], WeightManifest]:
-        """What makes the weights readable as this version. They do not change meanwhile: only ``close`` changes them."""
+        """What makes the present weights readable as this version. Only ``close`` changes them, and waits for it."""
         ...
 
     def tensor_files(self) -> Mapping[str, TensorFile]:
