@@ -101,10 +101,10 @@ class HeldPublisher(DigestPublisher):
         super().__init__()
         self.go = threading.Event()
 
-    def publish(self, epoch: int, version: int, *arguments: Any) -> WeightManifest:
+    def publish(self, epoch: int, version: int, *arguments: Any, **options: Any) -> WeightManifest:
         if version == 1:
             assert self.go.wait(60)
-        return super().publish(epoch, version, *arguments)
+        return super().publish(epoch, version, *arguments, **options)
 
 
 async def test_a_version_is_published_beside_the_next_batch_and_told_before_it(run: TrainerRun, tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ async def test_a_publication_that_hangs_ends_the_trainer_by_name(run: TrainerRun
 class FullPublisher(DigestPublisher):
     """There is room for version 0 only."""
 
-    def publish(self, epoch: int, version: int, *arguments: Any) -> WeightManifest:
+    def publish(self, epoch: int, version: int, *arguments: Any, **options: Any) -> WeightManifest:
         if version > 0:
             raise SegmentSpaceError(1000, "/dev/shm is full")
-        return super().publish(epoch, version, *arguments)
+        return super().publish(epoch, version, *arguments, **options)
 
 
 async def test_a_publication_that_fails_ends_the_trainer_and_tells_of_no_version(run: TrainerRun) -> None:
