@@ -24,7 +24,7 @@ from workers.trainer.checkpoint import CheckpointStore
 from workers.trainer.learner import PromptGroup
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
-from workers.trainer.policy.parallel import Ranks, RoundShape, place_of
+from workers.trainer.policy.parallel import Ranks, RoundShape, local_part, place_of
 from workers.trainer.policy.policy_learner import TrainStep
 from workers.trainer.policy.recompute import Recompute, recompute_activations
 from workers.trainer.policy.stored import read_state, state_files
@@ -84,6 +84,8 @@ def train(ranks: Ranks, training: Training, *, steps: range = range(STEPS), chec
     dtype = training.dtype or module.dtype
     lora = LoraSettings(rank=training.lora_rank, alpha=8.0, targets=list(training.lora_targets))
     policy = PolicyModel(module, dtype=dtype, temperature=0.9, ranks=ranks, lora=lora)
+    if ranks.layout.data == 1:  # FSDP gathers in it, from shards of masters
+        assert {local_part(weight.detach()).dtype for weight in module.parameters()} == {dtype}
     settings = TrainerSettings(lr=training.lr, micro_batch_tokens=training.micro_batch_tokens, weight_decay=0.1)
     step = TrainStep(policy, settings, Objective())
     store = CheckpointStore(checkpoints, keep=2, rank=ranks.rank) if checkpoints else None

@@ -41,7 +41,8 @@ class FlatSums:
         master = parameter
         if self._dtype != parameter.dtype:  # buffers (rope) stay float32
             master = nn.Parameter(parameter.detach().clone())
-            parameter.data = parameter.data.to(self._dtype)
+            # Not ``parameter.data = ...``: of a DTensor that is what it says, and its local part stays as it was.
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(self._dtype)))
             self._copies.append((parameter, master))
         local = nn.Parameter(master.to_local().detach()) if isinstance(master, DTensor) else master
         if local is not parameter:
@@ -76,10 +77,13 @@ class ShardedSums:
 
     def __init__(self) -> None:
         self._masters: list[nn.Parameter] = []
+        self._locals: list[nn.Parameter] = []
 
     def add(self, parameter: nn.Parameter) -> tuple[Tensor, nn.Parameter]:
+        local = nn.Parameter(local_part(parameter.detach()))
         self._masters.append(parameter)
-        return parameter, nn.Parameter(local_part(parameter.detach()))
+        self._locals.append(local)
+        return parameter, local
 
     def of(self, parameter: Tensor) -> Tensor | None:
         return None  # autograd's, so that it is reduced
@@ -96,8 +100,8 @@ class ShardedSums:
             part.mul_(factor)
 
     def clear(self) -> None:
-        for master in self._masters:
-            master.grad = None
+        for parameter in (*self._masters, *self._locals):  # which share it: either would keep its memory
+            parameter.grad = None
 
     def refresh(self) -> None:
         pass
