@@ -114,7 +114,7 @@ def train_and_publish(ranks: Ranks, directory: Path) -> Seconds:
     return Seconds((ended_s - started_s) / (BATCHES - 1), fmean(blocked), fmean(publishing))
 
 
-def publish_blocks() -> dict[str, float]:
+def figures() -> dict[str, float]:
     """``publish_blocks_share`` and what it is made of, by number of processes; seconds of the slowest rank."""
     found: dict[str, float] = {}
     shares: list[float] = []
@@ -131,7 +131,7 @@ def publish_blocks() -> dict[str, float]:
 
 
 def main() -> None:
-    found = publish_blocks()
+    found = figures()
     print(json.dumps(found))
     if found["publish_blocks_share"] > LIMIT:
         raise SystemExit(f"publish_blocks_share {found['publish_blocks_share']} is above {LIMIT}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,6 +19,7 @@ from tests.fakes.saved_together import save_together
 from tests.fakes.tiny_models import in_float64, tiny_model
 from tests.fakes.training import make_groups
 from transport.contracts.settings import LoraSettings, TrainerSettings
+from transport.contracts.training_memory import Layout
 from workers.algorithms.loss import Objective
 from workers.errors import RanksError
 from workers.trainer.checkpoint import CheckpointStore
@@ -26,6 +28,7 @@ from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.parallel import Ranks, RoundShape, local_part, place_of
 from workers.trainer.policy.policy_learner import TrainStep
+from workers.trainer.policy.ranks import RankGroup
 from workers.trainer.policy.recompute import Recompute, recompute_activations
 from workers.trainer.policy.stored import read_state, state_files
 
@@ -142,8 +145,20 @@ def talk_beside(ranks: Ranks) -> list[bytes]:
         return (early or say()).result()
 
 
-def enter_and_talk(ranks: Ranks) -> tuple[str, list[bytes]]:
-    return enter_with_other_rows(ranks), talk_beside(ranks)
+def meet_with_other_layouts(rank: int, store: Path) -> str:
+    """What a rank says that meets one with another layout, as where ``auto`` finds less memory on one host."""
+    layout = Layout(data=2) if rank == 0 else Layout(tensor=2)
+    try:
+        RankGroup(rank, layout, FileStore(str(store), 2), device=torch.device("cpu"), timeout_s=60.0)
+    except RanksError as error:
+        return str(error)
+    return ""
+
+
+def enter_talk_and_meet(ranks: Ranks, store: Path) -> tuple[str, list[bytes], str]:
+    said, beside = enter_with_other_rows(ranks), talk_beside(ranks)
+    ranks.close()
+    return said, beside, meet_with_other_layouts(ranks.rank, store)
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:

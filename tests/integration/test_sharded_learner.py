@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.fakes.parallel_ranks import run_layout
-from tests.fakes.sharded import Trained, Training, enter_and_talk, errors, train, train_all
+from tests.fakes.sharded import Trained, Training, enter_talk_and_meet, errors, train, train_all
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.training_memory import Layout
 from workers.errors import ModelError
@@ -62,10 +64,14 @@ def test_whatever_the_family_the_precision_and_what_is_recomputed(layout: Layout
     check(layout, LLAMA, Training(family="qwen2"), replace(QWEN3, double=False), *whole, LORA, LORA_OF_SOME)
 
 
-def test_peers_with_other_rows_do_not_enter_a_round_and_those_beside_it_do_not_hear_of_it():
-    said, beside = zip(*run_layout(Layout(tensor=2), enter_and_talk), strict=True)
+def test_peers_with_other_rows_or_another_layout_are_refused_and_those_beside_hear_nothing(tmp_path: Path):
+    found = run_layout(Layout(tensor=2), enter_talk_and_meet, tmp_path / "store")
+    said, beside, met = zip(*found, strict=True)
     assert said == tuple(f"rank {rank} has other rows of a round than its peers [{1 - rank}]" for rank in range(2))
     assert beside == ([b"rank 0", b"rank 1"],) * 2
+    for rank, words in enumerate(met):
+        pattern = rf"rank {rank} has torch .*, .*, rank {1 - rank} has torch .*set trainer\.parallel in numbers"
+        assert re.search(pattern, words), words
 
 
 @pytest.mark.parametrize(
