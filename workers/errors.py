@@ -34,10 +34,10 @@ StreamError (transport.errors)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from transport.contracts.types import RowId
 from transport.errors import FatalError, StreamError, TransientError
+from transport.process.storage import Place
 
 
 class ModelError(FatalError): ...
@@ -52,7 +52,7 @@ class RewardSetupError(FatalError): ...
 class CheckpointError(FatalError):
     """nbytes: what the checkpoint at ``path`` takes; 0 when that is not the matter."""
 
-    def __init__(self, path: Path, nbytes: int, reason: str) -> None:
+    def __init__(self, path: Place, nbytes: int, reason: str) -> None:
         size = f" ({nbytes} bytes needed)" if nbytes else ""
         super().__init__(f"checkpoint {path}{size}: {reason}")
         self.path = path

@@ -29,7 +29,7 @@ from orchestrator.observability.metrics import read_file
 from orchestrator.sim.replay import recorded_commands
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, parse_entry_id
-from transport.contracts.ledger import newest_checkpoint
+from transport.contracts.ledger import checkpoints_place, newest_checkpoint
 from transport.contracts.messages import (
     CloseMiniBatch,
     FinishTraining,
@@ -40,6 +40,7 @@ from transport.contracts.messages import (
 )
 from transport.contracts.settings import Settings
 from transport.contracts.types import Column, RowId, WeightIdentity, is_evaluation, row_id
+from transport.process.storage import Place
 from transport.tensors.manifest import file_checksum
 
 READ_COUNT = 1000
@@ -257,7 +258,7 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     """Read the records of ``rundir`` and compare them in the order that the head of this file explains."""
     finished = await broker.get_meta(keys.STATE) == keys.STATE_FINISHED
     live = not finished and (is_written(rundir.journal) or is_written(rundir.path))  # between two orchestrators, too
-    checkpoint = _newest_checkpoint(rundir)
+    checkpoint = _newest_checkpoint(checkpoints_place(settings, rundir.path))
     cut = max(await broker.last_id(keys.ROUNDS), checkpoint.cursor if checkpoint else ZERO_ID, key=parse_entry_id)
     held: list[tuple[str, TrainerCommand]] = []
     while entries := await broker.read(keys.ROUNDS, held[-1][0] if held else ZERO_ID, count=READ_COUNT):
@@ -283,9 +284,9 @@ async def audit_run(rundir: RunDir, settings: Settings, broker: Broker) -> Audit
     return replace(report, problems=(*report.problems, *more))
 
 
-def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
+def _newest_checkpoint(checkpoints: Place) -> CheckpointRecord | None:
     """What the newest checkpoint says; once more where a trainer at work has replaced it meanwhile."""
-    while (found := newest_checkpoint(rundir.checkpoints)) is not None:
+    while (found := newest_checkpoint(checkpoints)) is not None:
         path, ledger = found
         changed: list[str] = []
         for name, was in (ledger.seal.files if ledger.seal else {}).items():
@@ -293,7 +294,7 @@ def _newest_checkpoint(rundir: RunDir) -> CheckpointRecord | None:
                 if file_checksum(path / name) == was:
                     continue
             changed.append(name)
-        newest = newest_checkpoint(rundir.checkpoints)
+        newest = newest_checkpoint(checkpoints)
         if not changed or (newest is not None and newest[0] == path):
             return CheckpointRecord(
                 version=ledger.version,

@@ -51,6 +51,7 @@ FIXED_ON_RESUME = (
     "pipeline.group_size",
     "pipeline.groups_per_batch",
     "run.seed",
+    "trainer.checkpoint_dir",
     "eval.problems",
     "eval.seed",
     "eval.sets",
@@ -59,7 +60,8 @@ FIXED_ON_RESUME = (
     "trainer.lora.targets",
 )
 """Another value would train something else under the same name: the position in the data would mean another prompt,
-other adapters do not go on from those of the checkpoint. The layout of the ranks is none of these: it may change."""
+other adapters do not go on from those of the checkpoint; and checkpoints are looked for where they were written. The
+layout of the ranks is none of these: it may change."""
 
 RENAMED = {
     "replay": "emulated",

@@ -258,7 +258,7 @@ async def serve(settings: Settings, broker: Broker, run_dir: Path, model_dir: Pa
     """
     rundir = RunDir(run_dir)
     if is_new(rundir.journal):
-        await check_new(broker, rundir)
+        await check_new(broker, rundir, settings)
     epoch = await broker.acquire_epoch("orchestrator", at_least=newest_epoch(rundir.journal))
     async with sole_writer(rundir.journal):
         fence = Fence(role="orchestrator", epoch=epoch)

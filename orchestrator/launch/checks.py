@@ -25,11 +25,13 @@ from orchestrator.prompts.source import trial_rows
 from ranker.protocol import RankerError
 from transport.broker.redis_streams import connect
 from transport.contracts.gym_tasks import REFUSED, refusal
+from transport.contracts.ledger import checkpoints_place
 from transport.contracts.settings import SERVER_ENGINES, Settings, public
 from transport.contracts.types import RunName
 from transport.contracts.user_files import read_lengths
 from transport.errors import LengthFileError, ListenError, SecretError
 from transport.process.programs import ending_with_this_process, python_module
+from transport.process.storage import prepare
 from transport.tensors.base import Endpoint, parse_ports
 from transport.tensors.wire import ChannelServer
 
@@ -86,6 +88,9 @@ async def check_places(settings: Settings) -> None:
                 "correct the address",
                 key="generation.engine_url",
             ) from error
+    if settings.trainer.checkpoint_dir and settings.trainer.engine != "none":
+        place = checkpoints_place(settings, Path(settings.run.dir) / settings.run.name)
+        await asyncio.to_thread(prepare, place)
     if settings.broker.url:
         broker = await connect(settings.broker, RunName(settings.run.name), outage_s=FIRST_ANSWER_S)
         await broker.close()

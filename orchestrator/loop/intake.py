@@ -22,7 +22,7 @@ from orchestrator.core.model.settings import CHANGEABLE
 from orchestrator.errors import ConfigError, EventFailedError
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS, Broker, Commit, Entry, Fence, buried
-from transport.contracts.ledger import checkpoint_dirs
+from transport.contracts.ledger import checkpoint_dirs, checkpoints_place
 from transport.contracts.messages import (
     STARTING,
     BrokerUsage,
@@ -325,16 +325,17 @@ async def rows_without(broker: Broker, rows: Sequence[RowId], column: Column) ->
     return missing
 
 
-async def check_new(broker: Broker, rundir: RunDir) -> None:
+async def check_new(broker: Broker, rundir: RunDir, settings: Settings) -> None:
     """A run without a journal begins, so nothing of its name may be there yet. Raises RunExistsError."""
     if await broker.get_meta(keys.STATE) is not None:
         raise RunExistsError(
             f"the broker already holds a run named {broker.run!r}, and it is not the one in {rundir.path}: "
             "choose another --name"
         )
-    if checkpoint_dirs(rundir.checkpoints):
+    checkpoints = checkpoints_place(settings, rundir.path)
+    if await asyncio.to_thread(checkpoint_dirs, checkpoints):
         raise RunExistsError(
-            f"{rundir.checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
+            f"{checkpoints} holds checkpoints, but {rundir.journal} nothing that says how they came to be: put "
             "the journal back, or start a run of another --name from a model directory (model.path)"
         )
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from transport.contracts.ledger import Ledger
+from transport.process.storage import Place
 from workers.trainer.checkpoint import CheckpointMeta, CheckpointStore, Gather, TensorFile, Written
 
 META = CheckpointMeta(version=3, epoch=1, digest="d", cursor="7-1", source_position="", fingerprint={}, files={})
 
 
 def save_together(
-    directory: Path,
+    directory: Place,
     files: Callable[[], Mapping[str, TensorFile]],
     *,
     rank: int,
     gather: Gather,
     version: int = META.version,
     problem: str = "",
-) -> Path | None:
+) -> Place | None:
     """Every rank calls it. problem: what this rank says of its part; "": it is there.
 
     Returns: the checkpoint, on rank 0, once it is in place.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -15,18 +13,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.parallel_ranks import run_layout, shard
-from tests.fakes.rank_threads import ThreadRank, on_ranks
 from tests.fakes.saved_together import save_together
 from tests.fakes.tiny_models import tiny_model
 from transport.contracts.training_memory import Layout
-from workers.errors import CheckpointError
 from workers.models import character_tokenizer
-from workers.trainer.checkpoint import CheckpointStore, alone, shard_name
+from workers.trainer.checkpoint import CheckpointStore, alone
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.loading import empty_module, load_weights
 from workers.trainer.policy.parallel import Ranks
-from workers.trainer.policy.stored import StoredTensors, read_state, state_files, tensor_file
-from workers.weights.parts import Shard
+from workers.trainer.policy.stored import read_state, state_files
 
 Optimizer = dict[str, dict[str, Tensor]]
 
@@ -119,72 +114,3 @@ def assert_each_element_once(checkpoint: Path, wanted: Mapping[str, Tensor]) -> 
     total = sum(tensor.numel() for tensor in wanted.values())
     assert (len(sizes), sum(sizes)) == (4, total)
     assert max(sizes) < total / 2
-
-
-# --- what can be wrong with the parts: two ranks as threads -----------------------------------------------------------
-
-
-def two_ranks_save(directory: Path, tensors: Mapping[str, Tensor], *, version: int = 3, problem: str = "") -> Path:
-    """problem: what rank 1 says of its part."""
-
-    def rank_saves(of: ThreadRank) -> Path | None:
-        start = 6 * of.rank
-        shards = {name: Shard(tensor[start : start + 6], (start, 0), (10, 4)) for name, tensor in tensors.items()}
-        files = {
-            shard_name(name, of.rank, 2): tensor_file(shards) for name in ("model.safetensors", "optimizer.safetensors")
-        }
-        said = problem if of.rank else ""
-        return save_together(directory, lambda: files, rank=of.rank, gather=of.gather, version=version, problem=said)
-
-    found = on_ranks(2, rank_saves)[0]
-    if isinstance(found, Exception):
-        raise found
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of 3 tensors in two parts, and what they were."""
-    tensors = {name: torch.arange(40, dtype=torch.float32).view(10, 4) + n for n, name in enumerate("abc")}
-    return two_ranks_save(tmp_path, tensors), tensors
-
-
-def test_parts_are_one_set(saved: tuple[Path, dict[str, Tensor]]) -> None:
-    path, tensors = saved
-    names = sorted(json.loads((path / "meta.json").read_text())["files"])
-    stored = StoredTensors.open(path, [name for name in names if name.startswith("model")])
-    assert all(torch.equal(stored.whole(name), tensor) for name, tensor in tensors.items())
-    stored.close()
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda path: path.unlink(), "No such file"),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-4]),
-            "model-00002-of-00002.safetensors is not what was written",
-        ),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"), "is not what was written"),
-    ],
-    ids=["missing", "truncated", "changed"],
-)
-def test_a_damaged_part_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage, named: str) -> None:
-    tensors = {"a": torch.ones(10, 4)}
-    two_ranks_save(tmp_path, tensors, version=2)
-    newest = two_ranks_save(tmp_path, tensors, version=3)
-    damage(newest / "model-00002-of-00002.safetensors")
-    store = CheckpointStore(tmp_path, keep=2)
-    found = store.load_latest()
-    assert found is not None
-    assert found.meta.version == 2
-    assert named in store.damaged[newest]
-
-
-def test_a_part_that_was_not_written_is_no_checkpoint(tmp_path: Path) -> None:
-    tensors = {"a": torch.ones(10, 4)}
-    before = two_ranks_save(tmp_path, tensors, version=2)
-    with pytest.raises(CheckpointError, match=r"step-3 \(\d+ bytes needed\): rank 1: No space left on device"):
-        two_ranks_save(tmp_path, tensors, version=3, problem="No space left on device")
-    assert list(tmp_path.iterdir()) == [before]

@@ -39,7 +39,7 @@ from transport.contracts.types import RunName
 from transport.errors import FencedError, SegmentSpaceError
 from workers.errors import CheckpointError, PublicationError, ResumeMismatchError, RoundsError, RunFilesError
 from workers.models import prepare_model
-from workers.trainer import checkpoint as checkpoint_module
+from workers.trainer import placing
 from workers.trainer.checkpoint import check_base_model, newest_model
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.stored import StoredTensors
@@ -429,7 +429,7 @@ async def test_a_full_disk_leaves_the_former_checkpoint_and_is_tried_again(
     usage = shutil.disk_usage(run.model_dir)
     free = [10**12, 1000, 10**12, 10**12]  # the second checkpoint finds no room
 
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: usage._replace(free=free.pop(0)))
+    monkeypatch.setattr(placing.shutil, "disk_usage", lambda path: usage._replace(free=free.pop(0)))
     for batch in range(3):
         await run.send_batch(batch, checkpoint=batch < 2)
     await train(run, [])
@@ -439,7 +439,7 @@ async def test_a_full_disk_leaves_the_former_checkpoint_and_is_tried_again(
 
 async def test_a_full_disk_at_the_end_says_what_it_takes(run: TrainerRun, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(run.model_dir)
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(placing.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"checkpoints/step-1 \(\d+ bytes needed\): only 1000 bytes are free"):
         await train(run, [0])
     assert not list((run.run_dir / "checkpoints").iterdir())

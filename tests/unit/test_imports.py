@@ -161,12 +161,14 @@ CORE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "hash",
 ONLY_IN = {
     "redis": {"transport/broker/redis_link.py"},
     "ucxx": {"transport/tensors/ucx.py"},
+    "fsspec": {"transport/process/storage.py"},
 }
 """Libraries with one importer, so that only it sees their types and errors."""
 
 UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 CATCH_ALL = {
+    "transport/process/storage.py",  # fsspec's file systems share no root of errors
     "workers/models.py",  # foreign code: whatever it raises, it has ended
     "workers/weights/publish.py",  # the guard of one delivery: what it asks for is written by others
     "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises

@@ -74,10 +74,10 @@ async def test_a_run_that_was_resumed_is_not_over(broker: MemoryBroker):
 
 async def test_checkpoints_without_a_journal_are_no_new_run(broker: MemoryBroker, tmp_path: Path):
     rundir = RunDir(tmp_path)
-    await check_new(broker, rundir)
+    await check_new(broker, rundir, Settings())
     (rundir.checkpoints / "step-3").mkdir(parents=True)
     with pytest.raises(RunExistsError, match="put the journal back"):
-        await check_new(broker, rundir)
+        await check_new(broker, rundir, Settings())
 
 
 def test_a_broker_is_told_again_where_the_rounds_log_begins():

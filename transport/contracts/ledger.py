@@ -15,10 +15,13 @@ from pathlib import Path
 import msgspec
 
 from transport.contracts.messages import MessageDecoder, encode
+from transport.contracts.settings import Settings
 from transport.contracts.types import RowId, Struct, WeightIdentity, group_id, parse_row_id, row_id
 from transport.errors import MessageError
+from transport.process.storage import ObjectPath, Place, place_of, reaching
 
 FILE_NAME = "ledger.msgpack"  # inside a checkpoint's directory
+META_FILE = "meta.json"  # likewise, and written last
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{1,12})(?:\.([0-9]{1,6}))?")
 
 _Passes = dict[int, dict[int, dict[int, int]]]  # batch -> pass -> slot -> bit set of samples
@@ -91,19 +94,34 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-def checkpoint_dirs(checkpoints: Path) -> list[Path]:
+def checkpoints_place(settings: Settings, run_dir: Path) -> Place:
+    """Where the trainer of the run in ``run_dir`` keeps its checkpoints. Raises DirectoryError: no such store."""
+    if not settings.trainer.checkpoint_dir:
+        return run_dir / "checkpoints"
+    return place_of(settings.trainer.checkpoint_dir) / settings.run.name
+
+
+def checkpoint_dirs(checkpoints: Place) -> list[Place]:
     """The directory of every checkpoint in place, newest first; empty where there is none.
 
     A version that is saved again (at the end of a run, or after the trainer went back) gets a directory of its own,
-    because no directory can be replaced in one step.
+    because no directory can be replaced in one step. An object store cannot rename one either: there, a directory is in
+    place once META_FILE is in it.  Raises DirectoryError: an object store does not answer, or refuses.
     """
-    named = ((parse_checkpoint_name(path.name), path) for path in checkpoints.glob("step-*"))
-    found = [(key, path) for key, path in named if key is not None and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    if isinstance(checkpoints, ObjectPath):
+        with reaching(checkpoints):
+            places: list[Place] = [file.parent for file in checkpoints.files() if file.name == META_FILE]
+    else:
+        places = [path for path in checkpoints.glob("step-*") if path.is_dir()]
+    found = {key: place for place in places if (key := parse_checkpoint_name(place.name)) is not None}
+    return [found[key] for key in sorted(found, reverse=True)]
 
 
-def newest_checkpoint(checkpoints: Path) -> tuple[Path, Ledger] | None:
-    """(directory, ledger) of the newest checkpoint whose ledger can be read; None where there is none."""
+def newest_checkpoint(checkpoints: Place) -> tuple[Place, Ledger] | None:
+    """(directory, ledger) of the newest checkpoint whose ledger can be read; None where there is none.
+
+    Raises DirectoryError: see ``checkpoint_dirs``.
+    """
     for path in checkpoint_dirs(checkpoints):
         try:
             return path, Ledger.from_bytes((path / FILE_NAME).read_bytes())

@@ -48,6 +48,13 @@ GpuNumbers = Annotated[
 ]
 HostName = Annotated[str, Meta(pattern=r"^\S+\Z", description="an address or a host name")]
 OwnHostName = Annotated[str, Meta(pattern=r"^[^\s/]*\Z", description="an address or a host name, without a port")]
+CheckpointDir = Annotated[
+    str,
+    Meta(
+        pattern=r"^(|/.*|[a-z][a-z0-9+]*://[^\s@?#]+)\Z",
+        description="an absolute path, or a URL like s3://bucket/prefix, which holds no user or password",
+    ),
+]
 ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description="http://host:port")]
 BrokerUrl = Annotated[
     str,
@@ -228,6 +235,7 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     round_tokens: AtLeast0 = 0  # tokens a rank that a round waits for while more is to come; 0: none
     recompute: Literal["none", "selective", "whole"] = "none"  # activations that backward computes again, for memory
     offload: Literal["none", "optimizer"] = "none"  # what stays in host memory between two steps
+    checkpoint_dir: CheckpointDir = ""  # for checkpoints, each run in a directory of its name; empty: the run's own
     checkpoint_every: AtLeast1 = 10  # batches between two checkpoints; the last one is always saved
     keep_checkpoints: AtLeast1 = 2  # newest checkpoints that are kept; older ones are deleted
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of model/; auto: the base model's own

@@ -15,13 +15,13 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from transport.contracts.messages import Piece, TensorSpec, WeightManifest, WeightPart
 from transport.contracts.types import MAX_DIMENSIONS, MAX_PARTS
 from transport.errors import ChecksumError, MessageError
+from transport.process.storage import BLOCK_BYTES, Place
 from transport.tensors.pieces import Box, box_checksum, box_of, sum_checksums, whole, why_no_tiling
 
 ALIGNMENT_BYTES = 64  # offsets are multiples of it: one cache line, and enough for any vector load on a view
@@ -123,10 +123,10 @@ def checksum_of(pieces: Iterable[bytes | bytearray | memoryview]) -> str:
     return f"crc32:{value:08x}"
 
 
-def file_checksum(path: Path) -> str:
+def file_checksum(path: Place) -> str:
     """The checksum of what a file holds. Raises OSError."""
     with path.open("rb") as file:
-        return checksum_of(iter(partial(file.read, 1024 * 1024), b""))
+        return checksum_of(iter(partial(file.read, BLOCK_BYTES), b""))
 
 
 def with_checksums(specs: Sequence[TensorSpec], checksums: Sequence[str]) -> tuple[TensorSpec, ...]:

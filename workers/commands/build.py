@@ -17,6 +17,7 @@ import msgspec
 
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.contracts.ledger import checkpoints_place
 from transport.contracts.messages import MessageDecoder, WorkerLost
 from transport.contracts.settings import Settings, TensorSettings
 from transport.contracts.types import WorkerId
@@ -24,6 +25,7 @@ from transport.contracts.user_files import ModelIdentity, identify_model, read_l
 from transport.process.clock import MonotonicClock
 from transport.process.files import run_directory, writing
 from transport.process.gpus import gpu_share
+from transport.process.storage import prepare
 from transport.tensors.base import Endpoint, parse_ports
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.worker import ForcedLengths
@@ -211,7 +213,7 @@ async def trainer_worker(
     def make_directory() -> None:
         with writing(run_dir):
             run_directory(run_dir)
-            (run_dir / "checkpoints").mkdir(exist_ok=True)
+        prepare(checkpoints_place(settings, run_dir))
 
     await asyncio.to_thread(make_directory)
     publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint_of(settings.tensors, own_address, secret))

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from transport.contracts.ledger import checkpoints_place
 from transport.contracts.settings import Settings
+from transport.process.storage import Place
 from workers.errors import RunFilesError
 from workers.models import prepare_model
 from workers.trainer.checkpoint import CheckpointMeta, check_base_model, newest_model
@@ -35,7 +37,7 @@ def export_checkpoint(
         raise RunFilesError(f'{run_dir} trained no model: its trainer.engine is "{settings.trainer.engine}"')
     if out.exists() or out.is_symlink():
         raise RunFilesError(f"{out} is there already: remove it, or choose another directory")
-    path, meta, weights = newest_model(run_dir / "checkpoints", version, _open)
+    path, meta, weights = newest_model(checkpoints_place(settings, run_dir), version, _open)
     base = prepare_model(settings.model.path, cache_dir=cache_dir, trust_remote_code=trust)
     check_base_model(path, meta, base)
     from workers.trainer.policy.export import Exporter
@@ -47,7 +49,7 @@ def export_checkpoint(
     return meta
 
 
-def _open(path: Path, names: list[str]) -> StoredTensors:
+def _open(path: Place, names: list[str]) -> StoredTensors:
     from workers.trainer.policy.stored import StoredTensors
 
     return StoredTensors.open(path, names)

@@ -12,7 +12,9 @@
     write   each rank its own files, while training goes on
     commit  rank 0, once it knows of all: the small files, then the final name
 
-Owns: that directory. Never: when to save. Invariant: a directory with its final name was written completely and synced,
+The directory is on a file system or in an object store (placing.py).
+
+Owns: that directory. Never: when to save. Invariant: a directory that is in place was written completely and durably,
 by all ranks, and is never replaced; whatever goes wrong while saving, and whenever a rank is killed, the checkpoints
 before stay as they were. They go when a newer one is in place.
 """
@@ -21,10 +23,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +33,24 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from transport.contracts.ledger import FILE_NAME, Ledger, Seal, checkpoint_dirs, checkpoint_name, parse_checkpoint_name
+from transport.contracts.ledger import (
+    FILE_NAME,
+    META_FILE,
+    Ledger,
+    Seal,
+    checkpoint_dirs,
+    checkpoint_name,
+    parse_checkpoint_name,
+)
 from transport.contracts.messages import StepDone
 from transport.contracts.settings import Settings
 from transport.contracts.types import WeightIdentity
-from transport.errors import MessageError
+from transport.errors import DirectoryError, MessageError
 from transport.process import faults
-from transport.process.files import sync_directory
+from transport.process.storage import Place, creating
 from transport.tensors.manifest import checksum_of, file_checksum
 from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError, TensorFileError
+from workers.trainer.placing import placing_in
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +59,6 @@ T = TypeVar("T")
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STEPS_FILE = "steps.msgpack"
-META_FILE = "meta.json"
 HEADROOM_BYTES = 1024 * 1024
 """For the small files and the headers."""
 
@@ -95,10 +103,11 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     format: int = 1
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
     """A checkpoint in place and verified."""
 
-    path: Path
+    path: Place
     meta: CheckpointMeta
     ledger: Ledger
     steps: tuple[StepDone, ...] = ()
@@ -123,7 +132,7 @@ def _config_mark(model_dir: Path) -> str:
     return hashlib.blake2b((model_dir / "config.json").read_bytes(), digest_size=8).hexdigest()
 
 
-def check_base_model(path: Path, meta: CheckpointMeta, model_dir: Path) -> None:
+def check_base_model(path: Place, meta: CheckpointMeta, model_dir: Path) -> None:
     """Raises ModelError: the checkpoint at ``path`` was not trained from the model in ``model_dir``."""
     if meta.fingerprint.get("model config") != json.dumps(_config_mark(model_dir)):
         raise ModelError(f"{path} was not trained from the model in {model_dir}: their config.json differ")
@@ -179,12 +188,13 @@ class Saving:
 class CheckpointStore:
     """The checkpoints of one run, as one rank sees them. keep: newest ones that stay, >= 1."""
 
-    def __init__(self, directory: Path, *, keep: int, rank: int = 0) -> None:
+    def __init__(self, directory: Place, *, keep: int, rank: int = 0) -> None:
         self._directory = directory
+        self._placing = placing_in(directory)
         self._keep = max(keep, 1)
         self._rank = rank
-        self._saved: tuple[int, int, Path, dict[str, FileMark]] | None = None
-        self.damaged: dict[Path, str] = {}
+        self._saved: tuple[int, int, Place, dict[str, FileMark]] | None = None
+        self.damaged: dict[Place, str] = {}
         """Checkpoints that were passed over, and what is wrong with each."""
 
     @property
@@ -218,7 +228,7 @@ class CheckpointStore:
         room = {rank: raw.decode() for rank, raw in enumerate(gather(self._room(needed_bytes).encode())) if raw}
         if room:
             if self._rank == 0:
-                shutil.rmtree(self._aside(plan.name), ignore_errors=True)
+                self._placing.remove(self._placing.draft(plan.name))
             raise CheckpointError(self._directory / plan.name, needed_bytes, _of_ranks(room))
         return Saving(
             plan=plan,
@@ -232,14 +242,12 @@ class CheckpointStore:
 
     def _plan(self, meta: CheckpointMeta) -> Plan:
         """Make room and a place. Says what is wrong rather than raise: the other ranks wait for it."""
-        names = (parse_checkpoint_name(path.name) for path in checkpoint_dirs(self._directory))
-        numbers = [name[1] for name in names if name is not None and name[0] == meta.version]
-        name = checkpoint_name(meta.version, max(numbers, default=-1) + 1)
+        name = checkpoint_name(meta.version)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for left in self._directory.glob("writing-*"):  # by a killed trainer
-                shutil.rmtree(left)
-            self._aside(name).mkdir()
+            names = map(parse_checkpoint_name, self._placing.taken())
+            numbers = [name[1] for name in names if name is not None and name[0] == meta.version]
+            name = checkpoint_name(meta.version, max(numbers, default=-1) + 1)
+            self._placing.begin(name)
         except OSError as error:
             return Plan(name=name, problem=str(error))
         again = self._saved is not None and self._saved[:2] == (meta.epoch, meta.version)
@@ -249,46 +257,43 @@ class CheckpointStore:
         """Why there is none; "" if there is. Asked first: a disk that fills up half-way also takes the broker's
         append-only file down."""
         try:
-            free = shutil.disk_usage(self._directory).free
+            free = self._placing.free_bytes()
         except OSError as error:
             return str(error)
-        return f"only {free} bytes are free" if free < needed_bytes else ""
+        return f"only {free} bytes are free" if free is not None and free < needed_bytes else ""
 
     def write(self, saving: Saving) -> Written:
         """Write and sync this rank's files; on any thread."""
-        aside = self._aside(saving.plan.name)
+        draft = self._placing.draft(saving.plan.name)
         try:
-            marks = {name: _write(aside / name, file.content()) for name, file in saving.files.items()}
+            marks = {name: _write(draft / name, file.content()) for name, file in saving.files.items()}
         except OSError as error:
             return Written(problem=str(error))
         faults.point("train.shard_written")
         return Written(files=marks)
 
-    def commit(self, saving: Saving, parts: Mapping[int, Written]) -> Path:
+    def commit(self, saving: Saving, parts: Mapping[int, Written]) -> Place:
         """Put the checkpoint in place, on rank 0. parts: what the ranks said, by rank, as far as they did.
 
         Raises: CheckpointError: a rank has not written its part, or the disk is full or refuses; nothing of the attempt
         is left, older ones are untouched.
         """
-        target, aside = self._directory / saving.plan.name, self._aside(saving.plan.name)
+        target, draft = self._directory / saving.plan.name, self._placing.draft(saving.plan.name)
         try:
-            if problem := self._problem(saving, parts, aside):
+            if problem := self._problem(saving, parts, draft):
                 raise CheckpointError(target, saving.needed_bytes, problem)
             marks = {name: mark for part in parts.values() for name, mark in part.files.items()}
             if saving.plan.again and self._saved is not None:
                 _, _, last, marks = self._saved
-                for name in marks:
-                    os.link(last / name, aside / name)
+                self._placing.take(last, draft, marks)
             tensors = marks
-            marks = marks | self._write_small(aside, saving, tensors)
+            marks = marks | self._write_small(draft, saving, tensors)
             meta = msgspec.structs.replace(saving.meta, files=marks)
-            _write(aside / META_FILE, [msgspec.json.format(msgspec.json.encode(meta))])
-            sync_directory(aside)
+            _write(draft / META_FILE, [msgspec.json.format(msgspec.json.encode(meta))])
             faults.point("train.checkpoint_written")
-            aside.rename(target)
-            sync_directory(self._directory)
+            self._placing.place(saving.plan.name)
         except (OSError, CheckpointError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            self._placing.remove(draft)
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(target, saving.needed_bytes, str(error)) from error
@@ -297,7 +302,7 @@ class CheckpointStore:
         self._prune()
         return target
 
-    def _problem(self, saving: Saving, parts: Mapping[int, Written], aside: Path) -> str:
+    def _problem(self, saving: Saving, parts: Mapping[int, Written], draft: Place) -> str:
         """Why the parts are no checkpoint; "" if they are one."""
         if problems := {rank: part.problem for rank, part in parts.items() if part.problem}:
             return _of_ranks(problems)
@@ -305,19 +310,16 @@ class CheckpointStore:
             return f"ranks {silent} have not written their parts in time"
         for rank, part in parts.items():
             for name, mark in part.files.items():
-                if not (aside / name).is_file() or (aside / name).stat().st_size != mark.nbytes:
+                if not (draft / name).is_file() or (draft / name).stat().st_size != mark.nbytes:
                     return f"{name} of rank {rank} is not there for rank 0: all ranks need the same directory"
         return ""
 
-    def _write_small(self, aside: Path, saving: Saving, tensors: Mapping[str, FileMark]) -> dict[str, FileMark]:
+    def _write_small(self, draft: Place, saving: Saving, tensors: Mapping[str, FileMark]) -> dict[str, FileMark]:
         meta = saving.meta
         weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
         seal = Seal(weights=weights, files={name: mark.checksum for name, mark in tensors.items()})
         contents = {FILE_NAME: saving.ledger.to_bytes(seal), STEPS_FILE: msgspec.msgpack.encode(saving.steps)}
-        return {name: _write(aside / name, [content]) for name, content in contents.items()}
-
-    def _aside(self, name: str) -> Path:
-        return self._directory / f"writing-{name.removeprefix('step-')}"
+        return {name: _write(draft / name, [content]) for name, content in contents.items()}
 
     # -- loading
 
@@ -325,8 +327,16 @@ class CheckpointStore:
         """The newest checkpoint that is whole; those before it are ``damaged``, and named in a warning.
 
         All ranks call it, and each checks the bytes of its share of the files; what one finds wrong, is.
+        Raises DirectoryError, on all ranks: one of them cannot list an object store.
         """
-        listed = gather(msgspec.msgpack.encode([path.name for path in checkpoint_dirs(self._directory)]))
+        names, unlisted = list[str](), ""
+        try:
+            names = [path.name for path in checkpoint_dirs(self._directory)]
+        except DirectoryError as error:
+            unlisted = str(error)
+        if problems := {rank: raw.decode() for rank, raw in enumerate(gather(unlisted.encode())) if raw}:
+            raise DirectoryError(_of_ranks(problems))
+        listed = gather(msgspec.msgpack.encode(names))
         for name in msgspec.msgpack.decode(listed[0], type=list[str]):
             path = self._directory / name
             found, problem = self._verified(path, len(listed))
@@ -337,9 +347,9 @@ class CheckpointStore:
             log.warning("damaged checkpoint, trying the one before it", path=str(path), error=_of_ranks(wrong))
         return None
 
-    def _verified(self, path: Path, num_ranks: int) -> tuple[Checkpoint | None, str]:
+    def _verified(self, path: Place, num_ranks: int) -> tuple[Checkpoint | None, str]:
         try:
-            if not path.is_dir():
+            if isinstance(path, Path) and not path.is_dir():
                 return None, "it is not there: all ranks need the same directory"
             return _verified(path, self._rank, num_ranks), ""
         except (OSError, MessageError, msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -348,17 +358,25 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Keep the newest versions that are whole, each once."""
         kept: set[int] = set()
-        for path in checkpoint_dirs(self._directory):
+        for path in self._in_place():
             name = parse_checkpoint_name(path.name)
             if name is None or name[0] in kept or path in self.damaged or len(kept) == self._keep:
-                shutil.rmtree(path, ignore_errors=True)
+                self._placing.remove(path)
             else:
                 kept.add(name[0])
 
+    def _in_place(self) -> Sequence[Place]:
+        """None where the store is away just now: the next save prunes."""
+        try:
+            return checkpoint_dirs(self._directory)
+        except DirectoryError as error:
+            log.warning("old checkpoints stay for now", error=str(error))
+            return ()
+
 
 def newest_model(
-    directory: Path, version: int | None, load: Callable[[Path, list[str]], T]
-) -> tuple[Path, CheckpointMeta, T]:
+    directory: Place, version: int | None, load: Callable[[Place, list[str]], T]
+) -> tuple[Place, CheckpointMeta, T]:
     """(checkpoint, what it is, what ``load`` makes of its weights) of the newest that is whole, or of ``version``.
 
     load: given the directory and the names of the files that hold weights.
@@ -367,10 +385,10 @@ def newest_model(
     Raises RunFilesError: there is none; it says which there are, and what is wrong with those that were tried.
     """
 
-    def of(path: Path) -> int:
+    def of(path: Place) -> int:
         return (parse_checkpoint_name(path.name) or (-1, 0))[0]
 
-    tried: dict[Path, str] = {}
+    tried: dict[Place, str] = {}
     while wanted := [p for p in checkpoint_dirs(directory) if p not in tried and version in (None, of(p))]:
         path = wanted[0]
         try:
@@ -418,12 +436,14 @@ def _tensor_files(meta: CheckpointMeta, name: str) -> list[str]:
     return names
 
 
-def _verified(path: Path, rank: int, num_ranks: int) -> Checkpoint:
+def _verified(path: Place, rank: int, num_ranks: int) -> Checkpoint:
     """Check what is small, the sizes of all files, and the bytes of this rank's share. Raises ValueError."""
     meta = msgspec.json.decode((path / META_FILE).read_bytes(), type=CheckpointMeta)
     if FILE_NAME not in meta.files or not (model_files(meta) and optimizer_files(meta)):
         raise ValueError(f"{META_FILE} does not name all files")
     for number, (name, mark) in enumerate(meta.files.items()):
+        if not (path / name).is_file():
+            raise ValueError(f"{name} is not there")
         if number % num_ranks == rank:
             _check_mark(path / name, mark)
         elif (path / name).stat().st_size != mark.nbytes:
@@ -435,25 +455,26 @@ def _verified(path: Path, rank: int, num_ranks: int) -> Checkpoint:
     return Checkpoint(path=path, meta=meta, ledger=ledger, steps=steps)
 
 
-def _check_mark(path: Path, mark: FileMark) -> None:
+def _check_mark(path: Place, mark: FileMark) -> None:
     if _mark(path) != mark:
         raise ValueError(f"{path.name} is not what was written")
 
 
-def _mark(path: Path) -> FileMark:
+def _mark(path: Place) -> FileMark:
     return FileMark(nbytes=path.stat().st_size, checksum=file_checksum(path))
 
 
-def _write(path: Path, content: Iterable[memoryview | bytes]) -> FileMark:
-    """Write a new file, and have it on the disk. Returns what it has to be from now on. Raises OSError."""
-    with path.open("xb") as file:
+def _write(path: Place, content: Iterable[memoryview | bytes]) -> FileMark:
+    """Write a new file, durably. Returns what it has to be from now on. Raises OSError."""
+    nbytes = 0
+    with creating(path) as file:
 
         def writing() -> Iterator[memoryview | bytes]:
+            nonlocal nbytes
             for part in content:
                 file.write(part)
+                nbytes += len(part)
                 yield part
 
         checksum = checksum_of(writing())
-        file.flush()
-        os.fsync(file.fileno())
-        return FileMark(nbytes=file.tell(), checksum=checksum)
+    return FileMark(nbytes=nbytes, checksum=checksum)

@@ -22,6 +22,7 @@ from transport.broker.base import Broker
 from transport.contracts.messages import TensorSpec, WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import GroupId, RowId
+from transport.process.storage import Place
 from transport.tensors.manifest import checksum, plan_layout
 from transport.tensors.shm import ShmWriter
 from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
@@ -132,7 +133,7 @@ class Learner(Protocol):
         """
         ...
 
-    def save_final(self, checkpoint: Path, target: Path) -> None:
+    def save_final(self, checkpoint: Place, target: Path) -> None:
         """Write the model of a checkpoint to directory ``target``, on one rank. Raises CheckpointError."""
         ...
 
@@ -208,7 +209,7 @@ class EmulatedLearner:
         file = TensorFile(8, lambda: file_content({"steps": ("I64", (1,), lambda: raw)}))
         return dict.fromkeys((MODEL_FILE, OPTIMIZER_FILE), file)
 
-    def save_final(self, checkpoint: Path, target: Path) -> None:
+    def save_final(self, checkpoint: Place, target: Path) -> None:
         """There is no model to save."""
 
     def leave(self) -> None:

@@ -36,7 +36,7 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
-from transport.contracts.ledger import Ledger
+from transport.contracts.ledger import Ledger, checkpoints_place
 from transport.contracts.messages import (
     STARTING,
     CheckpointSaved,
@@ -59,6 +59,7 @@ from transport.contracts.types import Column, GroupId, RowId, WeightIdentity, Wo
 from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
+from transport.process.storage import Place
 from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.errors import CheckpointError, PublicationError, RanksError, RoundsError
 from workers.leases.announce import ROLE, StepAnnouncer, event_entry
@@ -129,7 +130,9 @@ class TrainerWorker:
         self._clock = clock
         self._rank = rank
         self._stall_s = STALLS * settings.liveness.stall_s
-        self._store = CheckpointStore(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints, rank=rank)
+        self._store = CheckpointStore(
+            checkpoints_place(settings, run_dir), keep=settings.trainer.keep_checkpoints, rank=rank
+        )
         self._fingerprint = fingerprint(settings, model_dir)
         self._thread = ThreadPoolExecutor(1, "learner")
         self._saver = ThreadPoolExecutor(1, "saver")
@@ -455,7 +458,7 @@ class TrainerWorker:
         part = PartDone(token=saving.plan.token, written=written)
         await self._broker.put_meta(PART.format(self._rank), msgspec.msgpack.encode(part))
 
-    async def _commit(self, saving: Saving) -> Path:
+    async def _commit(self, saving: Saving) -> Place:
         """As rank 0: write, wait for the others, put it in place. Raises CheckpointError."""
         parts = {0: await self._in_saver(partial(self._store.write, saving))}
         parts |= await self._parts(saving)
@@ -549,7 +552,7 @@ class TrainerWorker:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _saved(saving: Saving, path: Path, seconds: float) -> CheckpointSaved:
+def _saved(saving: Saving, path: Place, seconds: float) -> CheckpointSaved:
     meta = saving.meta
     weights = WeightIdentity(epoch=meta.epoch, version=meta.version, digest=meta.digest)
     return CheckpointSaved(weights=weights, cursor=meta.cursor, path=str(path), seconds=seconds)

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from transport.contracts.settings import LoraSettings
 from transport.process import faults
+from transport.process.storage import Place
 from workers.errors import CheckpointError, ModelError, TensorFileError
 from workers.trainer.checkpoint import META_FILE, MODEL_FILE, CheckpointMeta, model_files, shard_name
 from workers.trainer.policy import lora as lora_layers
@@ -63,7 +64,7 @@ class Exporter:
     lora: LoraSettings = field(default_factory=LoraSettings)
     trust_remote_code: bool = False
 
-    def write_checkpoint(self, checkpoint: Path, target: Path) -> None:
+    def write_checkpoint(self, checkpoint: Place, target: Path) -> None:
         """``write`` for the weights of a checkpoint. Raises CheckpointError."""
         try:
             meta = msgspec.json.decode((checkpoint / META_FILE).read_bytes(), type=CheckpointMeta)
@@ -192,7 +193,7 @@ def _cast_bytes(weights: Weights, name: str, dtype: torch.dtype) -> memoryview:
     return bytes_of(weights.whole(name).to(dtype))
 
 
-def check_names(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_names(path: Place, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raises CheckpointError, which names ``path``: the shapes found are not those of the model."""
     wrong = sorted(found.keys() ^ wanted.keys()) or [name for name, shape in wanted.items() if found[name] != shape]
     if wrong:

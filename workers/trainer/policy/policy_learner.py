@@ -29,6 +29,7 @@ from transport.broker.base import Broker
 from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import Settings, TrainerSettings
 from transport.contracts.types import RowId
+from transport.process.storage import Place
 from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
 from workers.errors import RowsChangedError
 from workers.models import choose_device
@@ -179,7 +180,7 @@ class PolicyLearner:
             self._step.policy.masters, self._step.optimizer_state(), rank=self._rank, gather=self._ranks.gather
         )
 
-    def save_final(self, checkpoint: Path, target: Path) -> None:
+    def save_final(self, checkpoint: Place, target: Path) -> None:
         """A trainer that is killed in between writes it again when the run is resumed."""
         exporter = Exporter(
             model_dir=self._model_dir,

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 import msgspec
 import torch
 from torch import Tensor
 
+from transport.process.storage import Place
 from workers.errors import CheckpointError, TensorFileError
 from workers.trainer.checkpoint import (
     MODEL_FILE,
@@ -55,12 +55,12 @@ NAMES = {
 """Of dtypes, in safetensors."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
-Place = tuple[int, ...]
+Index = tuple[int, ...]
 
 
 class PieceNote(msgspec.Struct, frozen=True, kw_only=True):
-    start: Place
-    shape: Place
+    start: Index
+    shape: Index
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class _Stored:
     """A piece in a file. start, extent: in the whole."""
 
     reader: TensorReader
-    start: Place
-    extent: Place
+    start: Index
+    extent: Index
 
 
 class StoredTensors:
@@ -116,7 +116,7 @@ class StoredTensors:
     def __init__(self, files: Iterable[tuple[str, IO[bytes]]]) -> None:
         self._of_files: list[tuple[IO[bytes], dict[str, _Stored]]] = []
         self._dtypes: dict[str, torch.dtype] = {}
-        self.shapes: dict[str, Place] = {}
+        self.shapes: dict[str, Index] = {}
         """Name -> shape of the whole tensor."""
         with ExitStack() as opened:  # closed again where one of them is not what it should be
             for name, file in files:
@@ -125,7 +125,7 @@ class StoredTensors:
             opened.pop_all()
 
     @staticmethod
-    def open(directory: Path, names: Iterable[str]) -> StoredTensors:
+    def open(directory: Place, names: Iterable[str]) -> StoredTensors:
         """Raises OSError, TensorFileError."""
         return StoredTensors((str(directory / name), (directory / name).open("rb")) for name in names)
 
@@ -184,7 +184,7 @@ def _copy_overlap(stored: _Stored, shard: Shard, name: str) -> int:
     return target.numel()
 
 
-def _fill(target: Tensor, start: Place, reader: TensorReader, name: str) -> None:
+def _fill(target: Tensor, start: Index, reader: TensorReader, name: str) -> None:
     """Copy a region of a file's tensor, which begins at ``start``, a few megabytes at a time."""
     place = reader.places[name]
     if target.numel() == 0:
