@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -12,8 +13,17 @@ from orchestrator.config.schema import value_of
 from orchestrator.config.starts import GpuUse
 from orchestrator.core.placement import Bounds, Needs, Placement, PlacementError, fill, place
 from orchestrator.errors import ConfigError
+from transport.contracts.llms import UnknownModelError, from_config
 from transport.contracts.settings import SERVER_ENGINES, Settings
+from transport.contracts.training_memory import (
+    USABLE_SHARE,
+    DoesNotFitError,
+    LayoutError,
+    choose_layout,
+    training_of,
+)
 from transport.contracts.types import WorkerKind
+from transport.process.files import read_json
 from transport.process.gpus import Gpu, free_gpus, list_gpus, parse_gpus
 
 
@@ -92,10 +102,12 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
     if not free:
         raise ConfigError(f"all {len(present)} GPUs of this machine are held by workers of other runs; wait for them")
     references = scoring.workers if trains and settings.algorithm.kl_coef > 0 else 0
+    of_workers = _workers(settings) if generates else NONE
+    room = _room(free, settings, of_workers.low, references, chosen)
     ranks, workers = fill(
         free,
-        _ranks(settings) if trains else NONE,
-        _workers(settings) if generates else NONE,
+        _ranks(settings, _usable_bytes(present), room) if trains else NONE,
+        of_workers,
         gpus_per_worker=generation.gpus_per_worker,
         references=references,
         trainer=chosen["trainer.gpus"],
@@ -119,13 +131,63 @@ def place_gpus(settings: Settings) -> PlacedGpus | None:
 NONE = Bounds(low=0, high=0)
 
 
-def _ranks(settings: Settings) -> Bounds:
-    """A round has a part for each of ``trainer.parallel.data``, which may be as many as there are groups to part."""
+def _room(
+    free: Sequence[int],
+    settings: Settings,
+    fewest_workers: int,
+    references: int,
+    chosen: Mapping[str, Sequence[int] | None],
+) -> int:
+    """How many GPUs the trainer's ranks may have at most. chosen: by setting, those that the user named."""
+    if (own := chosen["trainer.gpus"]) is not None:
+        return len(own)
+    if (theirs := chosen["generation.gpus"]) is not None:
+        return len(set(free) - set(theirs))
+    return len(free) - fewest_workers * settings.generation.gpus_per_worker - min(1, references)
+
+
+def _usable_bytes(present: Sequence[Gpu]) -> float:
+    """Of the smallest GPU."""
+    return min(gpu.memory_mib for gpu in present) * 2**20 * USABLE_SHARE
+
+
+def _ranks(settings: Settings, memory_bytes: float, room: int) -> Bounds:
+    """A round has a part for each of ``trainer.parallel.data``, which may be as many as there are groups to part.
+
+    A model that does not fit on fewer has more. room: GPUs that the trainer may have.
+    """
     trainer, fewest = settings.trainer, settings.trainer.num_ranks
     if trainer.ranks != "auto":
         return Bounds(low=fewest, high=fewest)
     parts = settings.pipeline.groups_per_batch // trainer.mini_batches if trainer.parallel.data == "auto" else 1
-    return Bounds(low=fewest, high=fewest * parts, step=fewest)
+    low = _fitting(settings, memory_bytes, fewest, room)
+    return Bounds(low=low, high=max(fewest * parts, low), step=fewest)
+
+
+def _fitting(settings: Settings, memory_bytes: float, step: int, room: int) -> int:
+    """The fewest ranks on which the model fits; ``step`` where its shape is not on this machine yet: the trainer looks
+    again. Raises ConfigError: on no number that there is room for; the message says what would fit.
+    """
+    trainer, config = settings.trainer, Path(settings.model.path) / "config.json"
+    if not config.is_file():
+        return step
+    try:
+        llm = from_config(settings.model.path, read_json(config, dict[str, object]))
+    except UnknownModelError:
+        return step
+    training = training_of(settings, compute_bytes=4 if trainer.dtype == "float32" else 2, on_gpu=True)
+    max_data = settings.pipeline.groups_per_batch // trainer.mini_batches
+    number, problem = step, ""
+    while number <= max(room, step):
+        try:
+            choose_layout(llm, number, memory_bytes, training, trainer.parallel, max_data=max_data)
+            return number
+        except (LayoutError, DoesNotFitError) as error:
+            problem = str(error)
+        number *= 2
+    raise ConfigError(
+        f"trainer.ranks: the trainer may have {max(room, step)} of the GPUs here, and {problem}", key="trainer.ranks"
+    )
 
 
 def _workers(settings: Settings) -> Bounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -335,3 +336,55 @@ def test_a_gpu_that_another_run_holds_is_not_promised(driver: FakeDriver, monkey
     ]
     with pytest.raises(ConfigError, match="GPU 0 is held by a worker of another run"):
         placed_with("trainer.gpus=0")
+
+
+# --- models that are too large for the usual half
+
+QWEN2 = {"7B": (28, 3584, 18944, 28, 4), "14B": (48, 5120, 13824, 40, 8), "32B": (64, 5120, 27648, 40, 8)}
+QWEN2["72B"] = (80, 8192, 29568, 64, 8)
+"""Layers, width, width of the MLP, heads, key-value heads."""
+DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def model_like(directory: Path, size: str) -> Path:
+    """Its configuration alone."""
+    config = dict(zip(DIMENSIONS, QWEN2[size], strict=True)) | {"model_type": "qwen2", "vocab_size": 152_064}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "offload", "numbers"),
+    [
+        ("7B", 3, "optimizer", (2, 1)),
+        ("14B", 6, "none", (4, 2)),
+        ("14B", 8, "none", (4, 4)),
+        ("32B", 16, "optimizer", (8, 8)),
+        ("32B", 12, "optimizer", (8, 4)),
+    ],
+)
+def test_a_model_that_needs_more_than_half_of_the_gpus_gets_them(
+    driver: FakeDriver, tmp_path: Path, size: str, count: int, offload: str, numbers: tuple[int, int]
+):
+    driver(count)
+    placed = placed_with(f"model.path={model_like(tmp_path, size)}", f"trainer.offload={offload}")
+    assert placed is not None
+    assert (placed.settings.trainer.ranks, placed.settings.generation.workers) == numbers
+    assert not placed.placement.idle
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "says"),
+    [
+        ("32B", 8, r"may have 7 of the GPUs here, .* needs 164\.4 GB of each rank .* 77\.0 GB are usable; it takes .*"),
+        ("32B", 16, r"may have 15 of the GPUs here, .*; it takes .*trainer\.offload = \"optimizer\""),
+        ("72B", 8, r"it takes .*trainer\.ranks = 32"),
+        ("72B", 16, r"it takes .*trainer\.ranks = 32"),
+    ],
+)
+def test_a_model_that_fits_no_split_says_what_would(
+    driver: FakeDriver, tmp_path: Path, size: str, count: int, says: str
+):
+    driver(count)
+    with pytest.raises(ConfigError, match=rf"^trainer\.ranks: .*{says}"):
+        placed_with(f"model.path={model_like(tmp_path, size)}")
