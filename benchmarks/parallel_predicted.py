@@ -12,8 +12,9 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,14 +23,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.fakes.parallel_ranks import run_layout
 from transport.contracts.llms import Llm, from_config
-from transport.contracts.settings import TrainerSettings
-from transport.contracts.training_memory import Layout, RankMemory, Training, rank_memory
+from transport.contracts.settings import ParallelSettings, TrainerSettings
+from transport.contracts.training_memory import Layout, RankMemory, Training, rank_memory, state_bytes
 from transport.contracts.types import GroupId, RowId
 from workers.algorithms.loss import Objective
 from workers.trainer.learner import PromptGroup, TrainingSample
 from workers.trainer.policy import attention
 from workers.trainer.policy.model import PolicyModel
+from workers.trainer.policy.parallel import Ranks, local_part
 from workers.trainer.policy.policy_learner import TrainStep
 from workers.trainer.policy.recompute import Recompute, recompute_activations
 
@@ -38,7 +41,7 @@ FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A small model, how its ranks share it, and what each trains: a group of ``samples``."""
+    """A small model, how its ranks share it, and what each trains: a group of ``samples`` for each stage."""
 
     family: str = "llama"
     dtype: str = "bfloat16"
@@ -51,6 +54,7 @@ class Case:
     response_tokens: int = 300
     samples: int = 4
     recompute: Recompute = "none"
+    offload: Literal["none", "optimizer"] = "none"
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -91,14 +95,37 @@ class Measured:
 
 
 def said(case: Case) -> RankMemory:
-    training = Training(tokens=case.tokens, compute_bytes=getattr(torch, case.dtype).itemsize, recompute=case.recompute)
-    return rank_memory(case.llm, case.layout, training)
+    """Of the fullest rank."""
+    return rank_memory(case.llm, case.layout, training_of(case))
+
+
+def training_of(case: Case) -> Training:
+    return Training(
+        tokens=case.tokens,
+        compute_bytes=getattr(torch, case.dtype).itemsize,
+        recompute=case.recompute,
+        offload=case.offload,
+        host_is_device=True,
+    )
 
 
 def measure(case: Case) -> Measured:
-    """One process alone. The second step is the one that counts: the optimizer's state is made in the first."""
+    """Of the fullest rank. The second step is the one that counts: the optimizer's state is made in the first."""
+    return measure_all(case.layout, [case])[0]
+
+
+def measure_all(layout: Layout, cases: Sequence[Case]) -> list[Measured]:
+    """Of cases of one layout, whose processes start once. One rank is this process."""
+    of_ranks = run_layout(layout, measure_on_rank, cases)
+    return [
+        Measured(states=max(one.states for one in found), peak=max(one.peak for one in found))
+        for found in zip(*of_ranks, strict=True)
+    ]
+
+
+def measure_on_rank(ranks: Ranks, cases: Sequence[Case]) -> list[Measured]:
     with as_on_a_gpu():
-        return _measure(case)
+        return [_measure(case, ranks) for case in cases]
 
 
 @contextmanager
@@ -112,31 +139,61 @@ def as_on_a_gpu() -> Iterator[None]:
     attention.MAX_SCORES = kept
 
 
-def _measure(case: Case) -> Measured:
+def _measure(case: Case, ranks: Ranks) -> Measured:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ALL_ATTENTION_FUNCTIONS[attention.ATTENTION] = attention.shared_prompt_attention
     config = FAMILIES[case.family](**case.shape)
     module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.ATTENTION).eval()
     recompute_activations(module, case.recompute)
-    policy = PolicyModel(cast(PreTrainedModel, module), dtype=getattr(torch, case.dtype), temperature=1.0)
-    step = TrainStep(policy, TrainerSettings(micro_batch_tokens=case.tokens), Objective())
-    group = some_group(case)
-    train(step, some_group(replace(case, prompt_tokens=4, response_tokens=4)))
-    moments = [value for state in step.optimizer.state.values() for value in state.values()]
-    held = [*module.parameters(), *module.buffers(), *policy.masters.values(), policy.gradient, *moments]
-    tracker = MemTracker()
+    dtype = getattr(torch, case.dtype)
+    policy = PolicyModel(cast(PreTrainedModel, module), dtype=dtype, temperature=1.0, ranks=ranks)
+    settings = TrainerSettings(
+        micro_batch_tokens=case.tokens, offload=case.offload, parallel=ParallelSettings(buckets=[case.tokens])
+    )
+    step = TrainStep(policy, settings, Objective())
+    small = replace(case, prompt_tokens=4, response_tokens=4)
+    step.accumulate(some_groups(small))
+    close(step, [small])
+    step.accumulate(some_groups(small))  # its gradient sum is there from the first round on
+    held = held_tensors(step)
+    tracker = Totals()
     tracker.track_external(*held)
     with tracker:
-        train(step, group)
+        step.accumulate(some_groups(case))
+        close(step, [small, case])
     peak = tracker.get_tracker_snapshot("peak")
     return Measured(states=num_bytes(held), peak=sum(device["Total"] for device in peak.values()))
 
 
-def train(step: TrainStep, group: PromptGroup) -> None:
-    step.accumulate([group])
-    tokens = sum(sample.num_loss_tokens for sample in group.samples)
-    step.close(batch=0, num_rows=len(group.samples), num_tokens=tokens)
+class Totals(MemTracker):
+    """Not by module, of which it allows one call in a step; a pipeline's have more."""
+
+    def _nothing(self, *arguments: Any) -> None:
+        pass
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = cast(Any, _nothing)
+
+
+def held_tensors(step: TrainStep) -> list[Tensor]:
+    """What a rank holds between two rounds: its parts of weights, of their gradient sums, and of moments."""
+    policy, module = step.policy, step.policy.module
+    weights = [*module.parameters(), *policy.masters.values(), *policy.locals.values()]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    moments = [value for state in step.optimizer.state.values() for value in state.values()]
+    return [local_part(tensor.detach()) for tensor in (*weights, *module.buffers(), *gradients, *moments)]
+
+
+def close(step: TrainStep, cases: Sequence[Case]) -> None:
+    """The optimizer's step, on what all ranks accumulated."""
+    rows = [case.data * case.pipeline * case.samples for case in cases]
+    tokens = sum(number * case.response_tokens for number, case in zip(rows, cases, strict=True))
+    step.close(batch=0, num_rows=sum(rows), num_tokens=tokens)
+
+
+def some_groups(case: Case) -> list[PromptGroup]:
+    """A micro-batch for each stage that there is."""
+    return [some_group(case)] * case.pipeline
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -166,6 +223,18 @@ CASES = [
     Case(family="qwen3", prompt_tokens=50, response_tokens=150),
     Case(family="qwen2", words=32_768, prompt_tokens=20, response_tokens=60),
     Case(dtype="float32", layers=8, hidden=512, mlp=1536, tied=True, prompt_tokens=20, response_tokens=50),
+    Case(recompute="whole"),
+    Case(recompute="selective"),
+    Case(offload="optimizer"),
+    Case(data=2),
+    Case(data=2, dtype="float32", recompute="whole"),
+    Case(tensor=2),
+    Case(tensor=2, family="qwen3", recompute="selective"),
+    Case(pipeline=2),
+    Case(pipeline=2, tied=True, recompute="whole"),
+    Case(data=4),
+    Case(data=2, tensor=2),
+    Case(data=2, pipeline=2),
 ]
 
 
@@ -173,11 +242,12 @@ def compared(cases: Sequence[Case]) -> dict[str, float]:
     """The least and the largest ratio of what was said to what was measured."""
     states: list[float] = []
     peaks: list[float] = []
-    for case in cases:
-        measured, predicted = measure(case), said(case)
-        states.append(predicted.states / measured.states)
-        peaks.append(predicted.total / measured.peak)
-        print(f"states {states[-1]:.3f}  peak {peaks[-1]:.3f}  {asdict(case)}", file=sys.stderr, flush=True)
+    for layout, alike in groupby(cases, key=lambda case: case.layout):
+        of_layout = list(alike)
+        for case, measured in zip(of_layout, measure_all(layout, of_layout), strict=True):
+            states.append(state_bytes(case.llm, layout, training_of(case)) / measured.states)
+            peaks.append(said(case).total / measured.peak)
+            print(f"states {states[-1]:.3f}  peak {peaks[-1]:.3f}  {case}", file=sys.stderr, flush=True)
     return {
         "layouts": len(cases),
         "states_least": min(states),
@@ -187,5 +257,18 @@ def compared(cases: Sequence[Case]) -> dict[str, float]:
     }
 
 
+def state_bytes_share(ranks: int = 4) -> float:
+    """Weights, gradients and optimizer of one of so many data ranks, over those of one rank alone."""
+    alone = Case(layers=2, hidden=128, mlp=384, words=2048, dtype="float32", prompt_tokens=4, response_tokens=4)
+    return measure(replace(alone, data=ranks)).states / measure(alone).states
+
+
+def figures() -> dict[str, float]:
+    predicted = compared(CASES)
+    return {f"predicted_over_measured_{name}": value for name, value in predicted.items()} | {
+        "state_bytes_share": state_bytes_share()
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: round(value, 3) for name, value in compared(CASES).items()}))
+    print(json.dumps({name: round(value, 3) for name, value in figures().items()}))

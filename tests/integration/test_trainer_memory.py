@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.parallel_memory import step_bytes
-from benchmarks.parallel_predicted import Case, measure, said
+from benchmarks.parallel_predicted import Case, measure, measure_all, said, training_of
+from transport.contracts.training_memory import state_bytes
 
 SMALL = Case(hidden=64, mlp=192, layers=2, words=512, prompt_tokens=40)
 
@@ -21,6 +22,23 @@ def test_states_and_peak_of_one_rank_are_as_predicted(family: str, dtype: str):
     measured, predicted = measure(case), said(case)
     assert predicted.states / measured.states == pytest.approx(1.0, rel=0.01)
     assert 0.85 < predicted.total / measured.peak < 1.15
+
+
+@pytest.mark.long  # a minute: the formula is one for all layouts, and one rank is measured above
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [Case(tensor=2), Case(tensor=2, family="qwen3", recompute="selective")],
+        [Case(pipeline=2), Case(pipeline=2, tied=True, recompute="whole")],
+        [Case(data=2, tensor=2)],
+    ],
+    ids=lambda cases: str(cases[0].layout),
+)
+def test_several_ranks_take_what_is_said(cases: list[Case]):
+    for case, measured in zip(cases, measure_all(cases[0].layout, cases), strict=True):
+        predicted = state_bytes(case.llm, case.layout, training_of(case))
+        assert predicted / measured.states == pytest.approx(1.0, rel=0.01), case
+        assert 0.8 < said(case).total / measured.peak < 1.2, case
 
 
 def test_a_long_sample_takes_memory_linear_in_its_tokens():

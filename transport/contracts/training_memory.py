@@ -199,11 +199,11 @@ def lora_params(llm: Llm, training: Training) -> float:
 def _activation_bytes(llm: Llm, layout: Layout, training: Training, stage: int) -> float:
     """What the forward pass keeps, of as many micro-batches as the stage has under way (one forward, one backward)."""
     layers = len(stage_layers(llm.layers, layout.pipeline, stage))
-    kept = layers * layer_token_bytes(llm, layout, training)
-    if training.recompute != "none":  # of one layer at a time everything, while it is computed again
+    kept = (layout.pipeline - stage) * layers * layer_token_bytes(llm, layout, training)
+    if training.recompute != "none":  # of one layer of one micro-batch everything, while it is computed again
         kept += layer_token_bytes(llm, layout, msgspec.structs.replace(training, recompute="none"))
     ends = (3 * training.compute_bytes + SUM_BYTES) * llm.hidden / layout.tensor  # last norm, hidden states, gradient
-    return training.tokens * ((layout.pipeline - stage) * kept + ends)
+    return training.tokens * (kept + ends)
 
 
 def layer_token_bytes(llm: Llm, layout: Layout, training: Training) -> float:
