@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from benchmarks import parallel_load, parallel_memory, parallel_publish, parallel_rounds
+from benchmarks import parallel_load, parallel_memory, parallel_predicted, parallel_publish, parallel_rounds
 from tests.fakes.parallel_ranks import run_layout
 from tests.fakes.sharded import STEPS, Trained, Training, errors, resumed, train, train_all
 from transport.contracts.training_memory import Layout
@@ -106,6 +106,7 @@ PARTS: Mapping[str, Callable[[], Mapping[str, float]]] = {
     "resume": lambda: {"resume_other_layout_error": resume_other_layout_error()},
     "load": parallel_load.figures,
     "memory": parallel_memory.figures,
+    "predicted": parallel_predicted.figures,
     "rounds": parallel_rounds.figures,
     "publish": parallel_publish.figures,
 }

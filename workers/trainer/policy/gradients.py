@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from workers.trainer.policy.parallel import local_part
+from workers.trainer.policy.parallel import local_part, recast
 
 NORM_PIECE = 1 << 16
 """Elements whose squares are summed in fp32."""
@@ -41,8 +41,7 @@ class FlatSums:
         master = parameter
         if self._dtype != parameter.dtype:  # buffers (rope) stay float32
             master = nn.Parameter(parameter.detach().clone())
-            # Not ``parameter.data = ...``: of a DTensor that is what it says, and its local part stays as it was.
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(self._dtype)))
+            recast(parameter, self._dtype)
             self._copies.append((parameter, master))
         local = nn.Parameter(master.to_local().detach()) if isinstance(master, DTensor) else master
         if local is not parameter:

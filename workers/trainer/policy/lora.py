@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from transport.contracts.settings import LoraSettings
 from workers.errors import ModelError
+from workers.trainer.policy.parallel import recast
 from workers.weights.adapters import A, B
 from workers.weights.parts import Shard, shard_of
 
@@ -121,9 +122,9 @@ def _split_as(weight: Tensor, matrix: Tensor, axis: int) -> Tensor:
 
 def round_base(module: nn.Module, dtype: torch.dtype) -> None:
     """Have what is frozen in the dtype of the forward pass: nothing else is kept of it."""
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+    for parameter in list(module.parameters()):
+        if not parameter.requires_grad and parameter.dtype != dtype:
+            recast(parameter, dtype)
 
 
 @torch.no_grad()

@@ -268,6 +268,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def recast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Have a parameter itself in ``dtype``, wherever it stands.
+
+    Not ``parameter.data = ...``: of a DTensor that changes what it says of itself, and its local part stays as it was.
+    """
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+
+
 def is_split_over(tensor: Tensor, axis: str) -> bool:
     """Whether ranks along ``axis`` know of it as one tensor: split, or held by each with its gradient summed."""
     return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
