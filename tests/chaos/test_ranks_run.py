@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
-from transport.contracts.messages import TrainerReady
+from transport.contracts.messages import STARTING, TrainerReady, worker_status_decoder
 
 pytestmark = pytest.mark.chaos
 
@@ -22,10 +23,20 @@ def epochs(run: LiveRun) -> list[int]:
     return [event.weights.epoch for event in events if isinstance(event, TrainerReady)]
 
 
+def have_reported(run: LiveRun) -> bool:
+    """Whether both ranks' leases say that they started: from then on the supervisor notices one that stops."""
+    with run.redis() as client:
+        leases: list[Any] = [client.get(key) for key in client.scan_iter("streamrl:{tiny}:lease:train-*")]
+    found = [worker_status_decoder.decode(lease) for lease in leases if lease]
+    alive = run.survivors("workers", "train")
+    return len(alive) == 2 and {one.pid for one in found if one.doing != STARTING} >= set(alive)
+
+
 def test_a_rank_killed_in_its_save_and_one_that_hangs_in_a_round_cost_one_restart_each(tmp_path: Path):
     with LiveRun(tmp_path, *QUICK, *RANKS, "run.batches=8", faults={"train.shard_written": 2}) as run:
         run.wait_until(lambda: bool(run.died_at()), "death in a save")
         run.wait_for_batch(4)
+        run.wait_until(lambda: have_reported(run), "a sign of life of both ranks")
         before = len(epochs(run))
         run.kill("workers", "train", number=signal.SIGSTOP)
         check_whole(run, batches=8)

@@ -51,6 +51,8 @@ from workers.weights.publish import WeightPublisher
 log = structlog.get_logger(__name__)
 
 ADAM_EPSILON = 1e-8
+HUNG = 0.5
+"""Share of ``liveness.stall_s`` after which a rank that hangs is given up: ranks that start over need the rest."""
 
 
 class PolicyLearner:
@@ -109,7 +111,7 @@ class PolicyLearner:
             directory=self._meeting_dir,
             device=device,
             join_timeout_s=liveness.startup_s,
-            collective_timeout_s=liveness.stall_s,
+            collective_timeout_s=HUNG * liveness.stall_s,
         )
 
     async def follow(self) -> None:

@@ -39,7 +39,7 @@ from torch.distributed import (
     FileStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from transport.broker.base import Broker
 from transport.contracts.training_memory import Layout
@@ -48,7 +48,7 @@ from transport.tensors.base import is_loopback
 from workers.algorithms.loss import LossMetrics
 from workers.errors import RanksError
 from workers.trainer.learner import InThread
-from workers.trainer.policy.parallel import AXES, DATA, PIPELINE, TENSOR, RoundShape, place_of
+from workers.trainer.policy.parallel import AXES, RoundShape, place_of
 
 MEETING = "trainer-ranks"
 """Meta key: id of the meeting that was opened last."""
@@ -95,19 +95,22 @@ class RankGroup:
         self.rank = rank
         self.layout = layout
         self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=rank,
             world_size=layout.num_ranks,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=self._timeout,
         )
         self._talk = Talk(rank, layout.num_ranks, device)
         self._check_alike()
-        self.beside = self._join_beside(timedelta(seconds=timeout_s))
-        self._sizes = {PIPELINE: layout.pipeline, DATA: layout.data, TENSOR: layout.tensor}
-        self._mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
-        self.ends = self._join_ends() if layout.pipeline > 1 else None
+        self.beside = self._join_beside()
+        places = torch.arange(layout.num_ranks).view(layout.pipeline, layout.data, layout.tensor)
+        self._sizes: dict[str, int] = dict(zip(AXES, places.shape, strict=True))
+        self._mesh = self._mesh_of(places)
+        self.ends = self._join_lines(places[[0, -1]], 0) if layout.pipeline > 1 else None
+        """The first and the last stage of this rank's pipeline; no group for a stage between them."""
 
     def _check_alike(self) -> None:
         """Raises RanksError: another rank has another torch, or another layout (its device has less memory, say)."""
@@ -120,23 +123,26 @@ class RankGroup:
                     "set trainer.parallel in numbers where their devices differ"
                 )
 
-    def _join_beside(self, timeout: timedelta) -> Talk:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+    def _join_beside(self) -> Talk:
+        group = dist.new_group(backend="gloo", timeout=self._timeout)
         return Talk(self.rank, self.layout.num_ranks, torch.device("cpu"), cast(dist.ProcessGroup, group))
 
-    def axis(self, name: str) -> DeviceMesh | None:
-        return self._mesh[name] if self._sizes[name] > 1 else None
+    def _mesh_of(self, places: Tensor) -> DeviceMesh:
+        """Ranks along pipeline, data, tensor. Not by init_device_mesh, whose groups wait for half an hour."""
+        groups = [cast(dist.ProcessGroup, self._join_lines(places, axis)) for axis in range(places.ndim)]
+        return DeviceMesh.from_group(groups, self._device.type, places, mesh_dim_names=AXES)
 
-    def _join_ends(self) -> dist.ProcessGroup | None:
-        """Every rank makes every group, as torch wants it; its own is returned."""
+    def _join_lines(self, places: Tensor, axis: int) -> dist.ProcessGroup | None:
+        """A group of each line of ranks along ``axis``. Every rank makes all of them; that with it in is returned."""
         own: dist.ProcessGroup | None = None
-        each = self.layout.data * self.layout.tensor
-        for rank in range(each):
-            members = [rank, rank + (self.layout.pipeline - 1) * each]
-            group = dist.new_group(members)
+        for members in places.movedim(axis, -1).flatten(0, -2).tolist():
+            group = dist.new_group(members, timeout=self._timeout)
             if self.rank in members:
                 own = cast(dist.ProcessGroup, group)
         return own
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        return self._mesh[name] if self._sizes[name] > 1 else None
 
     def total(self, value: float) -> float:
         return self._sum([value])[0]
