@@ -1,6 +1,7 @@
-"""Memory of long samples and of recomputed activations: two figures of the bench ``parallel``.
+"""Memory of long samples and of recomputed activations: figures of the bench ``parallel``.
 
     memory_16k_over_8k     of a step with one sample of 16K tokens, over one of 8K: 2 is linear, 4 would be square
+    memory_32k_over_16k    the same of the longest samples
     checkpointing_share    of a step with trainer.recompute = "whole", over one with "none"
 
 Each is the peak of live tensor bytes during a step, less what is there between two steps (weights, their gradients and
@@ -32,10 +33,6 @@ def of_tokens(num_tokens: int) -> int:
     return step_bytes(replace(LONG, response_tokens=num_tokens - LONG.prompt_tokens))
 
 
-def memory_16k_over_8k() -> float:
-    return of_tokens(16_384) / of_tokens(8192)
-
-
 def checkpointing_share() -> float:
     return step_bytes(replace(DEEP, recompute="whole")) / step_bytes(DEEP)
 
@@ -45,8 +42,10 @@ def selective_share() -> float:
 
 
 def figures() -> dict[str, float]:
+    of_8k, of_16k, of_32k = (of_tokens(tokens) for tokens in (8192, 16_384, 32_768))
     return {
-        "memory_16k_over_8k": memory_16k_over_8k(),
+        "memory_16k_over_8k": of_16k / of_8k,
+        "memory_32k_over_16k": of_32k / of_16k,
         "checkpointing_share": checkpointing_share(),
         "selective_share": selective_share(),
     }

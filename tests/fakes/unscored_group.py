@@ -41,10 +41,13 @@ def settings_for(
     timeout_s: float = 5.0,
     attempts: int = 3,
     jail: Literal["auto", "off"] = "auto",
+    offload: Literal["none", "reference"] = "none",
 ) -> Settings:
     return Settings(
         data=DataSettings(source="jsonl"),
-        scoring=ScoringSettings(reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0, jail=jail),
+        scoring=ScoringSettings(
+            reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0, jail=jail, offload=offload
+        ),
         algorithm=AlgorithmSettings(kl_coef=kl_coef),
         sampling=SamplingSettings(temperature=0.7),
         trainer=TrainerSettings(dtype="float32"),

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -176,13 +177,15 @@ async def test_two_workers_share_units_and_tell_each_group_once(
     assert sum(shares) <= 60
 
 
+@pytest.mark.parametrize("offload", ["none", "reference"])
 async def test_reference_logprobs_are_those_of_a_full_forward(
-    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize, offload: Literal["none", "reference"]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     responses = [tokenize("one"), tokenize("seventeen"), tokenize("4")]
-    worker = worker_for(broker, settings_for("tests.fakes.rewards:length", kl_coef=0.1), model_dir, clock)
+    settings = settings_for("tests.fakes.rewards:length", kl_coef=0.1, offload=offload)
+    worker = worker_for(broker, settings, model_dir, clock)
     await admit(broker, {}, reference=True)
     await generate(broker, *responses)
     async with running(worker):

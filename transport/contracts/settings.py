@@ -163,6 +163,7 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
     jail: Literal["auto", "off"] = "auto"  # off: reward needs the network, a GPU or files of elsewhere
+    offload: Literal["none", "reference"] = "none"  # reference: its layers stay in host memory, and come one by one
     environment: list[str] = msgspec.field(default_factory=list[str])  # names of variables that reward gets
     well_formed_reward: ShareOrNone = 0.1  # reward of a wrong answer in the asked form
     answer_marker: str = "Answer:"  # what precedes the answer in a response

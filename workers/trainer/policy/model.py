@@ -57,6 +57,7 @@ from workers.trainer.policy.parallel import (
     split_tensors,
 )
 from workers.trainer.policy.pipeline import Pipeline
+from workers.trainer.policy.streamed_layers import stream_layers
 from workers.weights.adapters import Merging
 
 PROBE_TOLERANCE = 1e-3
@@ -311,8 +312,11 @@ def reference_logprobs(
 ) -> Callable[[Sequence[PromptGroup]], dict[RowId, NDArray[np.float32]]]:
     """Load the base model, frozen: its logprobs are the trainer's at version 0. Called on one thread at a time."""
     device = choose_device(settings.trainer.device, "trainer.device")
-    module = load_module(model_dir, device=device)
+    offloaded = settings.scoring.offload == "reference"
+    module = load_module(model_dir, device=torch.device("cpu") if offloaded else device)
     module.to(dtype=choose_dtype(settings.trainer.dtype, device))  # pyright: ignore[reportCallIssue]
+    if offloaded:
+        stream_layers(module, device)
     temperature = settings.sampling.temperature or 1.0
     return partial(row_logprobs, module, temperature=temperature, max_tokens=settings.trainer.micro_batch_tokens)
 
