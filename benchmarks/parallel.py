@@ -40,6 +40,7 @@ LAYOUTS = {
     "tp": [Layout(tensor=2)],
     "fsdp_tp": [Layout(data=2, tensor=2)],
     "pp": [Layout(pipeline=2)],
+    "fsdp_pp": [Layout(data=2, pipeline=2)],
     "tp_pp": [Layout(tensor=2, pipeline=2)],
 }
 TRAININGS = [Training(), Training(family="llama", tied=False)]
