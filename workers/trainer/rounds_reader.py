@@ -1,0 +1,187 @@
+"""The rounds log as one rank reads it: its commands in their order, each with the rows that this rank takes part with.
+
+Owns: the place in the log, and asking for rows that are missing. Never: trains. Invariant: a command is given out only
+when all its rows are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from transport.broker import keys
+from transport.broker.base import Broker, Fence
+from transport.contracts.messages import (
+    FinishTraining,
+    RowsMissing,
+    TrainerCommand,
+    TrainRound,
+    trainer_command_decoder,
+)
+from transport.contracts.types import Column, GroupId, RowId, row_id
+from transport.errors import MessageError
+from transport.process.clock import Clock
+from transport.rows.columns import RowStore, decode_array, decode_scalar
+from workers.errors import RoundsError
+from workers.leases.announce import event_entry
+from workers.trainer.learner import PromptGroup, TrainingSample
+
+log = structlog.get_logger(__name__)
+
+READ_COUNT = 64
+READ_WAIT_S = 1.0
+AHEAD = 2
+"""Commands that wait decoded: one being trained, one ready."""
+MISSING_POLL_S = 0.25
+MISSING_REPEAT_S = 10.0
+"""Rows still missing are reported again after this long: the first report may be what a broker lost."""
+
+ROW_COLUMNS = (
+    Column.RESPONSE_IDS,
+    Column.ROLLOUT_LOGPROBS,
+    Column.ADVANTAGE,
+    Column.LOSS_MASK,
+    Column.REFERENCE_LOGPROBS,
+)
+REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
+
+Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
+
+
+class RoundsReader:
+    """Reads on from ``cursor`` until FinishTraining.
+
+    needs_reference: rows are complete only with reference logprobs.  stall_s: the longest wait for the next command, or
+    for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
+    too long; it may have been paused.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        rows: RowStore,
+        clock: Clock,
+        fence: Fence | None,
+        *,
+        cursor: str,
+        part: int,
+        num_parts: int,
+        needs_reference: bool,
+        stall_s: float,
+    ) -> None:
+        self._broker = broker
+        self._rows = rows
+        self._clock = clock
+        self._fence = fence
+        self._cursor = cursor
+        self._part = part
+        self._num_parts = num_parts
+        self._required = REQUIRED | ({Column.REFERENCE_LOGPROBS} if needs_reference else set())
+        self._stall_s = stall_s
+        self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
+        """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
+
+    async def read(self) -> None:
+        """Put every command into ``queue``; ends after FinishTraining.
+
+        Raises: RoundsError: no orchestrator for ``stall_s``; an entry that no trainer can read.
+        """
+        last_s = self._clock.now_s()
+        while True:
+            entries = await self._broker.read(keys.ROUNDS, self._cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
+            if entries or await self._is_orchestrated():
+                last_s = self._clock.now_s()
+            elif self._clock.now_s() - last_s > self._stall_s:
+                raise RoundsError(
+                    f"no command after {self._cursor} on the rounds log, and no sign of life of an orchestrator, for "
+                    f"{self._stall_s:.0f} s"
+                )
+            for entry in entries:
+                try:
+                    command = trainer_command_decoder.decode(entry.entry.payload)
+                except MessageError as error:  # not passed over, as an event is: the batch would be short unnoticed
+                    raise RoundsError(f"entry {entry.entry_id} of the rounds log is unreadable: {error}") from error
+                wanted = self._my_rows(command) if isinstance(command, TrainRound) else []
+                groups = await self._read_groups(wanted) if wanted else ()
+                await self.queue.put((entry.entry_id, command, groups))
+                self._cursor = entry.entry_id
+                last_s = self._clock.now_s()
+                if isinstance(command, FinishTraining):
+                    return
+
+    def _my_rows(self, command: TrainRound) -> Wanted:
+        """This rank's part. A round that was packed for another number of parts is dealt out again."""
+        if len(command.ranks) == self._num_parts:
+            mine = command.ranks[self._part]
+        else:
+            mine = [group for rank in command.ranks for group in rank][self._part :: self._num_parts]
+        return [(g.group_id, [row_id(g.group_id, sample) for sample in g.samples]) for g in mine]
+
+    async def _read_groups(self, wanted: Wanted) -> list[PromptGroup]:
+        """The rows, once they are all there. Raises RoundsError: no orchestrator is left to have them made again."""
+        last_s = self._clock.now_s()
+        reported_s: float | None = None
+        while True:
+            groups, missing = await self._try_read(wanted)
+            if not missing:
+                return groups
+            now_s = self._clock.now_s()
+            if await self._is_orchestrated():
+                last_s = now_s
+            elif now_s - last_s > self._stall_s:
+                raise RoundsError(f"rows {', '.join(missing[:5])} did not come within {self._stall_s:.0f} s")
+            if reported_s is None or now_s - reported_s > MISSING_REPEAT_S:
+                reported_s = now_s
+                log.warning("rows are missing; asking for them again", rows=len(missing), first=missing[0])
+                event = RowsMissing(row_ids=missing)
+                await self._broker.append(keys.EVENTS, event_entry(event, rows=len(missing)), fence=self._fence)
+            await asyncio.sleep(MISSING_POLL_S)
+
+    async def _is_orchestrated(self) -> bool:
+        """Whether an orchestrator gave a sign of life in the last seconds."""
+        return await self._broker.get_meta(keys.STATUS) is not None
+
+    async def _try_read(self, wanted: Wanted) -> tuple[list[PromptGroup], tuple[RowId, ...]]:
+        """(groups, rows without a required column); a group without its prompt misses all its rows."""
+        row_ids = [row for _, rows in wanted for row in rows]
+        prompts, columns = await asyncio.gather(
+            self._rows.read_groups([group for group, _ in wanted], (Column.PROMPT_IDS,)),
+            self._rows.read_rows(row_ids, ROW_COLUMNS),
+        )
+        found = dict(zip(row_ids, columns, strict=True))
+        missing = tuple(
+            row
+            for (_, rows), prompt in zip(wanted, prompts, strict=True)
+            for row in rows
+            if Column.PROMPT_IDS not in prompt or self._required - found[row].keys()
+        )
+        if missing:
+            return [], missing
+        groups = [
+            PromptGroup(
+                group_id=group,
+                prompt_ids=decode_array(Column.PROMPT_IDS, prompt[Column.PROMPT_IDS]),
+                samples=[_sample(row, found[row]) for row in rows],
+            )
+            for (group, rows), prompt in zip(wanted, prompts, strict=True)
+        ]
+        return groups, ()
+
+
+def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
+    def optional(column: Column):
+        return decode_array(column, columns[column]) if column in columns else None
+
+    try:
+        return TrainingSample(
+            row_id=row,
+            response_ids=decode_array(Column.RESPONSE_IDS, columns[Column.RESPONSE_IDS]),
+            rollout_logprobs=decode_array(Column.ROLLOUT_LOGPROBS, columns[Column.ROLLOUT_LOGPROBS]),
+            advantage=decode_scalar(Column.ADVANTAGE, columns[Column.ADVANTAGE]),
+            loss_mask=optional(Column.LOSS_MASK),
+            reference_logprobs=optional(Column.REFERENCE_LOGPROBS),
+        )
+    except MessageError as error:
+        raise RoundsError(f"row {row} cannot be trained: {error}") from error
