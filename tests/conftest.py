@@ -149,13 +149,16 @@ def _leaked_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 
 def _children() -> set[psutil.Process]:
-    """Our child processes, but for multiprocessing's resource tracker, which lives as long as the interpreter."""
-    return {child for child in psutil.Process().children() if not _is_resource_tracker(child)}
+    """Our child processes, but for multiprocessing's own helpers, which live as long as the interpreter."""
+    return {child for child in psutil.Process().children() if not _is_helper(child)}
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _is_helper(process: psutil.Process) -> bool:
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        return any(helper in word for word in process.cmdline() for helper in HELPERS)
     except psutil.Error:  # it is gone, or a zombie
         return False
 

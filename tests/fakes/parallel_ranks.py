@@ -22,6 +22,8 @@ from workers.trainer.policy.ranks import RankGroup
 
 LIMIT_S = 240.0
 """They are done within seconds on an idle machine."""
+PRELOADED = ["tests.fakes.sharded", "workers.trainer.policy.pipeline"]
+"""Imported once for all ranks of a test session: 10 s of a core each otherwise. Imports start no threads."""
 
 
 def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -31,7 +33,8 @@ def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeou
     """
     if layout.num_ranks == 1:
         return [work(SingleRank(), *arguments)]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
