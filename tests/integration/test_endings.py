@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,26 +51,25 @@ class Hold:
         assert self.go.wait(30)
 
 
-class HeldTensors(dict[str, torch.Tensor]):
-    """Tensors whose writing stops at a tensor's begin."""
+def held_tensor(hold: Hold) -> torch.Tensor:
+    """One whose writing stops at its begin."""
 
-    hold: Hold
+    class HeldTensor(torch.Tensor):
+        def reshape(self, *shape: Any) -> torch.Tensor:
+            hold.wait()
+            return self.as_subclass(torch.Tensor).reshape(*shape)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.hold.wait()
-        return super().__getitem__(name)
+    return torch.ones(64).as_subclass(HeldTensor)
 
 
 @pytest.mark.parametrize("phase", ["reading", "writing"])
 async def test_a_publisher_that_is_stopped_in_the_middle_takes_everything_back(tmp_path: Path, phase: str):
     hold = Hold()
 
-    def read(path: Path) -> HeldTensors:
+    def read(path: Path) -> dict[str, torch.Tensor]:
         if phase == "reading":
             hold.wait()
-        tensors = HeldTensors(weight=torch.ones(64))
-        tensors.hold = hold
-        return tensors
+        return {"weight": held_tensor(hold)}
 
     broker = MemoryBroker(MemoryServer(), RunName("endings"))
     publisher = WeightPublisher("endings", tmp_path)
@@ -84,7 +84,7 @@ async def test_a_publisher_that_is_stopped_in_the_middle_takes_everything_back(t
         weights_dir=None,
     )
     working = asyncio.create_task(worker.run())
-    await asyncio.to_thread(hold.reached.wait, 30)
+    assert await asyncio.to_thread(hold.reached.wait, 30)
     assert len(segments(os.getpid())) == (phase == "writing")
     working.cancel()
     await asyncio.wait({working})
@@ -104,7 +104,7 @@ async def test_a_trainer_that_is_stopped_within_a_round_does_not_wait_for_it(tmp
         run.broker, run.settings, WorkerId("train-0.1"), run.model_dir, run.run_dir, learner, MonotonicClock()
     )
     working = asyncio.create_task(worker.run())
-    await asyncio.to_thread(hold.reached.wait, 30)
+    assert await asyncio.to_thread(hold.reached.wait, 30)
     assert len(segments(os.getpid())) == 1
     working.cancel()
     await asyncio.wait({working})
@@ -119,7 +119,7 @@ async def test_a_trainer_is_busy_while_it_computes_and_not_only_once_the_round_i
     learner = EmulatedLearner(run.settings.emulated, WeightPublisher("endings", tmp_path), lambda _: hold.wait())
     worker = TrainerWorker(run.broker, run.settings, WorkerId("train-0.1"), run.model_dir, run.run_dir, learner, clock)
     working = asyncio.create_task(worker.run())
-    await asyncio.to_thread(hold.reached.wait, 30)
+    assert await asyncio.to_thread(hold.reached.wait, 30)
     assert (worker.activity().doing, worker.activity().busy_s) == ("training", 0.0)
     clock.advance(7.0)
     assert worker.activity().busy_s == 7.0
