@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # health.sh orchestrator   whether it answers /health
-# health.sh worker         whether it renewed its lease lately. One that was silent for so long that it must hang is
-#                          killed, so that the container's restart policy starts it again: nobody else here would.
+# health.sh worker         whether it renewed its lease lately; of several ranks here the one that was silent longest
+#                          counts. One that was silent for so long that it must hang is killed, with all beside it, so
+#                          that the container's restart policy starts them again: nobody else here would.
 set -euo pipefail
 case $1 in
   orchestrator)
@@ -10,7 +11,8 @@ case $1 in
     read -r -t 4 answer <&3
     [[ $answer == *" 200 "* ]] ;;
   worker)
-    age_s=$(($(date +%s) - $(stat -c %Y "$STREAMRL_HEARTBEAT")))
+    oldest_s=$(stat -c %Y "$STREAMRL_HEARTBEAT"* | sort -rn | tail -n 1)
+    age_s=$(($(date +%s) - oldest_s))
     if ((age_s > ${STREAMRL_SILENT_S:-120})); then
       echo "silent for $age_s s: killed"
       kill -9 -1

@@ -64,7 +64,8 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 """In which torchrun, and Slurm's srun, number the processes that they start."""
 
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
-"""A file to touch whenever the lease was renewed: a container's health check looks at its age."""
+"""A file to touch whenever the lease was renewed; with a number it is ``<file>.<number>``, as several ranks may share a
+container, whose health check goes by the oldest of them (compose/health.sh)."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -153,15 +154,13 @@ class Joining:
             raise typer.BadParameter(f"--run: {self.run!r} is no name of a run") from error
         password = read_secret(os.environ, BROKER_PASSWORD)
         settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
-        heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
+        heartbeat = heartbeat_file(index)
         build = with_model(self.model_dir, trust, make)
 
         async def serve() -> bool:
             broker = await connect(settings, RunName(self.run))
             try:
-                return await serve_worker(
-                    broker, kind, index, build, MonotonicClock(), heartbeat_file=Path(heartbeat) if heartbeat else None
-                )
+                return await serve_worker(broker, kind, index, build, MonotonicClock(), heartbeat_file=heartbeat)
             finally:
                 await broker.close()
 
@@ -418,6 +417,16 @@ def profile() -> None:
     print(msgspec.json.encode(measured).decode())
 
 
+def heartbeat_file(index: int | None) -> Path | None:
+    """Of the worker with this number, None where nobody looks at it; what a process before left there is gone."""
+    named = os.environ.get(HEARTBEAT_VARIABLE)
+    if not named:
+        return None
+    file = Path(named if index is None else f"{named}.{index}")
+    file.unlink(missing_ok=True)
+    return file
+
+
 def _shared_secret() -> bytes:
     return read_secret(os.environ, SHARED_SECRET).encode()
 
@@ -460,6 +469,8 @@ def _train_ranks(ranks: int, index: str, gpus: Gpus) -> int:
     if index or gpus.gpus_each != 1:
         raise typer.BadParameter("--ranks numbers its ranks, and gives each one GPU: leave out --index and --gpus-each")
     own = one_each(gpus.gpus, ranks)
+    for rank in range(ranks):
+        heartbeat_file(rank)  # a container started again keeps its files: an old one must not end the new ranks
     more = [["--ranks", "1", "--index", str(rank), *(["--gpus", own[rank]] if own else [])] for rank in range(ranks)]
     return run_ranks([python_module("workers", *sys.argv[1:], *options) for options in more])
 

@@ -1,0 +1,66 @@
+"""compose/health.sh: what a container's health check makes of the heartbeat files of the ranks in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from workers.__main__ import HEARTBEAT_VARIABLE, heartbeat_file
+
+HEALTH = Path(__file__).parents[2] / "compose" / "health.sh"
+NEVER_S = "1000000000"  # the script kills every process of its user after so long
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(tmp_path / "heartbeat"))
+    monkeypatch.setenv("STREAMRL_SILENT_S", NEVER_S)
+    return tmp_path / "heartbeat"
+
+
+def beat(index: int | None, *, ago_s: float) -> None:
+    file = heartbeat_file(index)
+    assert file is not None
+    file.touch()
+    os.utime(file, (time.time() - ago_s, time.time() - ago_s))
+
+
+def healthy() -> bool:
+    return subprocess.run(["bash", HEALTH, "worker"], capture_output=True, timeout=60).returncode == 0
+
+
+FRESH_S, SILENT_S = -3600.0, 3600.0
+
+
+def test_a_container_is_as_healthy_as_the_rank_that_was_silent_longest(heartbeat: Path):
+    beat(0, ago_s=FRESH_S)
+    beat(1, ago_s=FRESH_S)
+    assert healthy()
+    beat(0, ago_s=SILENT_S)
+    assert not healthy()
+    beat(0, ago_s=FRESH_S)
+    beat(1, ago_s=SILENT_S)
+    assert not healthy()
+
+
+def test_a_worker_without_a_number_has_a_file_too(heartbeat: Path):
+    beat(None, ago_s=FRESH_S)
+    assert healthy()
+    beat(None, ago_s=SILENT_S)
+    assert not healthy()
+
+
+def test_a_worker_that_has_not_joined_yet_is_not_healthy_whatever_one_before_it_left(heartbeat: Path):
+    beat(0, ago_s=FRESH_S)
+    assert healthy()
+    heartbeat_file(0)
+    assert not healthy()
+
+
+def test_where_nobody_looks_no_file_is_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(HEARTBEAT_VARIABLE, raising=False)
+    assert heartbeat_file(0) is None
