@@ -32,7 +32,6 @@ from orchestrator.planning.allocation import (
 )
 from orchestrator.sim.costs import (
     ASSUMED,
-    GPUS_PER_NODE,
     OUR_TRAINER,
     Algorithm,
     Assumptions,
@@ -40,7 +39,6 @@ from orchestrator.sim.costs import (
     Recompute,
     decode_cost,
     most_micro_batch_tokens,
-    transfer_s,
 )
 from orchestrator.sim.engine import SimulationLog
 from orchestrator.sim.lengths import Group, representative
@@ -165,13 +163,8 @@ class Job:
             training_gpu=split.training.gpu,
             slots=slots_of(split.generation.gpu),
             micro_batch_tokens=int(micro_batch_tokens),
-            link_bytes_per_s=self.edge_bytes_per_s(split.generation, split.training),
+            link_bytes_per_s=self.link_bytes_per_s if split.generation.site != split.training.site else 0.0,
         )
-
-    def edge_bytes_per_s(self, generation: Pool, training: Pool) -> float:
-        """Of the weight transfer: the slower node's network, or the link between the sites."""
-        nodes = GPUS_PER_NODE * min(generation.gpu.network_bytes_per_s, training.gpu.network_bytes_per_s)
-        return min(nodes, self.link_bytes_per_s) if generation.site != training.site else nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,13 +213,12 @@ def predict(job: Job, window: Window, split: Split) -> Prediction:
     begin_s = log.published_s[window.warm_up - 1]
     end_s = log.published_s[len(log.published_s) - window.cool_down - 1]
     idle = _generation_idle(log, split.instances, begin_s, end_s)
-    edge = job.edge_bytes_per_s(split.generation, split.training)
     busy_s = sum(max(0.0, min(at_s + took_s, end_s) - max(at_s, begin_s)) for at_s, took_s, _ in log.training)
     return Prediction(
         split=split,
         iteration_s=seconds,
         bound=least,
-        transfer_s=transfer_s(job.llm, edge, split.instances, job.assumed),
+        transfer_s=job.layout(split, workload).transfer_s(job.llm, job.assumed),
         generation_idle=idle,
         generation_thin=max(0.0, 1.0 - idle - least.generation_s / seconds),
         trainer_idle=max(0.0, 1.0 - busy_s / (end_s - begin_s)),

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from orchestrator.core.broadcast import Links, Peer, Source, Stream, broadcast_time, plan_broadcast
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.llms import BYTES, Llm
 from transport.contracts.settings import ParallelSettings
@@ -405,12 +406,33 @@ def switch_s(llm: Llm, gpu: Gpu, num_gpus: int, algorithm: Algorithm = "ppo", as
 
 
 def transfer_s(llm: Llm, bytes_per_s: float, instances: int, assumed: Assumptions = ASSUMED) -> float:
-    """A version to ``instances`` instances over edges of ``bytes_per_s``, along a binary tree from the trainer.
+    """A version to ``instances`` instances of the trainer's site over edges of ``bytes_per_s``, along a binary tree.
 
-    To the farthest leaf: the bytes once, and one chunk more for every further edge, because chunks are forwarded while
-    the next ones come in. Inside one datacenter an edge has the network of a node: ``GPUS_PER_NODE *
-    gpu.network_bytes_per_s``.
+    To the farthest leaf. Every edge has the network of a node, ``GPUS_PER_NODE * gpu.network_bytes_per_s``, as if an
+    inner node had one for each that it feeds.
     """
     depth = max(1, instances).bit_length()
-    edge_bytes_per_s = bytes_per_s * assumed.network_efficiency
-    return depth * assumed.edge_s + llm.weight_bytes / edge_bytes_per_s * (1.0 + (depth - 1) / TRANSFER_CHUNKS)
+    edge_bytes_per_s, piece_bytes = bytes_per_s * assumed.network_efficiency, llm.weight_bytes / TRANSFER_CHUNKS
+    stream = Stream().forwarded(edge_bytes_per_s, assumed.edge_s, piece_bytes, depth)
+    return stream.end_s(llm.weight_bytes, piece_bytes)
+
+
+def crossing_s(
+    llm: Llm, node_bytes_per_s: float, link_bytes_per_s: float, hosts: int, assumed: Assumptions = ASSUMED
+) -> float:
+    """A version to another site: once over the link, and behind its gateway to all ``hosts``, as a run plans it.
+
+    node_bytes_per_s: of the network card of a node there, each way.
+    """
+    links = Links(
+        site_bytes_per_s=node_bytes_per_s * assumed.network_efficiency,
+        slow_bytes_per_s=link_bytes_per_s * assumed.network_efficiency,
+        card_bytes_per_s=node_bytes_per_s * assumed.network_efficiency,
+        site_round_trip_s=assumed.edge_s,
+        slow_round_trip_s=assumed.edge_s,
+    )
+    trainer = Source(name="trainer", host="trainer", site="training")
+    nodes = [Peer(name=f"node{number}", host=f"node{number}", site="generation") for number in range(hosts)]
+    nbytes = int(llm.weight_bytes)
+    plan = plan_broadcast([nbytes], [trainer], nodes, links, piece_bytes=-(-nbytes // TRANSFER_CHUNKS))
+    return broadcast_time(plan)

@@ -20,6 +20,7 @@ from orchestrator.sim.costs import (
     Algorithm,
     Assumptions,
     Gpu,
+    crossing_s,
     decode_cost,
     switch_s,
     train_cost,
@@ -55,7 +56,7 @@ class Layout:
 
     tensor_parallel: GPUs of one generation instance.  ranks: data-parallel ranks of the trainer.
     slots: samples that an instance decodes at once, at most.  micro_batch_tokens: of one rank and round.
-    link_bytes_per_s: of an edge of the weight transfer; 0: the network of a node, of the slower kind.
+    link_bytes_per_s: between the sites of training and generation; 0: there is but one.
     """
 
     generation_gpus: int
@@ -74,9 +75,21 @@ class Layout:
         return self.generation_gpus // self.tensor_parallel
 
     @property
+    def generation_hosts(self) -> int:
+        return -(-self.generation_gpus // GPUS_PER_NODE)
+
+    @property
     def gpus(self) -> int:
         """How many there are in all."""
         return self.generation_gpus + (0 if self.colocated else self.training_gpus)
+
+    def transfer_s(self, llm: Llm, assumed: Assumptions = ASSUMED) -> float:
+        """Until a version of the trainer's weights is at every instance."""
+        slower = min(self.training_gpu.network_bytes_per_s, self.generation_gpu.network_bytes_per_s)
+        node = GPUS_PER_NODE * slower
+        if self.link_bytes_per_s:
+            return crossing_s(llm, node, self.link_bytes_per_s, self.generation_hosts, assumed)
+        return transfer_s(llm, node, self.instances, assumed)
 
 
 _pipeline = partial(CoreSettings, num_batches=1, groups_per_batch=1, group_size=1, rollout_timeout_s=NO_TIMEOUT_S)
@@ -143,13 +156,11 @@ def scenario(
 
 def _costs(workload: Workload, layout: Layout, assumed: Assumptions) -> CostModel:
     llm, gpu = workload.llm, layout.training_gpu
-    slower = min(gpu.network_bytes_per_s, layout.generation_gpu.network_bytes_per_s)
-    link = layout.link_bytes_per_s or GPUS_PER_NODE * slower
     trainer, engine = gpu.measured, layout.generation_gpu.measured
     costs = CostModel(
         train=train_cost(llm, gpu, layout.training_gpus, layout.ranks, workload.algorithm, assumed),
         publish_s=trainer.publish_s if trainer is not None else 0.0,
-        transfer_s=transfer_s(llm, link, layout.instances, assumed),
+        transfer_s=layout.transfer_s(llm, assumed),
         load_s=engine.load_s if engine is not None else assumed.load_s,
         checkpoint_s=0.0,
         heartbeat_s=HEARTBEAT_S,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from orchestrator.sim.costs import (
     H20,
     H800,
     DoesNotFitError,
+    crossing_s,
     decode_cost,
     generation_degrees,
     most_ranks,
@@ -21,6 +24,7 @@ from orchestrator.sim.costs import (
     transfer_s,
 )
 from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_32B, QWEN_72B
+from orchestrator.sim.scenarios import Layout
 from transport.contracts.continuous_batching import DecodeCost
 from transport.contracts.llms import UnknownModelError, from_config
 
@@ -126,6 +130,15 @@ def test_a_tree_costs_its_depth_and_not_the_number_of_its_leaves():
     one, many = (transfer_s(QWEN_72B, 8 * H800.network_bytes_per_s, instances) for instances in (1, 16))
     assert one < many < 1.5 * one
     assert one == pytest.approx(QWEN_72B.weight_bytes / (0.8 * 8 * H800.network_bytes_per_s) + 0.01)
+
+
+def test_the_link_to_another_site_is_crossed_once_however_many_nodes_there_are():
+    one, many = (crossing_s(QWEN_72B, 8 * H800.network_bytes_per_s, 10e9, hosts) for hosts in (1, 16))
+    assert one == pytest.approx(QWEN_72B.weight_bytes / (0.8 * 10e9) + 0.01)
+    assert one < many < 1.05 * one
+    layout = Layout(generation_gpus=128, training_gpus=64, link_bytes_per_s=10e9)
+    assert layout.transfer_s(QWEN_72B) == many
+    assert replace(layout, link_bytes_per_s=0.0).transfer_s(QWEN_72B) < one / 10
 
 
 def test_every_gpu_runs_every_model_on_a_node():
