@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from orchestrator.sim.replay import recorded_commands
 from tests.fakes.live_run import QUICK, LiveRun, check_whole
+from tests.fakes.s3_server import S3Server, s3_server
+from transport.contracts.ledger import checkpoint_dirs
 from transport.contracts.messages import STARTING, TrainerReady, worker_status_decoder
 
 pytestmark = pytest.mark.chaos
@@ -17,10 +20,15 @@ pytestmark = pytest.mark.chaos
 RANKS = ("trainer.ranks=2", "trainer.checkpoint_every=1")
 
 
+def starts(run: LiveRun) -> list[tuple[int, int]]:
+    """(epoch, version) of the trainers that became ready, in their order."""
+    events = [record.event for record, _ in recorded_commands(run.run_dir / "journal")]
+    return [(event.weights.epoch, event.weights.version) for event in events if isinstance(event, TrainerReady)]
+
+
 def epochs(run: LiveRun) -> list[int]:
     """Of the trainers that became ready, in their order."""
-    events = [record.event for record, _ in recorded_commands(run.run_dir / "journal")]
-    return [event.weights.epoch for event in events if isinstance(event, TrainerReady)]
+    return [epoch for epoch, _ in starts(run)]
 
 
 def have_reported(run: LiveRun) -> bool:
@@ -42,3 +50,24 @@ def test_a_rank_killed_in_its_save_and_one_that_hangs_in_a_round_cost_one_restar
         check_whole(run, batches=8)
         assert (before, len(epochs(run))) == (2, 3)
         assert epochs(run) == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+def test_a_killed_run_of_two_ranks_is_resumed_from_object_storage(s3: S3Server, tmp_path: Path):
+    settings = (*RANKS, "run.batches=6", "trainer.checkpoint_dir=s3://bucket/ranks")
+    with LiveRun(tmp_path, *QUICK, *settings) as run:
+        run.wait_until(lambda: bool(checkpoint_dirs(s3.place("bucket/ranks/tiny"))), "a checkpoint")
+        run.interrupt(signal.SIGKILL)
+        run.wait_for_end()
+        run.wait_until_gone()
+        run.start("--resume")
+        check_whole(run, batches=6)
+        first, second = starts(run)
+        assert first == (1, 0)
+        assert second[1] >= 1, "from the checkpoint"
+        assert not (run.run_dir / "checkpoints").exists()

@@ -40,7 +40,13 @@ from transport.errors import FencedError, SegmentSpaceError
 from workers.errors import CheckpointError, PublicationError, ResumeMismatchError, RoundsError, RunFilesError
 from workers.models import prepare_model
 from workers.trainer import placing
-from workers.trainer.checkpoint import check_base_model, newest_model
+from workers.trainer.checkpoint import (
+    CheckpointStore,
+    check_base_model,
+    check_fingerprint,
+    fingerprint,
+    newest_model,
+)
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.stored import StoredTensors
 
@@ -391,6 +397,25 @@ async def test_another_model_data_set_or_group_size_is_no_resume(
     run.settings = msgspec.structs.replace(run.settings, **change)
     with pytest.raises(ResumeMismatchError, match=named):
         await run.trainer(DigestPublisher()).run()
+
+
+async def test_a_checkpoint_of_version_0_1_is_gone_on_from(run: TrainerRun) -> None:
+    """It has no steps file, and knows no setting that came later: it was taken for another run's."""
+    await train(run, [0])
+    for checkpoint in (run.run_dir / "checkpoints").iterdir():
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        for later in ("data.config", "data.split", "data.revision"):
+            del meta["fingerprint"][later]
+        del meta["files"]["steps.msgpack"]
+        (checkpoint / "steps.msgpack").unlink()
+        (checkpoint / "meta.json").write_text(json.dumps(meta))
+    found = CheckpointStore(run.run_dir / "checkpoints", keep=2).load_latest()
+    assert found is not None
+    assert found.meta.version == 1
+    check_fingerprint(found, fingerprint(run.settings, run.model_dir))
+    other = msgspec.structs.replace(run.settings, data=DataSettings(revision="other"))
+    with pytest.raises(ResumeMismatchError, match=r'data\.revision: "" in the checkpoint, "other" now'):
+        check_fingerprint(found, fingerprint(other, run.model_dir))
 
 
 async def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(

@@ -43,7 +43,7 @@ from transport.contracts.ledger import (
     parse_checkpoint_name,
 )
 from transport.contracts.messages import StepDone
-from transport.contracts.settings import Settings
+from transport.contracts.settings import DataSettings, Settings
 from transport.contracts.types import WeightIdentity
 from transport.errors import DirectoryError, MessageError
 from transport.process import faults
@@ -121,11 +121,15 @@ def fingerprint(settings: Settings, model_dir: Path) -> dict[str, str]:
         "run.seed": settings.run.seed,
         "pipeline.group_size": settings.pipeline.group_size,
     }
-    marks |= {f"data.{name}": value for name, value in msgspec.to_builtins(settings.data).items()}
+    marks |= _data_marks(settings.data)
     lora = settings.trainer.lora
     if lora.rank:  # their absence is that of all checkpoints before
         marks |= {f"trainer.lora.{name}": value for name, value in msgspec.to_builtins(lora).items()}
     return {name: json.dumps(value, sort_keys=True) for name, value in marks.items()}
+
+
+def _data_marks(data: DataSettings) -> dict[str, Any]:
+    return {f"data.{name}": value for name, value in msgspec.to_builtins(data).items()}
 
 
 def _config_mark(model_dir: Path) -> str:
@@ -139,8 +143,12 @@ def check_base_model(path: Place, meta: CheckpointMeta, model_dir: Path) -> None
 
 
 def check_fingerprint(checkpoint: Checkpoint, expected: Mapping[str, str]) -> None:
-    """Raises ResumeMismatchError naming every setting that differs."""
-    found = checkpoint.meta.fingerprint
+    """Raises ResumeMismatchError naming every setting that differs.
+
+    A setting of the data that is newer than the checkpoint had its default then.
+    """
+    defaults = {name: json.dumps(value, sort_keys=True) for name, value in _data_marks(DataSettings()).items()}
+    found = defaults | checkpoint.meta.fingerprint
     differing = [
         f"{name}: {found.get(name, 'not set')} in the checkpoint, {expected.get(name, 'not set')} now"
         for name in sorted(found.keys() | expected.keys())
