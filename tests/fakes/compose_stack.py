@@ -105,13 +105,17 @@ class Stack:
         )
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
-    def signal(self, service: str, name: str) -> str:
-        """Send a signal to every process in one container of ``service``, as another program there would.
+    def signal(self, service: str, name: str, *, rank: int | None = None) -> str:
+        """Send a signal to every process in one container of ``service``, as another program there would; or to one
+        rank of the trainer's.
 
         Not ``docker kill``: the engine takes that for the wish of a person, and starts nothing again. Returns its id.
         """
         container = str(self.containers(service)[0]["ID"])
-        command = ["docker", "exec", container, "bash", "-c", f"kill -{name} -1"]
+        of_rank = f"""for of in /proc/[0-9]*; do
+          if [[ $(tr '\\0' ' ' < $of/cmdline) == *" --index {rank} " ]]; then kill -{name} ${{of#/proc/}}; fi
+        done"""
+        command = ["docker", "exec", container, "bash", "-c", f"kill -{name} -1" if rank is None else of_rank]
         subprocess.run(command, capture_output=True, timeout=60, check=False)  # it dies with the container
         return container
 

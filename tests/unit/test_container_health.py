@@ -33,6 +33,8 @@ def healthy() -> bool:
     return subprocess.run(["bash", HEALTH, "worker"], capture_output=True, timeout=60).returncode == 0
 
 
+CONTAINER = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+"""A process namespace of its own: what is killed in it is only what is in it."""
 FRESH_S, SILENT_S = -3600.0, 3600.0
 
 
@@ -59,6 +61,21 @@ def test_a_worker_that_has_not_joined_yet_is_not_healthy_whatever_one_before_it_
     assert healthy()
     heartbeat_file(0)
     assert not healthy()
+
+
+def test_what_a_container_left_before_it_was_started_again_ends_nothing(
+    heartbeat: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its worker takes seconds to import what it needs, and touches no file meanwhile."""
+    if subprocess.run([*CONTAINER, "true"], capture_output=True, timeout=60).returncode:
+        pytest.skip("this user may make no process namespace")
+    monkeypatch.setenv("STREAMRL_SILENT_S", "600")
+    beat(0, ago_s=SILENT_S)
+    looked = subprocess.run([*CONTAINER, "bash", HEALTH, "worker"], capture_output=True, timeout=60, text=True)
+    assert (looked.returncode, looked.stdout, looked.stderr) == (1, "", "")
+    monkeypatch.setenv("STREAMRL_SILENT_S", "-1")
+    looked = subprocess.run([*CONTAINER, "bash", HEALTH, "worker"], capture_output=True, timeout=60, text=True)
+    assert looked.stdout.endswith(" s: killed\n")
 
 
 def test_where_nobody_looks_no_file_is_written(monkeypatch: pytest.MonkeyPatch):
