@@ -63,6 +63,8 @@ BAD_CONFIG = (
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 """In which torchrun, and Slurm's srun, number the processes that they start."""
 
+MAX_SITE_CHARACTERS = 64  # the page shows it
+
 HEARTBEAT_VARIABLE = "STREAMRL_HEARTBEAT"
 """A file to touch whenever the lease was renewed; with a number it is ``<file>.<number>``, as several ranks may share a
 container, whose health check goes by the oldest of them (compose/health.sh)."""
@@ -135,6 +137,9 @@ class Joining:
     outage_s: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait for a broker that went away")] = (
         BrokerSettings().outage_s
     )
+    site: Annotated[
+        str, typer.Option(help="name of the datacenter that this worker is in, where there are several")
+    ] = ""
 
     @property
     def home(self) -> Path:
@@ -152,6 +157,8 @@ class Joining:
             msgspec.convert(self.run, Name)
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"--run: {self.run!r} is no name of a run") from error
+        if len(self.site) > MAX_SITE_CHARACTERS or not self.site.isprintable():
+            raise typer.BadParameter(f"--site: {self.site!r} is no name of at most {MAX_SITE_CHARACTERS} characters")
         password = read_secret(os.environ, BROKER_PASSWORD)
         settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
         heartbeat = heartbeat_file(index)
@@ -160,7 +167,9 @@ class Joining:
         async def serve() -> bool:
             broker = await connect(settings, RunName(self.run))
             try:
-                return await serve_worker(broker, kind, index, build, MonotonicClock(), heartbeat_file=heartbeat)
+                return await serve_worker(
+                    broker, kind, index, build, MonotonicClock(), site=self.site, heartbeat_file=heartbeat
+                )
             finally:
                 await broker.close()
 

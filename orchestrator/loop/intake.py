@@ -228,7 +228,12 @@ class Membership:
             for status in self._newcomers.poll(counted, self.statuses):
                 log.info("worker joined", worker=status.worker_id, capacity=status.capacity)
                 joined = WorkerJoined(
-                    worker_id=status.worker_id, kind=status.kind, capacity=status.capacity, weights=status.weights
+                    worker_id=status.worker_id,
+                    kind=status.kind,
+                    capacity=status.capacity,
+                    weights=status.weights,
+                    host_id=status.host_id,
+                    site=status.site,
                 )
                 await inbox.put(Arrival(joined))
             for worker in self._silence.poll(counted, self.statuses, self._clock.now_s()):

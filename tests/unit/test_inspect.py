@@ -43,7 +43,13 @@ class World:
         await self.broker.claim(REWARDS, "score-0.1", count=1)
         await append_at(self.broker, keys.plans(WorkerId("generate-0.1")), notice("1/0"), "7-0", is_queue=True)
         status = WorkerStatus(
-            worker_id=WorkerId("score-0.1"), kind=WorkerKind.SCORE, host="here", pid=7, protocol=1, doing="scoring"
+            worker_id=WorkerId("score-0.1"),
+            kind=WorkerKind.SCORE,
+            host="here",
+            site="east",
+            pid=7,
+            protocol=1,
+            doing="scoring",
         )
         await self.broker.beat(status.worker_id, encode(status), ttl_s=60.0)
         await self.broker.beat(WorkerId("foreign"), b"\xc1", ttl_s=60.0)
@@ -78,6 +84,7 @@ async def test_the_oldest_entries_are_shown_with_age_holder_idle_and_deliveries(
     assert row(shown, "plans:", "7-0") == ["plans:generate-0.1", "7-0", "1/0/1"], "a chosen id tells no time"
     assert row(shown, REWARDS, "4.0 s", "2 ")[:4] == [REWARDS, "2", "1", "4.0"]
     assert row(shown, "scoring")[:2] == ["score-0.1", "scoring"]
+    assert "here in east" in shown
     assert shown.startswith("0.0 MB of rows retained"), "how far it is, only a live orchestrator knows"
 
 

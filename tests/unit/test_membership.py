@@ -59,7 +59,8 @@ async def test_a_worker_of_another_protocol_and_one_that_cannot_be_read_never_jo
     newer = msgspec.structs.replace(status(A), protocol=PROTOCOL_VERSION + 1)
     await broker.beat(A, encode(newer), ttl_s=60.0)
     await broker.beat(WorkerId("generate-2.1"), b"\xc1 not a status", ttl_s=60.0)
-    await broker.beat(B, encode(status(B)), ttl_s=60.0)
+    placed = msgspec.structs.replace(status(B), host_id="0123", site="east")
+    await broker.beat(B, encode(placed), ttl_s=60.0)
     membership, inbox = Membership(broker, 10.0, ManualClock()), new_inbox()
     watching = asyncio.create_task(membership.watch(inbox, lambda: []))
     arrival = await asyncio.wait_for(inbox.get(), timeout=30)
@@ -67,5 +68,6 @@ async def test_a_worker_of_another_protocol_and_one_that_cannot_be_read_never_jo
     await asyncio.gather(watching, return_exceptions=True)
     assert isinstance(arrival.event, WorkerJoined)
     assert arrival.event.worker_id == B
+    assert (arrival.event.host_id, arrival.event.site) == ("0123", "east")
     assert inbox.empty()
     assert set(membership.statuses) == {B}

@@ -49,6 +49,8 @@ class WorkerJoined(Struct, frozen=True, kw_only=True, tag=True):
     kind: WorkerKind
     capacity: int = 0  # generate: samples it can run at once
     weights: WeightIdentity | None = None
+    host_id: str = ""  # as it said, and its site
+    site: str = ""
 
 
 class WorkerReported(Struct, frozen=True, kw_only=True, tag=True):
@@ -662,9 +664,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
     worker_id: WireWorkerId
     kind: WorkerKind
-    host: str
+    host: str  # its name
     pid: int
     protocol: int
+    host_id: Name = ""  # processes that have it in common can map each other's memory (transport/tensors/base.py)
+    site: Name = ""  # as its user calls the datacenter that it is in
     doing: str = STARTING  # one word of its state: "decoding", "waiting", "loading", "training", ...
     since_s: float = 0.0  # in that state
     capacity: Count = 0  # samples it can run at once (generate)

@@ -37,6 +37,7 @@ from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatc
 from transport.process.clock import Clock
 from transport.process.files import LockedError, locked, private_directory, run_directory, writing
 from transport.process.programs import ending_signals
+from transport.tensors.base import host_id
 from workers.leases.announce import event_entry
 
 log = structlog.get_logger(__name__)
@@ -233,11 +234,13 @@ async def serve_worker(
     build: WorkerFactory,
     clock: Clock,
     *,
+    site: str = "",
     heartbeat_file: Path | None = None,
 ) -> bool:
     """Join run ``broker.run`` as worker ``<kind>-<index>``, work until the run is over or a signal comes, leave.
 
-    index: None takes a free number.  heartbeat_file: touched whenever the lease was renewed.
+    index: None takes a free number.  site: the datacenter that it is in.  heartbeat_file: touched when the lease was
+    renewed.
     Returns: whether its work is over; False when a signal came first.
     Raises: FatalError of the work itself; FencedError when a newer incarnation took over.
     """
@@ -250,7 +253,7 @@ async def serve_worker(
     worker_id = WorkerId(f"{name}.{await broker.next_incarnation(name)}")
     structlog.contextvars.bind_contextvars(worker=worker_id)
     starting = asyncio.create_task(build(broker, settings, worker_id), name="start")
-    lease = _Lease(broker, worker_id, kind, settings.liveness, clock, heartbeat_file)
+    lease = _Lease(broker, worker_id, kind, site, settings.liveness, clock, heartbeat_file)
     beating = asyncio.create_task(lease.keep(), name="heartbeat")
     try:
         worker = await _first_of(starting, stopping, beating)
@@ -333,6 +336,7 @@ class _Lease:
     broker: Broker
     worker_id: WorkerId
     kind: WorkerKind
+    site: str
     liveness: LivenessSettings
     clock: Clock
     heartbeat_file: Path | None
@@ -353,6 +357,8 @@ class _Lease:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 protocol=PROTOCOL_VERSION,
+                host_id=host_id(),
+                site=self.site,
                 since_s=now_s - since_s,
                 elapsed_s=now_s - started_s,
                 **msgspec.structs.asdict(activity),

@@ -1,0 +1,54 @@
+"""A worker's lease says who it is and where: the host whose memory it can share, and the site it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import msgspec
+
+from tests.fakes.manual_clock import ManualClock
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
+from transport.broker import keys
+from transport.broker.base import Broker
+from transport.contracts.messages import encode, worker_status_decoder
+from transport.contracts.settings import Settings
+from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.tensors.base import host_id
+from workers.leases.lifecycle import Activity, serve_worker
+
+
+class Idle:
+    """A worker with nothing to do, ``at_work`` once it was begun."""
+
+    def __init__(self) -> None:
+        self.at_work = asyncio.Event()
+
+    async def run(self) -> None:
+        self.at_work.set()
+        await asyncio.Event().wait()
+
+    def activity(self) -> Activity:
+        return Activity(doing="waiting")
+
+
+async def test_a_worker_says_where_it_is_until_the_run_is_over():
+    broker, idle = MemoryBroker(MemoryServer(), RunName("r")), Idle()
+    defaults = Settings()
+    liveness = msgspec.structs.replace(defaults.liveness, heartbeat_s=0.01)
+    await broker.put_meta(keys.SETTINGS, encode(msgspec.structs.replace(defaults, liveness=liveness)))
+
+    async def build(broker: Broker, settings: Settings, worker_id: WorkerId) -> Idle:
+        return idle
+
+    serving = asyncio.create_task(serve_worker(broker, WorkerKind.SCORE, 3, build, ManualClock(), site="east"))
+    async with asyncio.timeout(30):
+        await idle.at_work.wait()
+        (lease,) = (await broker.leases()).values()
+        status = worker_status_decoder.decode(lease)
+        await broker.put_meta(keys.STATE, keys.STATE_FINISHED)
+        assert await serving
+    assert status.worker_id == "score-3.1"
+    assert (status.host, status.host_id, status.site) == (socket.gethostname(), host_id(), "east")
+    assert await broker.leases() == {}
