@@ -23,6 +23,7 @@ does; all of them are ours.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ class Range(NamedTuple):
 
 
 Ranges: TypeAlias = tuple[Range, ...]
+Transfer: TypeAlias = tuple[str, str, Ranges]
+"""From whom, to whom, what."""
 Progress: TypeAlias = Mapping[str, Sequence[Range]]
 """Worker -> what it has, verified."""
 
@@ -398,11 +401,14 @@ def broadcast_time(plan: Plan) -> float:
 
 
 def arrivals_s(plan: Plan) -> dict[str, float]:
-    """Receiver -> seconds until it has everything, if nothing else goes over the links.
+    """Receiver -> seconds until it has everything, if nothing else goes over the links."""
+    rates = _rates(plan)
 
-    Transfers of one card share it by their bytes, so that they end together; a link between sites likewise.
-    """
-    rate = _Rates(plan)
+    def forwarded(stream: Stream, above: str, name: str, ranges: Ranges) -> Stream:
+        piece = min(plan.piece_bytes, num_bytes(ranges))
+        trip_s = plan.links.round_trip_s(plan.peer(above), plan.peer(name))
+        return stream.forwarded(rates[above, name, ranges], trip_s, piece)
+
     ends_s = dict.fromkeys(plan.receivers, 0.0)
     streams: dict[str, list[tuple[int, Stream]]] = {}  # of a worker: what comes in, tree by tree
     for tree in plan.trees:
@@ -411,14 +417,14 @@ def arrivals_s(plan: Plan) -> dict[str, float]:
         came = {tree.root: Stream()}
         if tree.feeds:
             fed = [
-                (num_bytes(ranges), rate.forwarded(_whole(streams.get(name, [])), name, tree.root, ranges))
+                (num_bytes(ranges), forwarded(_whole(streams.get(name, [])), name, tree.root, ranges))
                 for name, ranges in tree.feeds
             ]
             came[tree.root] = _whole(fed)
             ends_s[tree.root] = max(ends_s[tree.root], *(stream.end_s(size, piece) for size, stream in fed))
             streams.setdefault(tree.root, []).append((nbytes, came[tree.root]))
         for name in _downwards(tree):
-            came[name] = rate.forwarded(came[tree.parents[name]], tree.parents[name], name, tree.ranges)
+            came[name] = forwarded(came[tree.parents[name]], tree.parents[name], name, tree.ranges)
             ends_s[name] = max(ends_s[name], came[name].end_s(nbytes, piece))
             streams.setdefault(name, []).append((nbytes, came[name]))
     return ends_s
@@ -433,33 +439,60 @@ def _whole(streams: Sequence[tuple[int, Stream]]) -> Stream:
     return Stream(max(stream.first_s for _, stream in streams), total / seconds if seconds else math.inf)
 
 
-class _Rates:
-    """What each transfer of a plan gets of cards and links."""
+def _rates(plan: Plan) -> dict[Transfer, float]:
+    """Bytes/s of each transfer.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._out, self._in, self._crossing = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
-        for tree in plan.trees:
-            edges = [(above, name, tree.nbytes) for name, above in tree.parents.items()]
-            for above, name, nbytes in edges + [(name, tree.root, num_bytes(ranges)) for name, ranges in tree.feeds]:
-                one, other = plan.peer(above), plan.peer(name)
-                if one.host != other.host:
-                    self._out[one.host] += nbytes
-                    self._in[other.host] += nbytes
-                    self._crossing[one.site, other.site] += nbytes
+    Those that share a card, or the link between two sites, share it by their bytes, so that they end together; what one
+    cannot use goes to the others (weighted max-min fairness).
+    """
+    room: dict[tuple[str, ...], float] = {}
+    users: dict[tuple[str, ...], list[Transfer]] = {}
+    over: dict[Transfer, list[tuple[str, ...]]] = {}
+    for transfer in _transfers(plan):
+        over[transfer] = []
+        for name, bytes_per_s in _ways(plan, transfer):
+            if bytes_per_s < math.inf:
+                room[name] = bytes_per_s
+                users.setdefault(name, []).append(transfer)
+                over[transfer].append(name)
+    rates = {transfer: math.inf for transfer, ways in over.items() if not ways}
+    waiting = {name: sum(num_bytes(ranges) for _, _, ranges in transfers) for name, transfers in users.items()}
+    narrowest = [(room[name] / waiting[name], name) for name in users]
+    heapq.heapify(narrowest)
+    while narrowest:
+        share, name = heapq.heappop(narrowest)
+        if waiting[name] and room[name] / waiting[name] > share:  # some of its users are held up elsewhere
+            heapq.heappush(narrowest, (room[name] / waiting[name], name))
+            continue
+        for transfer in users[name]:
+            if transfer not in rates:
+                nbytes = num_bytes(transfer[2])
+                rates[transfer] = share * nbytes
+                for way in over[transfer]:
+                    room[way] -= share * nbytes
+                    waiting[way] -= nbytes
+    return rates
 
-    def forwarded(self, stream: Stream, above: str, name: str, ranges: Ranges) -> Stream:
-        """``stream``, once it came from ``above`` to ``name``."""
-        links, one, other, nbytes = self._plan.links, self._plan.peer(above), self._plan.peer(name), num_bytes(ranges)
-        piece = min(self._plan.piece_bytes, nbytes)
-        if one.host == other.host:
-            return stream.forwarded(links.host_bytes_per_s, 0.0, piece)
-        link = links.bytes_per_s(one.site, other.site)
-        if one.site != other.site:
-            link *= nbytes / self._crossing[one.site, other.site]
-        out = links.card(one.host) * nbytes / self._out[one.host]
-        into = links.card(other.host) * nbytes / self._in[other.host]
-        return stream.forwarded(min(link, out, into), links.round_trip_s(one, other), piece)
+
+def _transfers(plan: Plan) -> Iterator[Transfer]:
+    for tree in plan.trees:
+        yield from ((name, tree.root, ranges) for name, ranges in tree.feeds)
+        yield from ((above, name, tree.ranges) for name, above in tree.parents.items())
+
+
+def _ways(plan: Plan, transfer: Transfer) -> Iterator[tuple[tuple[str, ...], float]]:
+    """What it goes over, and the bytes/s of that, which other transfers may share."""
+    above, name, ranges = transfer
+    links, one, other = plan.links, plan.peer(above), plan.peer(name)
+    if one.host == other.host:
+        yield (above, name), links.host_bytes_per_s
+        return
+    yield (one.host, "out"), links.card(one.host)
+    yield (other.host, "in"), links.card(other.host)
+    if one.site != other.site:
+        yield (one.site, other.site, "link"), links.bytes_per_s(one.site, other.site)
+    else:
+        yield (above, name, *map(str, ranges[0])), links.site_bytes_per_s
 
 
 def _downwards(tree: Tree) -> Iterator[str]:
