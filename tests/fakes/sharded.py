@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -145,20 +146,26 @@ def talk_beside(ranks: Ranks) -> list[bytes]:
         return (early or say()).result()
 
 
-def meet_with_other_layouts(rank: int, store: Path) -> str:
-    """What a rank says that meets one with another layout, as where ``auto`` finds less memory on one host."""
-    layout = Layout(data=2) if rank == 0 else Layout(tensor=2)
-    try:
-        RankGroup(rank, layout, FileStore(str(store), 2), device=torch.device("cpu"), timeout_s=60.0)
-    except RanksError as error:
-        return str(error)
+def meet_with_another(rank: int, store: Path, layout: Layout, *, torch_version: str = "") -> str:
+    """What a rank says that meets one with another ``layout``, as where ``auto`` finds less memory, or torch."""
+    with patch.object(torch, "__version__", torch_version or torch.__version__):
+        try:
+            RankGroup(rank, layout, FileStore(str(store), 2), device=torch.device("cpu"), timeout_s=60.0)
+        except RanksError as error:
+            return str(error)
     return ""
 
 
-def enter_talk_and_meet(ranks: Ranks, store: Path) -> tuple[str, list[bytes], str]:
+def enter_talk_and_meet(ranks: Ranks, directory: Path) -> tuple[str, list[bytes], str, str]:
     said, beside = enter_with_other_rows(ranks), talk_beside(ranks)
     ranks.close()
-    return said, beside, meet_with_other_layouts(ranks.rank, store)
+    layout, version = (Layout(data=2), "1.0") if ranks.rank == 0 else (Layout(tensor=2), "2.0")
+    return (
+        said,
+        beside,
+        meet_with_another(ranks.rank, directory / "layouts", layout),
+        meet_with_another(ranks.rank, directory / "versions", Layout(data=2), torch_version=version),
+    )
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:

@@ -64,14 +64,16 @@ def test_whatever_the_family_the_precision_and_what_is_recomputed(layout: Layout
     check(layout, LLAMA, Training(family="qwen2"), replace(QWEN3, double=False), *whole, LORA, LORA_OF_SOME)
 
 
-def test_peers_with_other_rows_or_another_layout_are_refused_and_those_beside_hear_nothing(tmp_path: Path):
-    found = run_layout(Layout(tensor=2), enter_talk_and_meet, tmp_path / "store")
-    said, beside, met = zip(*found, strict=True)
+def test_peers_with_other_rows_or_another_layout_or_torch_are_refused_and_those_beside_hear_nothing(tmp_path: Path):
+    found = run_layout(Layout(tensor=2), enter_talk_and_meet, tmp_path)
+    said, beside, layouts, versions = zip(*found, strict=True)
     assert said == tuple(f"rank {rank} has other rows of a round than its peers [{1 - rank}]" for rank in range(2))
     assert beside == ([b"rank 0", b"rank 1"],) * 2
-    for rank, words in enumerate(met):
-        pattern = rf"rank {rank} has torch .*, .*, rank {1 - rank} has torch .*set trainer\.parallel in numbers"
-        assert re.search(pattern, words), words
+    for rank in range(2):
+        pattern = rf"rank {rank} has torch .*; rank {1 - rank} has torch .*set trainer\.parallel.* where"
+        assert re.search(pattern, layouts[rank]), layouts
+        pattern = rf"rank {rank} has torch {rank + 1}\.0, .*; rank {1 - rank} has torch {2 - rank}\.0, .*install"
+        assert re.search(pattern, versions[rank]), versions
 
 
 @pytest.mark.parametrize(

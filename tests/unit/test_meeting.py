@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from transport.contracts.training_memory import Layout
 from transport.contracts.types import RunName
 from workers.errors import RanksError
-from workers.trainer.policy.ranks import MEETING, Meeting
+from workers.trainer.policy.ranks import MEETING, Meeting, RankGroup
 
 SOON_S = 30.0
 NOW_S = 0.5
@@ -62,6 +65,19 @@ async def test_what_the_broker_says_is_no_path(broker: MemoryBroker, tmp_path: P
     await broker.put_meta(MEETING, said)
     with pytest.raises(RanksError, match="found no rank 0"):
         await Meeting(broker, 1, 2, tmp_path).join(limit_s=NOW_S)
+
+
+def test_ranks_that_never_join_are_named(tmp_path: Path):
+    with pytest.raises(RanksError, match=r"rank 0 waited .* rank 1, rank 2 never joined: start 3, or"):
+        RankGroup(0, Layout(data=3), FileStore(str(tmp_path / "s"), 3), device=torch.device("cpu"), timeout_s=NOW_S)
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path: Path):
+    """As where the run's settings were replaced between their starts: each rank fetches them itself."""
+    store = FileStore(str(tmp_path / "store"), 2)
+    store.set("rank 1", f"torch {torch.__version__}, {Layout(data=2)}, cpu, settings 2")
+    with pytest.raises(RanksError, match=r"rank 0 has .* settings 1; rank 1 has .* settings 2: .* start all anew"):
+        RankGroup(0, Layout(data=2), store, device=torch.device("cpu"), timeout_s=SOON_S, alike="settings 1")
 
 
 async def test_a_rank_starts_over_with_the_next_rank_0_and_not_before(broker: MemoryBroker, tmp_path: Path):

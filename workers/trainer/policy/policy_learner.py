@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from transport.broker.base import Broker
-from transport.contracts.messages import WeightManifest
+from transport.contracts.messages import WeightManifest, encode
 from transport.contracts.settings import Settings, TrainerSettings
 from transport.contracts.types import RowId
 from transport.process.storage import Place
@@ -112,7 +112,12 @@ class PolicyLearner:
             device=device,
             join_timeout_s=liveness.startup_s,
             collective_timeout_s=HUNG * liveness.stall_s,
+            alike=f"{choose_dtype(self._settings.trainer.dtype, device)}, settings {self._settings_mark()}",
         )
+
+    def _settings_mark(self) -> str:
+        """The same for equal settings."""
+        return hashlib.blake2b(encode(self._settings), digest_size=4).hexdigest()
 
     async def follow(self) -> None:
         if self._meeting is not None:

@@ -7,15 +7,15 @@ slower rank still computes, or waits for, the others wait for under ``timeout_s`
 Rank 0 of a local trainer opens a meeting: a file of its own in a private directory of this machine, locked for as long
 as it lives, whose id it reports over the broker. The other ranks join by that id; nothing listens on a port for ranks
 that are to come. A rank that was replaced takes its seat again, which rank 0 sees, or opens another meeting, which the
-others see: then all start over together. Under torchrun its agent sees to all that.
+others see: then all start over together. Under torchrun, which several hosts need, its agents see to all that.
 
 Publishing runs beside training, over a process group of its own (``RankGroup.beside``): each of the two keeps the order
 of its own collectives, and there is none between them.
 
 Owns: the process groups; the meeting's files and what stands about it on the broker. Invariants: no rank joins a
 meeting whose rank 0 is gone; a rank starts over as soon as another one was replaced. Collectives of one machine use its
-loopback interface only; gloo and NCCL know no proof of who connects, so ranks of several machines belong on a network
-of their own (docs/security.md).
+loopback interface only, those of several the one towards rank 0; gloo and NCCL know no proof of who connects, so ranks
+of several machines belong on a network of their own (docs/security.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -40,6 +42,7 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from transport.broker.base import Broker
 from transport.contracts.training_memory import Layout
@@ -89,13 +92,17 @@ class RankGroup:
     """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``: see ``Ranks``."""
 
     def __init__(
-        self, rank: int, layout: Layout, store: Store | None, *, device: torch.device, timeout_s: float
+        self, rank: int, layout: Layout, store: Store, *, device: torch.device, timeout_s: float, alike: str = ""
     ) -> None:
-        """store: None for torchrun's own, which its environment names."""
+        """alike: what must be the same for all besides torch and the layout, for people.
+
+        Raises: RanksError: a rank never came, or has something else; no collective was entered.
+        """
         self.rank = rank
         self.layout = layout
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._check_alike(store, f"torch {torch.__version__}, {layout}, {device.type}{alike and ', '}{alike}")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -104,7 +111,6 @@ class RankGroup:
             timeout=self._timeout,
         )
         self._talk = Talk(rank, layout.num_ranks, device)
-        self._check_alike()
         self.beside = self._join_beside()
         places = torch.arange(layout.num_ranks).view(layout.pipeline, layout.data, layout.tensor)
         self._sizes: dict[str, int] = dict(zip(AXES, places.shape, strict=True))
@@ -112,15 +118,27 @@ class RankGroup:
         self.ends = self._join_lines(places[[0, -1]], 0) if layout.pipeline > 1 else None
         """The first and the last stage of this rank's pipeline; no group for a stage between them."""
 
-    def _check_alike(self) -> None:
-        """Raises RanksError: another rank has another torch, or another layout (its device has less memory, say)."""
-        own = f"torch {torch.__version__}, {self.layout}"
-        for rank, said in enumerate(self.gather(own.encode())):
-            if said != own.encode():
-                other = said.decode("utf-8", "replace")
+    def _check_alike(self, store: Store, own: str) -> None:
+        """Before the backend connects them, which for CPUs and GPUs is not the same.
+
+        Settings come from the broker; ranks can still differ where "auto" finds another device, precision or memory, or
+        where the settings were replaced between the starts of two ranks.
+        """
+        keys = [f"rank {rank}" for rank in range(self.layout.num_ranks)]
+        store.set(keys[self.rank], own)
+        try:
+            store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            missing = [key for key in keys if not store.check([key])]
+            raise RanksError(
+                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s for the others, of which "
+                f"{', '.join(missing)} never joined: start {len(keys)}, or set trainer.ranks to those there are"
+            ) from error
+        for key in keys:
+            if (other := store.get(key).decode("utf-8", "replace")) != own:
                 raise RanksError(
-                    f"rank {self.rank} has {own}, rank {rank} has {other}: install the same versions on all hosts, and "
-                    "set trainer.parallel in numbers where their devices differ"
+                    f"rank {self.rank} has {own}; {key} has {other}: install the same versions on all hosts, set "
+                    "trainer.parallel, trainer.device and trainer.dtype where their devices differ, and start all anew"
                 )
 
     def _join_beside(self) -> Talk:
@@ -206,27 +224,29 @@ async def meet_ranks(
     device: torch.device,
     join_timeout_s: float,
     collective_timeout_s: float,
+    alike: str,
 ) -> tuple[RankGroup, Meeting | None]:
     """Become one of the ranks of ``layout``, two or more. No meeting under torchrun, whose agent sees to the others.
 
     directory: where ranks of one machine meet.  join_timeout_s: for rank 0.  collective_timeout_s: for all to connect,
-    and later for a slower one.  Raises: RanksError: they did not come in time, or one was replaced meanwhile.
+    and later for a slower one.  alike: what must be the same for all.
+    Raises: RanksError: they did not come in time, are not alike, or one was replaced meanwhile.
     """
 
     world_size = layout.num_ranks
 
-    def group(store: Store | None) -> RankGroup:
+    def group(find: Callable[[], Store]) -> RankGroup:
         try:
-            return RankGroup(rank, layout, store, device=device, timeout_s=collective_timeout_s)
+            return RankGroup(rank, layout, find(), device=device, timeout_s=collective_timeout_s, alike=alike)
         except (dist.DistError, RuntimeError) as error:
             raise RanksError(f"rank {rank} of {world_size} could not join the others: {error}") from error
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return await in_torch(lambda: group(None)), None
+        return await in_torch(lambda: group(partial(_torchrun_store, rank, world_size, collective_timeout_s))), None
     meeting = Meeting(broker, rank, world_size, directory)
     await (meeting.open() if rank == 0 else meeting.join(limit_s=join_timeout_s))
     _stay_on_loopback()
-    joining = asyncio.ensure_future(in_torch(lambda: group(FileStore(str(meeting.store), world_size))))
+    joining = asyncio.ensure_future(in_torch(lambda: group(partial(FileStore, str(meeting.store), world_size))))
     following = asyncio.create_task(meeting.follow(), name="follow ranks")
     try:
         await asyncio.wait({joining, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,13 +257,43 @@ async def meet_ranks(
         await asyncio.gather(joining, following, return_exceptions=True)
 
 
-def _stay_on_loopback() -> None:
-    """Have gloo and NCCL of this process use the loopback interface, unless its owner chose another.
+def _torchrun_store(rank: int, world_size: int, timeout_s: float) -> Store:
+    """That of its agents, which its environment names."""
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # host
+        _stay_on_loopback()
+    else:
+        _use_interface_towards(os.environ["MASTER_ADDR"])
+    store, *_ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
+    return store
 
-    By themselves they listen on the address that the host's name resolves to, which is often one of the network's.
+
+def _stay_on_loopback() -> None:
+    """By themselves gloo and NCCL listen on the address of the host's name, which is often one of the network's."""
+    _use_interface(is_loopback)
+
+
+def _use_interface_towards(host: str) -> None:
+    """The one on whose network rank 0's ``host`` is: the host's own name is often that of another, or of loopback.
+
+    Raises: RanksError: there is no such host, or no way to it.
     """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # which sends nothing, and chooses the way
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise RanksError(
+            f"rank 0's host {host} cannot be reached from here ({error}): give torchrun of each host --local-addr with "
+            "an address of it that the others reach"
+        ) from error
+    _use_interface(lambda address: address == own)
+
+
+def _use_interface(is_its: Callable[[str], bool]) -> None:
+    """Have gloo and NCCL of this process use the interface with such an address, unless its owner chose one."""
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(is_loopback(address.address) for address in addresses):
+        if any(is_its(address.address) for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
