@@ -1,6 +1,7 @@
 """One generation worker with a fake engine on an in-memory broker, and what a test does to it."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
@@ -39,7 +40,7 @@ from workers.generation import worker as worker_module
 from workers.generation.worker import GenerationWorker
 
 ME = WorkerId("generate-0.1")
-V1, V2 = WeightIdentity(epoch=1, version=1), WeightIdentity(epoch=1, version=2)
+V1, V2, V3 = (WeightIdentity(epoch=1, version=version) for version in (1, 2, 3))
 PROMPT = np.array([5, 6, 7], np.int32)
 SETTINGS = msgspec.convert(
     {
@@ -52,21 +53,30 @@ SETTINGS = msgspec.convert(
 
 
 class FakePuller:
-    """Gives tensors, or fails; ``open`` says whether a context is open."""
+    """Gives tensors, or fails; ``held`` says whose contexts are open."""
 
     def __init__(self):
-        self.pulled, self.open, self.error = [], False, None
+        self.pulled, self.held, self.error = [], [], None
+        self._changed = threading.Condition()
+
+    def wait_until(self, holds):
+        with self._changed:
+            assert self._changed.wait_for(holds, 30)
 
     @contextmanager
     def pull(self, manifest):
         if self.error:
             raise self.error
-        self.pulled.append(manifest.weights)
-        self.open = True
+        with self._changed:
+            self.held.append(manifest.weights)
+            self.pulled.append(manifest.weights)
+            self._changed.notify_all()
         try:
             yield {"w": torch.full((2,), float(manifest.weights.version))}
         finally:
-            self.open = False
+            with self._changed:
+                self.held.remove(manifest.weights)
+                self._changed.notify_all()
 
 
 class RenewalCounter(MemoryBroker):
@@ -129,6 +139,10 @@ class World:
     async def manifest(self, weights):
         manifest = WeightManifest(weights=weights, tensors=(), total_bytes=0, sources=(), host="here")
         await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
+
+    async def until_held(self, *weights):
+        """Wait until these versions, and no other, are brought in."""
+        await asyncio.to_thread(self.puller.wait_until, lambda: self.puller.held == list(weights))
 
     async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
         """The next ``count`` events of these kinds; others before them are skipped."""

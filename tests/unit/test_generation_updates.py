@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.fakes.generation_world import ME, V1, V2, World, running
+from tests.fakes.generation_world import ME, V1, V2, V3, World, running
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.contracts.messages import (
@@ -22,18 +22,40 @@ from workers.weights import updates as updates_module
 async def test_weights_are_pulled_loaded_and_told():
     async with running() as world:
         await world.manifest(V1)
-        await world.manifest(V2)
         await world.command(LoadWeights(worker_id=ME, weights=V1))
         (loaded,) = await world.events(1)
         assert isinstance(loaded, WeightsLoaded)
         assert loaded.weights == V1
         ((weights, tensors),) = world.engine.loaded
         assert (weights, tensors["w"].tolist()) == (V1, [1.0, 1.0])
-        assert not world.puller.open
+        assert world.puller.held == []
         assert world.worker.activity().weights == V1
         await world.command(LoadWeights(worker_id=ME, weights=V1))  # what is served already is only said again
         await world.events(1)
         assert world.puller.pulled == [V1]
+
+
+async def test_the_newest_version_is_brought_in_while_the_old_one_serves():
+    async with running() as world:
+        await world.manifest(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.events(1)
+        for weights in (V2, V3):
+            await world.manifest(weights)
+            await world.until_held(weights)  # what it replaced is given back
+        assert world.worker.activity().weights == V1
+        await world.command(LoadWeights(worker_id=ME, weights=V3))
+        (loaded,) = await world.events(1)
+        assert (type(loaded), loaded.weights) == (WeightsLoaded, V3)
+        assert world.puller.pulled == [V1, V2, V3], "not pulled again"
+        assert world.puller.held == []
+
+
+async def test_what_was_brought_in_is_given_back_when_the_worker_ends():
+    async with running() as world:
+        await world.manifest(V1)
+        await world.until_held(V1)
+    await world.until_held()
 
 
 async def test_a_load_waits_for_a_manifest_that_comes_late():
@@ -73,21 +95,21 @@ async def test_nobody_waits_for_a_manifest_that_a_newer_one_has_overtaken():
 @pytest.mark.parametrize("where", ["puller", "engine"])
 async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
     async with running() as world:
-        for weights in (V1, V2):
-            await world.manifest(weights)
+        await world.manifest(V1)
         await world.command(LoadWeights(worker_id=ME, weights=V1))
         await world.events(1)
         if where == "puller":
             world.puller.error = ChecksumError("bytes of w are wrong")
         else:
             world.engine.load_error = WeightsMismatchError("missing: w")
+        await world.manifest(V2)
         await world.command(LoadWeights(worker_id=ME, weights=V2))
         (failed,) = await world.events(1)
         assert isinstance(failed, WeightsFailed)
         assert failed.weights == V2
         assert "w" in failed.reason
         assert world.worker.activity().weights == V1
-        assert not world.puller.open
+        assert world.puller.held == []
 
 
 async def test_of_several_loads_at_once_only_the_last_is_taken():
@@ -98,7 +120,7 @@ async def test_of_several_loads_at_once_only_the_last_is_taken():
     task = asyncio.create_task(world.worker.run())
     (loaded,) = await world.events(1)
     assert loaded.weights == V2
-    assert world.puller.pulled == [V2]
+    assert world.puller.pulled == [V2], "it is the only one that is brought in, too"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

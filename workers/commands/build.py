@@ -123,8 +123,8 @@ async def generation_worker(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedLink
 
-        link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, clock, secret=secret)
-        return GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths, beside=link.watch)
+        link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, secret=secret)
+        return GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
     from workers.models import stop_token_ids
     from workers.weights.pull import WeightPuller
 

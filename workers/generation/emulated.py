@@ -22,13 +22,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from transport.broker import keys
-from transport.broker.base import ZERO_ID, Broker
 from transport.contracts.continuous_batching import ContinuousBatching, DecodeCost, Sample
-from transport.contracts.messages import WeightManifest, manifest_decoder
+from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
-from transport.errors import MessageError
 from transport.process.clock import Clock
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
@@ -190,43 +187,17 @@ class EmulatedEngine:
 
 # --- the link ---------------------------------------------------------------------------------------------------------
 
-KEPT = 64
-"""Versions whose arrival is remembered; a worker loads one of the newest."""
-
 
 class EmulatedLink:
-    """A Puller (workers/weights): a version sets out when it is published and arrives ``transfer_s`` (ours) later.
+    """A Puller (workers/weights): every version takes ``transfer_s`` (ours), and its bytes are checked."""
 
-    Generation goes on meanwhile, as in the papers (StreamRL sec. 4.1, AsyncFlow sec. 4.2.2): a load waits for what is
-    still on its way. What was not seen on the log sets out when it is asked for, so a load is never early.
-    """
-
-    def __init__(self, transfer_s: float, clock: Clock, *, secret: bytes = b"") -> None:
+    def __init__(self, transfer_s: float, *, secret: bytes = b"") -> None:
         self._transfer_s = transfer_s
-        self._clock = clock
         self._puller = WeightPuller(secret=secret)
-        self._arrives_s: dict[WeightIdentity, float] = {}
-
-    async def watch(self, broker: Broker) -> None:
-        """Let every version that is published set out, forever."""
-        cursor = ZERO_ID
-        while True:
-            for entry in await broker.read(keys.WEIGHTS, cursor, count=64, wait_s=1.0):
-                cursor = entry.entry_id
-                try:
-                    self._arrival_s(manifest_decoder.decode(entry.entry.payload).weights)
-                except MessageError:
-                    continue  # it is reported where it is loaded
-
-    def _arrival_s(self, weights: WeightIdentity) -> float:
-        arrives_s = self._arrives_s.setdefault(weights, self._clock.now_s() + self._transfer_s)
-        while len(self._arrives_s) > KEPT:
-            del self._arrives_s[next(iter(self._arrives_s))]
-        return arrives_s
 
     @contextmanager
     def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
         """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
-        time.sleep(max(0.0, self._arrival_s(manifest.weights) - self._clock.now_s()))
+        time.sleep(self._transfer_s)
         with self._puller.opened(manifest):
             yield {}

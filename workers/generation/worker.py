@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,7 +261,6 @@ class GenerationWorker:
         stop_token_ids: Sequence[int] = (),
         lengths: ForcedLengths | None = None,
         rows: RowStore | None = None,
-        beside: Callable[[Broker], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._broker = broker
         self._rows = rows or RowStore(broker)
@@ -270,7 +269,6 @@ class GenerationWorker:
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._lengths = lengths
-        self._beside = beside
         self._leases = Leases(
             broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
         )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
@@ -293,11 +291,10 @@ class GenerationWorker:
                     "claim": self._claim(self._info),
                     "publish": self._publish(),
                     "follow": self._follow(),
+                    "prefetch": self._updates.prefetch(),
                     "report": self._report(),
                     "renew": self._leases.keep(self._stop),
                 }
-                if self._beside:
-                    named["beside"] = self._beside(self._broker)
                 loops = [group.create_task(loop, name=name) for name, loop in named.items()]
                 await self._drained.wait()
                 for loop in loops:

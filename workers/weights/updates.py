@@ -1,7 +1,14 @@
-"""New weights for an engine: find their manifest, pull the bytes, load them, and report how it went.
+"""New weights for an engine: bring them in while the old ones serve, load them when told to, report how it went.
+
+    weights log ─► prefetch: pull the newest, and keep it ──┐
+    LoadWeights ─────────────────────────► load: ◄──────────┘  or pull what is asked for
+
+A version is on its way as soon as its manifest is there, whatever the worker generates meanwhile; a load waits for what
+is still to come of it, and the switch itself is the engine's. The newest wins: it replaces what was brought in and not
+loaded. Until it is loaded or replaced, a worker holds one version beside the engine's.
 
 Owns: which weights the engine serves, as this worker knows it. Never: decides which to load (the core commands it).
-Invariant: WeightsLoaded is reported only once the engine serves what was asked for.
+Invariants: WeightsLoaded is reported only once the engine serves what was asked for; one pull at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -47,6 +55,19 @@ class TakesWeights(Protocol):
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
+@dataclass(slots=True)
+class Pulled:
+    """A version that is here. tensors: valid until ``close``; nobody else keeps them, or their memory stays mapped."""
+
+    weights: WeightIdentity
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        self.tensors = {}
+        self.stack.close()
+
+
 class WeightUpdates:
     """Takes the engine of one worker from one version to the next."""
 
@@ -56,22 +77,71 @@ class WeightUpdates:
         self._puller = puller
         self._worker_id = worker_id
         self._clock = clock
+        self._pulling = asyncio.Lock()
+        self._ahead: Pulled | None = None
         self.served: WeightIdentity | None = None
         self.loading = False
+
+    async def prefetch(self) -> None:
+        """Bring in each newest version, forever. What fails here is reported when it is to be loaded."""
+        cursor = ZERO_ID
+        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
+        try:
+            while True:
+                cursor = entries[-1].entry_id if entries else cursor
+                if manifests := [manifest for entry in entries if (manifest := read_manifest(entry))]:
+                    await self._bring(manifests[-1])
+                entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
+        finally:
+            self._drop()
+
+    async def _bring(self, manifest: WeightManifest) -> None:
+        async with self._pulling:
+            held = self._ahead.weights if self._ahead is not None else None
+            if manifest.weights in (self.served, held):
+                return
+            self._drop()
+            try:
+                self._ahead = await self._pull(manifest)
+            except LOAD_FAILURES as error:
+                log.info("weights not brought in ahead", weights=str(manifest.weights), reason=str(error))
+
+    async def _pull(self, manifest: WeightManifest) -> Pulled:
+        """A thread cannot be stopped: what one brings in after its task was is given back then."""
+        pulled = Pulled(manifest.weights)
+        entering = asyncio.ensure_future(asyncio.to_thread(pulled.stack.enter_context, self._puller.pull(manifest)))
+        try:
+            pulled.tensors = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            entering.add_done_callback(lambda done: done.cancelled() or done.exception() or pulled.close())
+            raise
+        return pulled
+
+    def _drop(self) -> None:
+        if (ahead := self._take(None)) is not None:
+            ahead.close()
+
+    def _take(self, weights: WeightIdentity | None) -> Pulled | None:
+        """What was brought in, if it is ``weights``, None: whatever it is. It is the caller's now."""
+        ahead = self._ahead
+        if ahead is None or weights not in (None, ahead.weights):
+            return None
+        self._ahead = None
+        return ahead
 
     async def load(self, weights: WeightIdentity) -> WeightsLoaded | WeightsFailed:
         """Make the engine serve ``weights``. Returns the event to report, also where it is served already."""
         started_s, self.loading = self._clock.now_s(), True
         try:
-            if weights != self.served:
-                manifest = await self._manifest(weights)
-                with ExitStack() as stack:
-                    # No name here for the views: one that outlived the context would keep their memory mapped.
-                    await self._engine.load_weights(
-                        weights, await asyncio.to_thread(stack.enter_context, self._puller.pull(manifest))
-                    )
-                self.served = weights
-                faults.point("generate.weights_loaded")
+            async with self._pulling:
+                if weights != self.served:
+                    pulled = self._take(weights) or await self._pull(await self._manifest(weights))
+                    try:
+                        await self._engine.load_weights(weights, pulled.tensors)
+                    finally:
+                        pulled.close()
+                    self.served = weights
+                    faults.point("generate.weights_loaded")
         except LOAD_FAILURES as error:
             log.warning("weights not loaded", weights=str(weights), reason=str(error))
             return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
