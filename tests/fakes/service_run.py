@@ -97,7 +97,7 @@ class ServiceRun:
         clock = clock or MonotonicClock()
         engine = EmulatedEngine(self.settings.emulated, 64, clock)
         broker, worker_id = self.broker(), WorkerId(name)
-        link = EmulatedLink(0.0, clock)
+        link = EmulatedLink(0.0)
         self._run(
             worker_id, WorkerKind.GENERATE, GenerationWorker(broker, engine, self.settings, worker_id, link, clock)
         )
