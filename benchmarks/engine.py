@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.generation.embedded.engine import load_model
+from workers.generation.embedded.forward import cache_argument
 from workers.generation.embedded.slots import SlotDecoder
 from workers.generation.engine import BASE_WEIGHTS, Completion, GenerationRequest
 from workers.models import model_cache, prepare_model
@@ -205,8 +206,8 @@ def in_flight_error(directory: Path, prompt: NDArray[np.int32], *, before: int =
             cache, logits = DynamicCache(config=old.config), list[torch.Tensor]()
             seen = len(prompt) + switch - 1 if switch else 0
             if seen:
-                logits.append(old(ids[:, :seen], past_key_values=cache, use_cache=True).logits[0])
-            logits.append(new(ids[:, seen:-1], past_key_values=cache, use_cache=True).logits[0])
+                logits.append(old(ids[:, :seen], **{cache_argument(old): cache}, use_cache=True).logits[0])
+            logits.append(new(ids[:, seen:-1], **{cache_argument(old): cache}, use_cache=True).logits[0])
             expected = picked(torch.cat(logits)[len(prompt) - 1 :], ids[0, len(prompt) :])
             errors.append(float(np.abs(expected - result.logprobs).max()))
     return max(errors)

@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from workers.generation.embedded.forward import cache_argument
+
 transformers_logging.disable_progress_bar()  # its monitor thread would outlive the test
 
 VOCAB = 97
@@ -100,8 +102,8 @@ def two_phase_logprobs(
     seen = len(prompt) + switch - 1
     with torch.inference_mode():
         cache = DynamicCache(config=old.config)
-        before = old(ids[:, :seen], past_key_values=cache, use_cache=True).logits[0, len(prompt) - 1 :]
-        after = new(ids[:, seen:-1], past_key_values=cache, use_cache=True).logits[0]
+        before = old(ids[:, :seen], **{cache_argument(old): cache}, use_cache=True).logits[0, len(prompt) - 1 :]
+        after = new(ids[:, seen:-1], **{cache_argument(old): cache}, use_cache=True).logits[0]
     return _picked(torch.cat([before, after]).float(), response, 1.0)
 
 

@@ -13,6 +13,7 @@ ModuleForward, which is slower and computes the same numbers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -352,6 +353,7 @@ class ModuleForward:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
         self._model = cast(Any, model)
+        self._cache_argument = cache_argument(model)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, kv: SlotKV) -> torch.Tensor:
@@ -362,7 +364,7 @@ class ModuleForward:
         for prompt in batch.prompts:
             cache = DynamicCache(config=self._model.config)
             ids = batch.token_ids[None, prompt.start : prompt.stop]
-            out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self._model(input_ids=ids, **{self._cache_argument: cache}, use_cache=True, logits_to_keep=1)
             logits.append(out.logits[:, -1])
             for index, layer in enumerate(cast(Any, cache).layers):
                 kv.fill(index, prompt.slots, layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
@@ -374,10 +376,15 @@ class ModuleForward:
             input_ids=token_ids[:, None],
             position_ids=positions[:, None],
             attention_mask=inside[:, None, None],  # 4-D: transformers passes it on as it is
-            past_key_values=_SlotCache(kv, positions, tokens),
+            **{self._cache_argument: _SlotCache(kv, positions, tokens)},
             use_cache=True,
         )
         return out.logits[:, -1]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """How ``model`` calls its keys and values: since transformers 5.24 "cache", and the older name only warns."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _SlotCache(Cache):
