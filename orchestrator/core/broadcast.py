@@ -159,6 +159,7 @@ class Plan:
     links: Links
     piece_bytes: int
     trees: tuple[Tree, ...]
+    most_trees: int = 8
 
     @property
     def everything(self) -> Ranges:
@@ -178,13 +179,45 @@ class Plan:
         return tuple(found)
 
 
+MOST_TURNED_TO = 6
+
+
+def routes(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Worker -> those it asks for a version, one after another; () where only a source of the plan is left to ask.
+
+    The first is whom it pulls from. Should that one be dead, its first child takes its place as in ``reattach``: the
+    others turn to that child, and it turns to whom the dead one pulled from. Nobody waits for itself: who is above
+    turns only further up. For plans of one tree a site.
+    """
+    above = {name: pulls[0].source for name in plan.receivers if (pulls := plan.pulls(name))}
+    heirs: dict[str, str] = {}
+    for name, parent in above.items():
+        heirs.setdefault(parent, name)
+    found: dict[str, tuple[str, ...]] = {}
+    for name in plan.receivers:
+        turned_to: list[str] = []
+        at = name
+        while (parent := above.get(at, "")) in plan.receivers and len(turned_to) < MOST_TURNED_TO:
+            turned_to += [parent] if heirs[parent] == at else [parent, heirs[parent]]
+            at = parent
+        found[name] = tuple(turned_to)
+    return found
+
+
 def plan_broadcast(
-    parts: Sequence[int], sources: Sequence[Source], receivers: Sequence[Peer], links: Links, *, piece_bytes: int
+    parts: Sequence[int],
+    sources: Sequence[Source],
+    receivers: Sequence[Peer],
+    links: Links,
+    *,
+    piece_bytes: int,
+    most_trees: int | None = None,
 ) -> Plan:
     """The trees of a version.
 
     Args:    parts: bytes of each part, at least one.  sources: who has them, the one to send to other sites first.
              receivers: in an order that stays the same from version to version.  piece_bytes: what is verified at once.
+             most_trees: of a site for one that roots them.
     Returns: the same plan for the same input.
     Raises:  ValueError: a part without bytes or without a source, or a name that is given twice.
     """
@@ -201,6 +234,7 @@ def plan_broadcast(
         receivers={peer.name: peer for peer in receivers},
         links=links,
         piece_bytes=piece_bytes,
+        most_trees=MOST_TREES if most_trees is None else most_trees,
         trees=(),
     )
     sites = dict.fromkeys(peer.site for peer in receivers)
@@ -275,12 +309,12 @@ WIDEST = 64  # of a tree that is no star; beyond it depth shrinks by little
 MOST_TREES = 8  # of a site, unless there are more ranks to root them at
 
 
-def _shapes(hosts: int, roots: int) -> Iterator[Shape]:
+def _shapes(hosts: int, most_trees: int) -> Iterator[Shape]:
     fanouts = [*(1 << power for power in range(WIDEST.bit_length()) if 1 << power < hosts), hosts]
     for fanout in fanouts:
         for top in dict.fromkeys((1, fanout)):
             yield Shape(top, fanout)
-            if 1 < fanout <= MOST_TREES // roots:
+            if 1 < fanout <= most_trees:
                 yield Shape(top, fanout, fanout)
 
 
@@ -290,7 +324,7 @@ def _best_shape(
     """The shape that is predicted to take the least time. entry: how bytes come to a root that is a gateway."""
     rooted = {root.host for root in roots}
     others = [host for host in hosts if host not in rooted]
-    shapes = _shapes(max(1, len(others)), 1 if entry is None else MOST_TREES) if others else [Shape(1, 1)]
+    shapes = _shapes(max(1, len(others)), plan.most_trees if entry is None else 1) if others else [Shape(1, 1)]
     cards = sorted((plan.links.card(host) for host in others), reverse=True)
     cards = [card for card in cards if card >= cards[0] / 2]
     root_card = min(plan.links.card(host) for host in rooted)

@@ -67,6 +67,7 @@ from orchestrator.loop.intake import (
 )
 from orchestrator.loop.prompt_server import PromptServer
 from orchestrator.loop.ranking import Ranking, open_ranker
+from orchestrator.loop.routes import route_weights
 from orchestrator.loop.watchdog import Watchdog
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
 from orchestrator.observability.http.status import PageHistory, StatusBoard, publish_status
@@ -347,6 +348,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
         run("tick", tick(inbox))
         run("usage", watch_usage(broker, fence, inbox))
         run("membership", membership.watch(inbox, state.pipeline.fleet.ids))
+        if settings.tensors.relay:
+            run("routes", route_weights(broker))
         run("prompts", prompts.run(inbox))
         run("planner", planner.run(inbox))
         run("executor", executor.run())

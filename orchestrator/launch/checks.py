@@ -33,6 +33,7 @@ from transport.errors import LengthFileError, ListenError, SecretError
 from transport.process.programs import ending_with_this_process, python_module
 from transport.process.storage import prepare
 from transport.tensors.base import Endpoint, parse_ports
+from transport.tensors.ucx import is_installed
 from transport.tensors.wire import ChannelServer
 
 PREPARING_S = 60.0
@@ -79,6 +80,9 @@ async def check_places(settings: Settings) -> None:
         raise ConfigError(f"tensors.ports: {error}", key="tensors.ports") from error
     except SecretError as error:
         raise ConfigError(f"tensors.host: {error}", key="tensors.host") from error
+    if tensors.ucx == "on" and not is_installed():
+        hint = "install it with: pip install 'streamrl[ucx]', or set it to \"auto\""
+        raise ConfigError(f"tensors.ucx: UCX is not installed; {hint}", key="tensors.ucx")
     if generation.engine_url:
         try:
             await _connect_to(generation.engine_url)

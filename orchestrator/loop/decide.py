@@ -163,7 +163,8 @@ class Trimmer:
     """Frees what nothing reads again, so that the broker does not grow with the length of a run.
 
         events             up to the snapshot before the last: the journal has them, on the disk
-        weights, control   all but the newest: only the newest version is ever loaded, and a load replaces those before
+        weights, routes    all but the newest: only the newest version is ever loaded
+        control            the same: a load replaces those before
         plans, control     of workers that were gone at the last two snapshots: their groups went to others long ago
 
     It frees at most what was superfluous at the snapshot before, so that a slow reader still finds it. Rounds are
@@ -189,7 +190,7 @@ class Trimmer:
             await self._broker.delete_stream(stream)
         self._gone = gone
         control = [keys.control(worker) for worker in workers]
-        for log in (keys.WEIGHTS, *control):
+        for log in (keys.WEIGHTS, keys.ROUTES, *control):
             if streams.get(log, 0) > 2 * KEPT_ENTRIES:
                 newest = await self._broker.tail(log, count=KEPT_ENTRIES + 1)
                 await self._broker.trim(log, newest[0].entry_id)

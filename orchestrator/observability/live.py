@@ -335,6 +335,6 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             str(worker["running"] or ""),
             str(worker["waiting"] or ""),
             f"{worker['tokens_per_s']:.0f}" if worker.get("tokens_per_s") else "",
-            str(worker["weights"]),
+            " ".join(filter(None, (str(worker["weights"]), worker.get("way", "")))),
         )
     return table

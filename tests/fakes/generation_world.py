@@ -58,6 +58,7 @@ class FakePuller:
     def __init__(self):
         self.pulled, self.held, self.error = [], [], None
         self._changed = threading.Condition()
+        self.way = ""
 
     def wait_until(self, holds):
         with self._changed:

@@ -27,6 +27,7 @@ from transport.rows.segments import Range, name_of_sent
 from transport.rows.units import Allocate, Keep, Put, StorageUnit, UnitClient, UnitRequest
 from transport.tensors.base import Address, Deadline, Endpoint, host_id, parse_address
 from transport.tensors.manifest import checksum
+from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.tcp import ReadRange, ServedStore, reader_for
 from transport.tensors.wire import Hello, Proof, Refused, connect
 
@@ -62,9 +63,11 @@ class Servers:
         finally:
             client.close()
         pulled = reader_for(self.weights, SECRET).open(self.weights, len(CONTENT), Deadline(ANSWER_S))
-        if bytes(pulled.buffer) != CONTENT:
-            raise CheckFailedError("other weights")
+        received = bytearray(len(CONTENT))
+        Receiving([Stretch(0, len(CONTENT), lambda: memoryview(received), lambda _: None)]).take(pulled)
         pulled.close()
+        if received != CONTENT:
+            raise CheckFailedError("other weights")
 
 
 @contextmanager

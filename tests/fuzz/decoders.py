@@ -144,7 +144,7 @@ DECODERS: dict[str, Decoder] = {
     "model identity": _of_message(messages.MessageDecoder(ModelIdentity), ModelIdentity),
     "hello": _of_message(wire._hello_decoder, wire.Hello),
     "proof": _of_message(wire._proof_decoder, wire.Proof | wire.Refused),
-    "tensor request": _of_message(tcp._request_decoder, tcp.ReadRange),
+    "tensor request": _of_message(tcp.read_range_decoder, tcp.ReadRange),
     "tensor answer": _of_message(tcp._answer_decoder, tcp.RangeFollows | wire.Refused),
     "unit request": _of_message(units._request_decoder, units.UnitRequest),
     "unit values": _of_message(units._values_decoder, units.Values | wire.Refused),

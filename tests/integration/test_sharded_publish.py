@@ -25,6 +25,7 @@ from transport.contracts.training_memory import Layout
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.errors import MessageError
 from transport.process.clock import MonotonicClock
+from transport.tensors.base import TimeLimit
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.models import random_model
@@ -42,7 +43,7 @@ def publish_and_check(
     manifest = publisher.publish(2, 1, tensors, torch.bfloat16, ranks)
     alone = WeightPublisher("alone-test", directory / f"alone-{ranks.rank}")
     assert manifest.weights.digest == alone.publish(2, 1, order_of(manifest, dense), torch.bfloat16).weights.digest
-    with WeightPuller(deadline_s=60).pull(manifest) as pulled:
+    with WeightPuller(limit=TimeLimit(60)).pull(manifest) as pulled:
         assert pulled.keys() == dense.keys()
         for name, tensor in dense.items():
             assert torch.equal(pulled[name], tensor.detach().bfloat16()), name
@@ -119,7 +120,7 @@ def serve_published(ranks: Ranks, directory: Path) -> None:
     publisher = WeightPublisher("served-test", directory / str(ranks.rank))
     manifest = publisher.publish(1, 1, dict(model.named_parameters()), torch.float32, ranks)
     if ranks.rank == 0:
-        with WeightPuller(deadline_s=60).pull(manifest) as tensors:
+        with WeightPuller(limit=TimeLimit(60)).pull(manifest) as tensors:
             of_parts = asyncio.run(generated(directory / "model", manifest.weights, tensors))
         of_dense = asyncio.run(generated(directory / "model", manifest.weights, dense))
         assert of_parts == of_dense

@@ -23,9 +23,10 @@ import os, sys
 from transport.contracts.messages import manifest_decoder
 from transport.process.secret import SHARED_SECRET, read_secret
 from transport.errors import StreamError
+from transport.tensors.base import TimeLimit
 from workers.weights.pull import WeightPuller
 manifest = manifest_decoder.decode(open(sys.argv[1], "rb").read())
-puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode(), deadline_s=10)
+puller = WeightPuller(secret=read_secret(os.environ, SHARED_SECRET).encode(), limit=TimeLimit(10))
 try:
     with puller.pull(manifest) as tensors:
         print(tensors["weight"].sum().item())

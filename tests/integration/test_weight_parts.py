@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tests.fakes.rank_threads import ThreadRank, on_ranks
 from transport.contracts.messages import WeightManifest, encode, manifest_decoder
 from transport.errors import ChecksumError, PeerUnavailableError, SegmentSpaceError
-from transport.tensors.base import host_id
+from transport.tensors.base import TimeLimit, host_id
 from transport.tensors.pieces import Box, whole
 from workers.generation.server.upkeep import hold
 from workers.weights import publish
@@ -106,7 +106,7 @@ def over(manifest: WeightManifest, scheme: str) -> WeightManifest:
 
 
 def pulled(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    with WeightPuller(deadline_s=20).pull(manifest) as tensors:
+    with WeightPuller(limit=TimeLimit(20)).pull(manifest) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -175,7 +175,7 @@ def test_any_layout_arrives_as_the_dense_tensor_and_so_does_any_box_of_it(
         manifest = fleet.publish(ranks, dtype=torch.float32)
         assert torch.equal(pulled(manifest)["t"], tensor)
         for scheme in ("shm://", "tcp://"):
-            with WeightPuller(deadline_s=20).pull(over(manifest, scheme), wanted={"t": wanted}) as some:
+            with WeightPuller(limit=TimeLimit(20)).pull(over(manifest, scheme), wanted={"t": wanted}) as some:
                 assert torch.equal(some["t"], tensor[wanted.slices(origin)])
     finally:
         fleet.close()
@@ -185,7 +185,7 @@ def test_only_parts_that_hold_something_wanted_are_asked(fleet: Fleet) -> None:
     manifest = fleet.publish(split(dense()), dtype=torch.float32)
     fleet.publishers[3].close()  # has columns [6, 8), the last quarter of "both", and was given the norm to write
     wanted = {"columns": Box((1, 1), (4, 4)), "embedding": Box((4, 2), (3, 3))}
-    with WeightPuller(deadline_s=5).pull(manifest, wanted=wanted) as some:
+    with WeightPuller(limit=TimeLimit(5)).pull(manifest, wanted=wanted) as some:
         assert some.keys() == wanted.keys()
         assert torch.equal(some["columns"], dense()["columns"][1:5, 1:5])
         assert torch.equal(some["embedding"], dense()["embedding"][4:7, 2:5])
@@ -265,7 +265,7 @@ def test_what_a_server_holds_of_a_version_in_parts_is_one_range_with_the_same_di
 
 def test_parts_serve_where_the_manifests_own_source_does_not(fleet: Fleet) -> None:
     manifest = fleet.publish(split(dense()))
-    expect(pulled(replace(manifest, sources=(f"shm://{host_id()}/proc/1/fd/999",))), dense(), torch.bfloat16)
+    expect(pulled(replace(manifest, sources=(f"shm://{host_id()}/proc/1/fd/999@1",))), dense(), torch.bfloat16)
 
 
 def test_chunks_end_anywhere_in_a_row(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

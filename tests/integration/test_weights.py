@@ -24,7 +24,7 @@ from transport.contracts.messages import (
 from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.process.clock import MonotonicClock
-from transport.tensors.base import Endpoint
+from transport.tensors.base import Endpoint, TimeLimit
 from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
 from workers.weights.publish import CHUNK_ELEMENTS, WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -55,7 +55,7 @@ def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
 
 
 def pulled(manifest: WeightManifest, puller: WeightPuller | None = None) -> dict[str, torch.Tensor]:
-    with (puller or WeightPuller(deadline_s=10)).pull(manifest) as tensors:
+    with (puller or WeightPuller(limit=TimeLimit(10))).pull(manifest) as tensors:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_secret_and_a_foreign_manifest_are_named(tmp_path: Path) -> None
     publisher = WeightPublisher("secret-test", tmp_path, endpoint=Endpoint(secret=RIGHT))
     manifest = publisher.publish(1, 0, policy(), torch.bfloat16)
     with pytest.raises(PeerRejectedError):
-        pulled(only(manifest, "tcp://"), WeightPuller(secret=RIGHT[::-1], deadline_s=5))
+        pulled(only(manifest, "tcp://"), WeightPuller(secret=RIGHT[::-1], limit=TimeLimit(5)))
     assert pulled(only(manifest, "tcp://"), WeightPuller(secret=RIGHT))
     with pytest.raises(MessageError):
         pulled(replace(manifest, total_bytes=64))
@@ -180,7 +180,7 @@ async def test_a_worker_passes_over_what_is_no_manifest_and_loads_the_next(publi
     server = MemoryServer()
     broker = MemoryBroker(server, RunName("run"))
     updates = WeightUpdates(
-        broker, FakeEngine(), WeightPuller(deadline_s=10), WorkerId("generate-0.1"), MonotonicClock()
+        broker, FakeEngine(), WeightPuller(limit=TimeLimit(10)), WorkerId("generate-0.1"), MonotonicClock()
     )
     good = publisher.publish(1, 1, policy(), torch.float32)
     bad = replace(good.tensors[0], shape=LONG)

@@ -18,6 +18,6 @@ def test_stages_columns_and_sections_are_in_the_glossary():
 
 
 def test_streams_are_in_the_glossary():
-    logs = {keys.EVENTS, keys.ROUNDS, keys.WEIGHTS, keys.UPDATES, keys.DEAD}
+    logs = {keys.EVENTS, keys.ROUNDS, keys.WEIGHTS, keys.ROUTES, keys.UPDATES, keys.DEAD}
     of_workers = {keys.plans(WorkerId("<worker>")), keys.control(WorkerId("<worker>")), keys.tasks("<task>")}
     assert logs | of_workers <= NAMED

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from transport.contracts.messages import TensorSpec, WeightManifest
+from transport.contracts.messages import Piece, TensorSpec, WeightManifest
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError
 from transport.tensors.base import choose_sources, host_id, parse_address
@@ -64,14 +64,18 @@ def test_verification_names_the_tensor_that_differs() -> None:
     manifest, buffer = manifest_of({"a": b"one", "b": b"two"})
     check_manifest(manifest)
     first, second = single_part(manifest).pieces
+
+    def data(piece: Piece) -> memoryview:
+        return memoryview(buffer)[piece.offset : piece.offset + 3]
+
     for piece in (first, second):
-        verify_piece(manifest, piece, memoryview(buffer))
-    with pytest.raises(ChecksumError, match="instead of"):
-        verify_piece(manifest, second, memoryview(buffer)[: second.offset + 2])
+        verify_piece(manifest, piece, data(piece))
+    with pytest.raises(ChecksumError, match="2 bytes came instead of 3"):
+        verify_piece(manifest, second, data(second)[:2])
     buffer[second.offset] ^= 1
-    verify_piece(manifest, first, memoryview(buffer))
+    verify_piece(manifest, first, data(first))
     with pytest.raises(ChecksumError, match="'b'"):
-        verify_piece(manifest, second, memoryview(buffer))
+        verify_piece(manifest, second, data(second))
 
 
 def broken(manifest: WeightManifest, **changes: object) -> WeightManifest:

@@ -123,6 +123,21 @@ def test_bytes_that_are_gone_are_an_outcome_and_not_the_end_of_the_server(
     assert "PeerUnavailableError" in outcome.error
 
 
+def test_a_number_that_another_version_got_is_not_taken_for_the_old_one(
+    policy: PreTrainedModel, held: HeldWeights
+) -> None:
+    model = ServedModel(policy.config)
+    order, number = order_of(held, verified=True), held.fd
+    held.close()
+    other = hold(NEW, {name: tensor + 1 for name, tensor in policy.named_parameters()})
+    try:
+        assert other.fd == number
+        assert "PeerUnavailableError" in told(model, order).error
+    finally:
+        other.close()
+    assert model.loaded == {}
+
+
 def test_a_model_that_fails_half_way_says_that_it_is_spoiled(policy: PreTrainedModel, held: HeldWeights) -> None:
     outcome = told(ServedModel(policy.config, fails=True), order_of(held))
     assert (outcome.error, outcome.spoiled) == ("AssertionError: a shape that only this model checks", True)

@@ -51,7 +51,9 @@ async def test_streams_of_a_worker_go_once_it_was_gone_twice() -> None:
 
 async def test_the_newest_weights_and_commands_stay() -> None:
     broker = new_broker()
-    written = {log: await fill(broker, log, 2 * KEPT_ENTRIES + 1) for log in (keys.WEIGHTS, keys.control(HERE))}
+    written = {
+        log: await fill(broker, log, 2 * KEPT_ENTRIES + 1) for log in (keys.WEIGHTS, keys.ROUTES, keys.control(HERE))
+    }
     await Trimmer(broker).trim("0-0", [HERE])
     for log, ids in written.items():
         assert [entry.entry_id for entry in await broker.read(log, "0-0", count=1000)] == ids[-KEPT_ENTRIES:]

@@ -7,6 +7,7 @@ from transport.contracts.types import GroupId, RowId, RunName, WorkerId
 EVENTS = "events"  # log: workers -> orchestrator
 ROUNDS = "rounds"  # log: orchestrator -> trainer (messages.TrainerCommand)
 WEIGHTS = "weights"  # log: trainer -> everyone (messages.WeightManifest)
+ROUTES = "routes"  # log: orchestrator -> generation workers of other hosts than the trainer's (messages.WeightRoutes)
 UPDATES = "updates"  # work queue: orchestrator -> the publisher of a service run (messages.UpdateRequest)
 DEAD = "dead"  # dead letters
 

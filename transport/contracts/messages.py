@@ -640,12 +640,34 @@ class WeightPart(Struct, frozen=True, kw_only=True):
     host: Name
 
 
+class TensorPatch(Struct, frozen=True, array_like=True):
+    """What changed in one tensor (``tensors.delta``). tensor: its index in the manifest.  checksum: of the patch."""
+
+    tensor: Count
+    offset: Count
+    nbytes: Count
+    checksum: Name
+
+
+class WeightDelta(Struct, frozen=True, kw_only=True):
+    """What changed against an earlier version, of the same layout. patches: a tensor without one is as it was.
+
+    sources: of all patches in one range, on the manifest's host.
+    """
+
+    base: WeightIdentity
+    patches: tuple[TensorPatch, ...]
+    total_bytes: Count
+    sources: Addresses
+
+
 class WeightManifest(Struct, frozen=True, kw_only=True):
     """A version of the weights and where to pull its bytes. sources: addresses, e.g. shm://..., tcp://host:port/...
 
     sources: of all bytes in one range, in which ``tensors`` lie.  parts: the same bytes from several ranks, whose
     pieces make up every tensor once. A trainer of one rank gives sources, one of several ranks parts; either will do.
     What is bounded here is checked when it is decoded; ``tensors.manifest.check_manifest`` checks what must agree.
+    delta: a shorter way for who holds just its base; all else is there without it.
     """
 
     weights: WeightIdentity
@@ -654,6 +676,17 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     sources: Addresses
     host: Name
     parts: Annotated[tuple[WeightPart, ...], msgspec.Meta(max_length=MAX_PARTS)] = ()
+    delta: WeightDelta | None = None
+
+
+class WeightRoutes(Struct, frozen=True, kw_only=True):
+    """Whom workers ask for ``weights`` before those that its manifest names, best first; () for who begins there.
+
+    A worker that joins is told in an entry of its own: the way of the others stays as it was.
+    """
+
+    weights: WeightIdentity
+    routes: dict[WireWorkerId, Addresses]
 
 
 STARTING = "starting"  # what a worker does before it can take work, and before it counts as a worker
@@ -679,6 +712,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # by name: tokens, samples, ...
     kv_use: float = 0.0  # part of its KV memory in use, 0 to 1, where its engine says so (generate)
+    way: Name = ""  # how its weights came: mapped, tcp or ucx (generate)
+    relay: Name = ""  # tcp://host:port where it passes on the weights that came to it over a network (generate)
 
 
 class JournalRecord(Struct, frozen=True, kw_only=True):
@@ -734,6 +769,7 @@ worker_command_decoder: MessageDecoder[WorkerCommand] = MessageDecoder(cast("typ
 group_plan_decoder = MessageDecoder(GroupPlan)
 spawn_decoder = MessageDecoder(SpawnWorkers)
 manifest_decoder = MessageDecoder(WeightManifest)
+routes_decoder = MessageDecoder(WeightRoutes)
 update_decoder = MessageDecoder(UpdateRequest)
 worker_status_decoder = MessageDecoder(WorkerStatus)
 rollout_info_decoder = MessageDecoder(RolloutInfo)

@@ -296,12 +296,23 @@ class DecodeCostSettings(Section, frozen=True, kw_only=True):
     train_token_s: NotNegative = 0.0  # of the trainer, all ranks together; 0: plans look at the end of generation alone
 
 
+UcxChoice = Literal["auto", "on", "off"]
+
+
 class TensorSettings(Section, frozen=True, kw_only=True):
     """Where generation workers of other hosts pull weights from the trainer; on its own host they map them."""
 
     host: HostName = "127.0.0.1"  # the trainer listens here; off loopback both ends need STREAMRL_SECRET
     advertise: OwnHostName = ""  # what others call the trainer's host; empty: host, its name if host is 0.0.0.0 or ::
     ports: str = ""  # "7400" or "7400-7409", the first free one is taken; empty: any free one
+    wait_s: Positive = 30.0  # a peer that is silent for so long is given up, and another source goes on for it
+    min_mb_s: Positive = 10.0  # the slowest transfer that is borne with: a version may take wait_s and its MB over this
+    delta: bool = (
+        False  # a trainer of one rank also offers what changed, for workers of other hosts; made before announced
+    )
+    delta_share: Share = 0.5  # largest share of a version's bytes at which what changed is offered
+    relay: bool = True  # workers of other hosts pass a version on while it comes to them, on a port of their own
+    ucx: UcxChoice = "auto"  # UCX between hosts where both ends have it (extra ucx); auto: with an RDMA card
 
 
 class EmulatedSettings(Section, frozen=True, kw_only=True):

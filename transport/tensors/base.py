@@ -4,15 +4,16 @@ A **segment** is one immutable range of bytes with a name, e.g. one version of t
 it, seals it and later drops it; readers open it by an address. A reader that holds a dropped segment keeps its bytes.
 
     shm://<host id>/<absolute path>     a file that readers on that host map
-    tcp://<host>:<port>/<segment>       a server that sends it
+    tcp://<host>:<port>/<segment>       a server that sends it, over that connection or, where both ends want it, UCX
 
-One contract (``tests/contract/test_tensors.py``) over shared memory and TCP:
+One contract (``tests/contract/test_tensors.py``) over shared memory, TCP and UCX:
 
-- ``open`` gives exactly the sealed bytes, or raises;
+- what is read are exactly the sealed bytes, or it raises; what was read before it raised is right, too, and a receiver
+  goes on behind it, at another source (``receive.py``);
 - a segment that does not exist, was dropped, or whose owner went away: PeerUnavailableError (try another source);
 - one of another size than the caller expects: ChecksumError, before anything is allocated on the peer's word;
 - a peer that talks nonsense: MessageError; one that does not know the secret: PeerRejectedError;
-- nothing waits longer than the deadline.
+- nothing waits longer than the deadline, nor longer than ``TimeLimit.wait_s`` for the next byte.
 
 What the bytes mean is the manifest's business (``manifest.py``).
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import ipaddress
+import math
 import re
 import socket
 import time
@@ -29,14 +31,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 from urllib.parse import urlsplit
 
+from transport.contracts.settings import TensorSettings
 from transport.errors import MessageError, SecretError
 from transport.process.secret import check_strength
 
 MAX_CHARACTERS = 8192  # of an address: a path has 4,096
 SCHEMES = ("shm", "tcp")  # the cheapest first
+_DEFAULT = TensorSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,34 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Deadline:
+    """A point in time that several waits share. silent_s: the longest of them, where it comes earlier."""
+
+    def __init__(self, seconds: float, silent_s: float = math.inf) -> None:
+        self._end_s = time.monotonic() + seconds
+        self._silent_s = silent_s
+        self.seconds = min(seconds, silent_s)
+
+    def remaining_s(self) -> float:
+        """How long the next wait may take."""
+        return max(0.0, min(self._silent_s, self._end_s - time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long bytes may take: ``wait_s`` and their number over the slowest rate that is borne with.
+
+    wait_s: also the longest silence of a peer that may still be there (``tensors.wait_s``).
+    min_mb_s: megabytes (10**6 bytes) a second (``tensors.min_mb_s``).
+    """
+
+    wait_s: float = _DEFAULT.wait_s
+    min_mb_s: float = _DEFAULT.min_mb_s
+
+    def deadline(self, nbytes: int) -> Deadline:
+        return Deadline(self.wait_s + nbytes / (self.min_mb_s * 1e6), self.wait_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where a server of bytes listens, and how others reach it: behind several network cards, or in a container.
@@ -100,6 +132,8 @@ class Endpoint:
     advertise: str = ""  # how others call this host; "" is ``host``, or the machine's name for every interface
     ports: Sequence[int] = (0,)  # tried in this order, 0 is any free one
     secret: bytes = b""  # shared with the clients; where none is set, on loopback, this user's (process/secret.py)
+    limit: TimeLimit = TimeLimit()
+    ucx: bool = False  # bytes may go by UCX to who asks for that (ucx.py)
 
     def __post_init__(self) -> None:
         if self.secret:
@@ -151,27 +185,23 @@ def choose_sources(sources: Sequence[str], publisher_host: str) -> list[Address]
     return sorted(usable, key=lambda address: SCHEMES.index(address.scheme))
 
 
-class Deadline:
-    """A point in time that several waits share."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end_s = time.monotonic() + seconds
-        self.seconds = seconds
-
-    def remaining_s(self) -> float:
-        return max(0.0, self._end_s - time.monotonic())
-
-
-Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""(offset, nbytes) of parts of a segment."""
-
-
 class Segment(Protocol):
-    """An opened segment. Views of ``buffer`` are valid until ``close``."""
+    """A segment that a reader has opened at one address."""
 
     @property
-    def buffer(self) -> memoryview:
-        """[nbytes] uint8; writing to it, where it can be written to, changes it for no other reader."""
+    def buffer(self) -> memoryview | None:
+        """[nbytes] uint8 where it is mapped and nothing has to travel; None elsewhere. Valid until ``close``.
+
+        Writing to it changes it for no other reader.
+        """
+        ...
+
+    def ask(self, offset: int, nbytes: int) -> None:
+        """Let bytes [offset, offset + nbytes) come; all that was asked for before has been read."""
+        ...
+
+    def read(self, view: memoryview) -> int:
+        """Put the next bytes that were asked for into ``view``. Returns how many came: at least one."""
         ...
 
     def close(self) -> None: ...
@@ -180,9 +210,6 @@ class Segment(Protocol):
 class SegmentReader(Protocol):
     """The reading side of one backend."""
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline, ranges: Ranges | None = None) -> Segment:
-        """Get the segment at ``address``, which must have ``nbytes`` bytes.
-
-        ranges: what of it is needed; all else in the buffer may be anything, and does not travel. None: all of it.
-        """
+    def open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
+        """Open the segment at ``address``, which must have ``nbytes`` bytes. deadline: also of all that is read."""
         ...

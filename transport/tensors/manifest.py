@@ -18,7 +18,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from transport.contracts.messages import Piece, TensorSpec, WeightManifest, WeightPart
+from transport.contracts.messages import Piece, TensorPatch, TensorSpec, WeightDelta, WeightManifest, WeightPart
 from transport.contracts.types import MAX_DIMENSIONS, MAX_PARTS
 from transport.errors import ChecksumError, MessageError
 from transport.process.storage import BLOCK_BYTES, Place
@@ -96,6 +96,22 @@ def part_bytes(specs: Sequence[TensorSpec], pieces: Sequence[Piece]) -> int:
     return _range_bytes(piece.offset + piece_bytes(specs, piece) for piece in pieces)
 
 
+def plan_patches(patches: Sequence[tuple[int, bytes]]) -> tuple[TensorPatch, ...]:
+    """Place patches, each of the tensor at an index of the manifest, one after another."""
+    result: list[TensorPatch] = []
+    end = 0
+    for tensor, patch in patches:
+        placed = TensorPatch(tensor=tensor, offset=aligned(end), nbytes=len(patch), checksum=checksum(patch))
+        end = placed.offset + placed.nbytes
+        result.append(placed)
+    return tuple(result)
+
+
+def delta_bytes(patches: Sequence[TensorPatch]) -> int:
+    """``layout_bytes`` of patches."""
+    return _range_bytes(patch.offset + patch.nbytes for patch in patches)
+
+
 def _range_bytes(ends: Iterable[int]) -> int:
     return max(map(aligned, ends), default=ALIGNMENT_BYTES) or ALIGNMENT_BYTES
 
@@ -144,6 +160,12 @@ def digest_tensors(specs: Sequence[TensorSpec]) -> str:
     return content.hexdigest()
 
 
+def digest_layout(specs: Sequence[TensorSpec]) -> str:
+    """Name the places: equal where the same tensors lie at the same offsets, whatever their bytes."""
+    places = repr([(spec.name, spec.shape, spec.dtype, spec.offset) for spec in specs])
+    return hashlib.blake2b(places.encode(), digest_size=16).hexdigest()
+
+
 def check_manifest(manifest: WeightManifest) -> None:
     """Refuse a manifest whose parts contradict each other: it came from the network and decides what is allocated.
 
@@ -165,6 +187,23 @@ def check_manifest(manifest: WeightManifest) -> None:
         raise MessageError(f"the manifest of {manifest.weights} has a digest that is not that of its tensors")
     if manifest.parts:
         _check_parts(manifest)
+    if manifest.delta is not None:
+        _check_delta(manifest, manifest.delta)
+
+
+def _check_delta(manifest: WeightManifest, delta: WeightDelta) -> None:
+    """Raises MessageError: its patches overlap or are of no tensor, or it is longer than the version."""
+    end = 0
+    for patch in sorted(delta.patches, key=lambda patch: patch.offset):
+        if not 0 <= patch.tensor < len(manifest.tensors) or patch.offset < end or patch.nbytes < 0:
+            raise MessageError(
+                f"the changes since {delta.base} have a patch of tensor {patch.tensor} at {patch.offset}"
+            )
+        end = patch.offset + patch.nbytes
+    if len({patch.tensor for patch in delta.patches}) != len(delta.patches):
+        raise MessageError(f"the changes since {delta.base} name a tensor twice")
+    if delta.total_bytes != delta_bytes(delta.patches) or delta.total_bytes > manifest.total_bytes:
+        raise MessageError(f"the changes since {delta.base} say {delta.total_bytes} bytes, which they do not have")
 
 
 def _check_parts(manifest: WeightManifest) -> None:
@@ -214,20 +253,15 @@ def _check_spec(spec: TensorSpec) -> None:
         raise MessageError(f"tensor {spec.name!r} of shape {spec.shape} {spec.dtype} cannot have {spec.nbytes} bytes")
 
 
-def verify_piece(manifest: WeightManifest, piece: Piece, buffer: memoryview) -> None:
-    """Compare a piece's bytes with its checksum.
-
-    Args:    buffer: [total_bytes of its part] or longer, as pulled.
-    Raises:  ChecksumError: naming the tensor, or a buffer that is too short.
-    """
+def verify_piece(manifest: WeightManifest, piece: Piece, data: memoryview) -> None:
+    """Compare a piece's bytes with its checksum. Raises ChecksumError, which names the tensor."""
     spec = manifest.tensors[piece.tensor]
-    end = piece.offset + piece_bytes(manifest.tensors, piece)
-    if buffer.nbytes < end:
-        raise ChecksumError(f"{manifest.weights}: {buffer.nbytes} bytes came instead of {end} and more")
+    if data.nbytes != (nbytes := piece_bytes(manifest.tensors, piece)):
+        raise ChecksumError(f"{manifest.weights}: tensor {spec.name!r}: {data.nbytes} bytes came instead of {nbytes}")
     if piece.shape == spec.shape:
-        found = checksum(buffer[piece.offset : end])
+        found = checksum(data)
     else:
-        found = box_checksum([buffer[piece.offset : end]], box_of(piece), spec.shape, ITEM_BYTES[spec.dtype])
+        found = box_checksum([data], box_of(piece), spec.shape, ITEM_BYTES[spec.dtype])
     if found != piece.checksum:
         where = "" if piece.shape == spec.shape else f", piece at {piece.start},"
         raise ChecksumError(f"{manifest.weights}: tensor {spec.name!r}{where} has {found} instead of {piece.checksum}")

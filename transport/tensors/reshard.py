@@ -19,11 +19,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from transport.contracts.messages import Piece, TensorSpec, WeightManifest
-from transport.tensors.base import Ranges
 from transport.tensors.manifest import ITEM_BYTES, part_bytes, plan_pieces, single_part
 from transport.tensors.pieces import Box, box_of, runs, whole, why_no_tiling
+
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""(offset, nbytes) of parts of a segment."""
 
 Wanted = Mapping[str, Box]
 """What a rank needs: of each named tensor this box."""

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
-from transport.tensors.base import Address, Deadline, Ranges, host_id
+from transport.tensors.base import Address, Deadline, host_id
 
 SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
-_HELD = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_HELD = re.compile(r"(/proc/[0-9]+/fd/[0-9]+)@([0-9]+)")
 _SPARE_BYTES = 16 * 1024 * 1024  # left free: a /dev/shm filled to the last byte kills the next that touches it
 _NAMES_TRIED = 100
 
@@ -55,11 +55,16 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises OSError: there is no such file, or it is a link, or another user's: who may write to it may do so while it is
     read.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if _HELD.fullmatch(str(path)) else os.O_NOFOLLOW))
+    held = _HELD.fullmatch(str(path))
+    name, follow = (held[1], 0) if held else (path, os.O_NOFOLLOW)
+    fd = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | follow)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a file of this user", str(path))
+    if held and status.st_ino != int(held[2]):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "closed, and its number is another file's by now", str(path))
     return fd
 
 
@@ -99,8 +104,11 @@ def sweep_stale(*directories: Path) -> list[str]:
 
 
 def held_address(fd: int) -> str:
-    """Where this user's other processes, if of one pid namespace, find a segment that is open here, named or not."""
-    return f"shm://{host_id()}/proc/{os.getpid()}/fd/{fd}"
+    """Where this user's other processes, if of one pid namespace, find a segment that is open here, named or not.
+
+    It says which file that is: the number may be another's once this one is closed.
+    """
+    return f"shm://{host_id()}/proc/{os.getpid()}/fd/{fd}@{os.fstat(fd).st_ino}"
 
 
 def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
@@ -223,16 +231,27 @@ class ShmSegment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self.buffer = memoryview(mapping)
+        self._asked = self.buffer[:0]
+
+    def ask(self, offset: int, nbytes: int) -> None:
+        self._asked = self.buffer[offset : offset + nbytes]
+
+    def read(self, view: memoryview) -> int:
+        """A copy, for a receiver that wants the bytes in memory of its own."""
+        count = min(view.nbytes, self._asked.nbytes)
+        view[:count] = self._asked[:count]
+        self._asked = self._asked[count:]
+        return count
 
     def close(self) -> None:
+        self._asked.release()
         self.buffer.release()
         with contextlib.suppress(BufferError):  # a tensor still looks at it: the mapping goes when the tensor does
             self._mapping.close()
 
 
 class ShmReader:
-    def open(self, address: Address, nbytes: int, deadline: Deadline, ranges: Ranges | None = None) -> ShmSegment:
-        """Pages that nobody looks at cost nothing, so ``ranges`` change nothing."""
+    def open(self, address: Address, nbytes: int, deadline: Deadline) -> ShmSegment:
         path = Path("/") / address.path
         held = bool(_HELD.fullmatch(str(path)))
         if not held and (not _FILE_NAME.fullmatch(path.name) or ".." in path.parts):

@@ -1,44 +1,113 @@
 """Segments between hosts: a server sends byte ranges of its store's files, a reader receives into its own buffer.
 
-Owns: the two messages of a transfer. Never: what the bytes mean, or whether they are right (the manifest's checksums
-say). Invariant: a reader allocates what its caller asked for, never what a peer announced.
+Which way the bytes go is agreed with each request: a reader that has UCX says where it can be reached, and a server
+that has it, too, answers that they come there; in any other case they follow on the connection itself. Where UCX fails,
+the reader asks the same server without it from then on.
+
+Owns: the two messages of a transfer, and that choice. Never: what the bytes mean, or whether they are right (the
+manifest's checksums say). Invariant: a reader's memory is what its caller asked for, never what a peer announced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Annotated, BinaryIO, Protocol, cast
 
-import numpy as np
+import msgspec
+import structlog
 
 from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
-from transport.errors import ChecksumError, PeerUnavailableError
-from transport.tensors.base import Address, Deadline, Endpoint, Ranges, SegmentReader
+from transport.errors import ChecksumError, MessageError, PeerUnavailableError
+from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
+from transport.tensors.ucx import MAX_ADDRESS_BYTES, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
-REQUEST_S = 120.0  # of one range, on the server: 1 GB at 10 MB/s. The reader's own deadline is usually shorter
+log = structlog.get_logger(__name__)
 
 
 class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
-    """Send ``[offset, offset + nbytes)`` of ``segment``, which has ``segment_bytes`` bytes as a whole."""
+    """Send ``[offset, offset + nbytes)`` of ``segment``, which has ``segment_bytes`` bytes as a whole.
+
+    ucx: the reader's address there, where it may be used; chunks then have the tags from ``tag`` on.
+    """
 
     segment: str
     segment_bytes: int
     offset: int
     nbytes: int
+    ucx: Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)] = b""
+    tag: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
 
 
 class RangeFollows(Struct, frozen=True, kw_only=True, tag=True):
+    """ucx: the bytes come by UCX; else they follow this."""
+
     nbytes: int
+    ucx: bool = False
 
 
-_request_decoder = MessageDecoder(ReadRange)
+read_range_decoder = MessageDecoder(ReadRange)
 _answer_decoder: MessageDecoder[RangeFollows | Refused] = MessageDecoder(
     cast("type[RangeFollows | Refused]", RangeFollows | Refused)
 )
+
+
+class Held(Protocol):
+    """The bytes of a segment, where they are served."""
+
+    nbytes: int
+
+    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
+        """Over the connection itself."""
+        ...
+
+    def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """The same bytes as messages of ``ucx.CHUNK_BYTES``, the last one shorter."""
+        ...
+
+
+def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endpoint) -> None:
+    """Answer ``request`` from ``held``. Raises MessageError, after the reader was told, where it is not inside."""
+    inside = min(request.offset, request.nbytes) >= 0 and request.offset + request.nbytes <= held.nbytes
+    if request.segment_bytes != held.nbytes or not inside:
+        channel.send(Refused(reason=f"segment {request.segment!r} has {held.nbytes} bytes"))
+        raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
+    channel.deadline = endpoint.limit.deadline(request.nbytes)
+    ucx = _sending(channel, request) if endpoint.ucx and request.ucx else None
+    channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx is not None))
+    if ucx is None:
+        held.send(channel, request.offset, request.nbytes)
+    else:
+        ucx.send(request.tag, held.chunks(channel, request.offset, request.nbytes))
+
+
+def _sending(channel: Channel, request: ReadRange) -> UcxSending | None:
+    """UCX to the reader of this connection; None where it finds no way."""
+    if channel.beside is None:
+        try:
+            channel.beside = UcxSending(channel, request.ucx)
+        except PeerUnavailableError as error:
+            log.info("bytes go by TCP", to=channel.address, reason=error.reason)
+    return channel.beside if isinstance(channel.beside, UcxSending) else None
+
+
+class _HeldFile:
+    """An open file of a store."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = file.seek(0, 2)
+
+    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
+        channel.send_file(self._file, offset, nbytes)
+
+    def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
+        mapped = mmap.mmap(self._file.fileno(), self.nbytes, prot=mmap.PROT_READ) if self.nbytes else b""
+        return chunks(memoryview(mapped)[offset : offset + nbytes])
 
 
 class ServedStore(ShmStore):
@@ -47,7 +116,7 @@ class ServedStore(ShmStore):
     def __init__(self, run: str, directories: Sequence[Path], endpoint: Endpoint) -> None:
         super().__init__(run, directories)
         self._endpoint = endpoint
-        self._server = ChannelServer(self._serve, endpoint, request_s=REQUEST_S)
+        self._server = ChannelServer(self._serve, endpoint, request_s=endpoint.limit.wait_s)
         self._port = 0
 
     def start(self) -> None:
@@ -57,20 +126,14 @@ class ServedStore(ShmStore):
         return (*super().addresses(writer), self._endpoint.address(self._port, writer.name))
 
     def _serve(self, channel: Channel) -> None:
-        request = channel.receive(_request_decoder)
-        channel.deadline = Deadline(REQUEST_S)
+        request = channel.receive(read_range_decoder)
+        channel.deadline = self._endpoint.limit.deadline(0)
         file = self.open_file(request.segment)
         if file is None:
             channel.send(Refused(reason=f"no segment {request.segment!r} here", retry=True))
             return
         with file:
-            size = file.seek(0, 2)
-            inside = min(request.offset, request.nbytes) >= 0 and request.offset + request.nbytes <= size
-            if request.segment_bytes != size or not inside:
-                channel.send(Refused(reason=f"segment {request.segment!r} has {size} bytes"))
-                return
-            channel.send(RangeFollows(nbytes=request.nbytes))
-            channel.send_file(file, request.offset, request.nbytes)
+            serve_range(channel, request, _HeldFile(file), self._endpoint)
 
     def close(self) -> None:
         super().close()  # first: should this process be killed while it ends, no file is left
@@ -78,62 +141,73 @@ class ServedStore(ShmStore):
 
 
 class TcpSegment:
-    """Received bytes, in a buffer on loan from their reader."""
+    """A connection to who has the segment."""
 
-    def __init__(self, reader: TcpReader, buffer: memoryview) -> None:
-        self._reader = reader
-        self.buffer = buffer
+    buffer = None
+
+    def __init__(self, channel: Channel, address: Address, nbytes: int, ucx: UcxReceiving | None = None) -> None:
+        """ucx: where its bytes may come."""
+        self._channel = channel
+        self._path = address.path
+        self._nbytes = nbytes
+        self._ucx = ucx
+        self.by_ucx = False
+        channel.beside = ucx
+
+    @property
+    def own_host(self) -> str:
+        """This host, as the other side sees it. Raises PeerUnavailableError."""
+        return self._channel.own_host
+
+    def ask(self, offset: int, nbytes: int) -> None:
+        """Raises PeerUnavailableError, ChecksumError: the bytes do not follow."""
+        request = ReadRange(
+            segment=self._path,
+            segment_bytes=self._nbytes,
+            offset=offset,
+            nbytes=nbytes,
+            ucx=self._ucx.address if self._ucx else b"",
+            tag=self._ucx.next_tag() if self._ucx else 0,
+        )
+        answer = self._channel.ask(request, _answer_decoder)
+        if isinstance(answer, Refused):
+            if answer.retry:
+                raise PeerUnavailableError(self._channel.address, answer.reason)
+            raise ChecksumError(f"{self._channel.address}: {answer.reason} instead of {self._nbytes}")
+        if answer.nbytes != nbytes:
+            raise ChecksumError(f"{self._channel.address} sends {answer.nbytes} bytes instead of {nbytes}")
+        self.by_ucx = self._ucx is not None and answer.ucx
+        if self._ucx is not None:
+            self._ucx.expect(nbytes)
+
+    def read(self, view: memoryview) -> int:
+        return self._ucx.read(view) if self._ucx is not None and self.by_ucx else self._channel.receive_some(view)
 
     def close(self) -> None:
-        """Give the buffer back: the reader's next segment of this size overwrites it."""
-        self._reader.spare.append(self.buffer)
-        self.buffer = memoryview(b"")
+        self._channel.close()
 
 
 class TcpReader:
-    """Pulls segments, whole or ranges of them. Keeps its buffers for the next of the same sizes: fresh pages cost more
-    than the transfer.
-    """
+    """Pulls ranges of segments."""
 
-    def __init__(self, secret: bytes = b"") -> None:
+    def __init__(self, secret: bytes = b"", *, ucx: bool = False) -> None:
+        """ucx: bytes may come by it."""
         self._secret = secret
-        self.spare: list[memoryview] = []
+        self._ucx = ucx
+        self._without: set[tuple[str, int]] = set()  # servers at which UCX has failed
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline, ranges: Ranges | None = None) -> TcpSegment:
+    def open(self, address: Address, nbytes: int, deadline: Deadline) -> TcpSegment:
         channel = connect(address.place, address.port, str(address), self._secret, deadline)
-        try:
-            buffer: memoryview | None = None
-            for offset, length in ranges or [(0, nbytes)]:
-                self._ask(channel, ReadRange(segment=address.path, segment_bytes=nbytes, offset=offset, nbytes=length))
-                if buffer is None:  # only now: there is such a segment
-                    buffer = self._take(nbytes)
-                channel.receive_into(buffer[offset : offset + length])
-        finally:
-            channel.close()
-        assert buffer is not None  # there is a range
-        return TcpSegment(self, buffer)
-
-    def _ask(self, channel: Channel, request: ReadRange) -> None:
-        """Raises PeerUnavailableError, ChecksumError: the bytes do not follow."""
-        answer = channel.ask(request, _answer_decoder)
-        if isinstance(answer, Refused):
-            if answer.retry:
-                raise PeerUnavailableError(channel.address, answer.reason)
-            raise ChecksumError(f"{channel.address}: {answer.reason} instead of {request.segment_bytes}")
-        if answer.nbytes != request.nbytes:
-            raise ChecksumError(f"{channel.address} sends {answer.nbytes} bytes instead of {request.nbytes}")
-
-    def _take(self, nbytes: int) -> memoryview:
-        for index, buffer in enumerate(self.spare):
-            if buffer.nbytes == nbytes:
-                return self.spare.pop(index)
-        self.spare.clear()  # of a layout that is no more
-        try:
-            return np.empty(nbytes, np.uint8).data
-        except MemoryError as error:
-            raise ChecksumError(f"there is no memory for {nbytes} bytes") from error
+        receiving: UcxReceiving | None = None
+        if self._ucx and (address.place, address.port) not in self._without:
+            try:
+                receiving = UcxReceiving(channel, lambda: self._without.add((address.place, address.port)))
+            except PeerUnavailableError as error:
+                log.warning("bytes come by TCP", reason=error.reason)
+                self._ucx = False
+        return TcpSegment(channel, address, nbytes, receiving)
 
 
-def reader_for(address: Address, secret: bytes) -> SegmentReader:
+def reader_for(address: Address, secret: bytes, *, ucx: bool = False) -> SegmentReader:
     """What reads ``address``. secret: of a connection; a file of this host is protected by its mode."""
-    return ShmReader() if address.scheme == "shm" else TcpReader(secret)
+    return ShmReader() if address.scheme == "shm" else TcpReader(secret, ucx=ucx)

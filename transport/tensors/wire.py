@@ -35,7 +35,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -59,6 +59,7 @@ IDLE_S = 300.0  # a connection that asks for nothing for so long is closed; its 
 MAX_CONNECTIONS = 128  # of clients that have proved themselves: each has a thread
 MAX_UNPROVEN = 64  # threads that strangers can make us start
 PARTS_AT_ONCE = 64  # buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer
+FILE_BYTES = 4 * 1024 * 1024  # of a file in one call: a peer that reads drop by drop is given up after it
 _POLL_S = 0.05  # how soon the accept loop sees ``close``
 _LENGTH = struct.Struct(">I")
 
@@ -92,13 +93,21 @@ _hello_decoder = MessageDecoder(Hello)
 _proof_decoder: MessageDecoder[Proof | Refused] = MessageDecoder(cast("type[Proof | Refused]", Proof | Refused))
 
 
+class SupportsClose(Protocol):
+    def close(self) -> None: ...
+
+
 class Channel:
-    """One connection. Not for use by two threads at once. address: how errors name the other side."""
+    """One connection. Not for use by two threads at once.
+
+    address: how errors name the other side.  beside: what belongs to this connection, and is closed before it.
+    """
 
     def __init__(self, sock: socket.socket, address: str, deadline: Deadline) -> None:
         self._socket = sock
         self.address = address
         self.deadline = deadline
+        self.beside: SupportsClose | None = None
 
     @contextlib.contextmanager
     def _limited(self) -> Generator[None]:
@@ -134,10 +143,19 @@ class Channel:
 
     def send_file(self, file: object, offset: int, nbytes: int) -> None:
         """Send a part of an open binary file from the kernel, without a copy in this process."""
-        with self._limited():
-            sent = self._socket.sendfile(file, offset, nbytes)  # type: ignore[arg-type]
-        if sent != nbytes:
-            raise PeerUnavailableError(self.address, f"only {sent} of {nbytes} bytes could be sent")
+        for start in range(offset, offset + nbytes, FILE_BYTES):  # each call may wait as often as it likes
+            size = min(FILE_BYTES, offset + nbytes - start)
+            with self._limited():
+                sent = self._socket.sendfile(file, start, size)  # type: ignore[arg-type]
+            if sent != size:
+                raise PeerUnavailableError(self.address, f"only {sent} of {size} bytes could be sent")
+
+    def send_view(self, view: memoryview) -> None:
+        """Send bytes that may change once this returns."""
+        while view.nbytes:
+            with self._limited():
+                sent = self._socket.send(view)
+            view = view[sent:]
 
     def receive(self, decoder: MessageDecoder[T], max_bytes: int = MAX_HEADER_BYTES) -> T:
         size = bytearray(_LENGTH.size)
@@ -157,11 +175,15 @@ class Channel:
         """Fill ``view`` with the next bytes."""
         received = 0
         while received < view.nbytes:
-            with self._limited():
-                count = self._socket.recv_into(view[received:])
-            if not count:
-                raise PeerUnavailableError(self.address, f"closed after {received} of {view.nbytes} bytes")
-            received += count
+            received += self.receive_some(view[received:])
+
+    def receive_some(self, view: memoryview) -> int:
+        """Put what is there, at least one byte, at the beginning of ``view``. Returns how many bytes came."""
+        with self._limited():
+            count = self._socket.recv_into(view)
+        if not count:
+            raise PeerUnavailableError(self.address, f"closed before {view.nbytes} bytes that were to come")
+        return count
 
     def skip(self, nbytes: int) -> None:
         """Receive bytes and drop them, so that what follows them can be read."""
@@ -169,6 +191,12 @@ class Channel:
         while nbytes:
             self.receive_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
+
+    @property
+    def own_host(self) -> str:
+        """The address of this end. Raises PeerUnavailableError: there is no connection any more."""
+        with self._limited():
+            return str(self._socket.getsockname()[0])
 
     @property
     def own_port(self) -> int:
@@ -180,7 +208,13 @@ class Channel:
         with self._limited():
             return int(self._socket.getpeername()[1])
 
+    def fileno(self) -> int:
+        """Becomes readable when the other side speaks or leaves."""
+        return self._socket.fileno()
+
     def close(self) -> None:
+        if self.beside is not None:
+            self.beside.close()
         self._socket.close()
 
 

@@ -26,7 +26,8 @@ from transport.process.clock import MonotonicClock
 from transport.process.files import run_directory, writing
 from transport.process.gpus import gpu_share
 from transport.process.storage import prepare
-from transport.tensors.base import Endpoint, parse_ports
+from transport.tensors.base import Endpoint, TimeLimit, parse_ports
+from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.worker import ForcedLengths
 from workers.leases.announce import event_entry
@@ -123,14 +124,29 @@ async def generation_worker(
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedLink
 
-        link = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, secret=secret)
+        link = EmulatedLink(
+            settings.emulated.transfer_s * settings.emulated.time_scale,
+            secret=secret,
+            limit=limit_of(settings.tensors),
+        )
         return GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
+    from transport.tensors.relay import Relay
     from workers.models import stop_token_ids
     from workers.weights.pull import WeightPuller
 
-    stops = stop_token_ids(model_dir)
-    puller = WeightPuller(secret=secret)
-    return GenerationWorker(broker, engine, settings, worker_id, puller, clock, stop_token_ids=stops, lengths=lengths)
+    limit, ucx = limit_of(settings.tensors), wants_ucx(settings.tensors.ucx)
+    relay = Relay(secret=secret, limit=limit, ucx=ucx) if settings.tensors.relay else None
+    return GenerationWorker(
+        broker,
+        engine,
+        settings,
+        worker_id,
+        WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx),
+        clock,
+        stop_token_ids=stop_token_ids(model_dir),
+        lengths=lengths,
+        relay=relay,
+    )
 
 
 def engine_of(
@@ -216,7 +232,10 @@ async def trainer_worker(
         prepare(checkpoints_place(settings, run_dir))
 
     await asyncio.to_thread(make_directory)
-    publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint_of(settings.tensors, own_address, secret))
+    endpoint = endpoint_of(settings.tensors, own_address, secret)
+    publisher = WeightPublisher(
+        settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
+    )
     if settings.trainer.engine == "emulated":
         learner = EmulatedLearner(settings.emulated, publisher, time.sleep)
     else:
@@ -253,7 +272,9 @@ async def publishing_worker(
         raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
     endpoint = endpoint_of(settings.tensors, own_address, secret)
-    publisher = WeightPublisher(settings.run.name, run_dir, endpoint=endpoint)
+    publisher = WeightPublisher(
+        settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
+    )
     dtype = getattr(torch, settings.generation.dtype)  # "bfloat16" or "float32": the settings were checked
     return PublishingWorker(
         broker,
@@ -270,4 +291,19 @@ async def publishing_worker(
 def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
     """Where the trainer serves weights. Raises SecretError."""
     chosen = msgspec.structs.replace(tensors, **{name: value for name, value in own.items() if value})
-    return Endpoint(host=chosen.host, advertise=chosen.advertise, ports=parse_ports(chosen.ports), secret=secret)
+    return Endpoint(
+        host=chosen.host,
+        advertise=chosen.advertise,
+        ports=parse_ports(chosen.ports),
+        secret=secret,
+        limit=limit_of(tensors),
+        ucx=wants_ucx(tensors.ucx),
+    )
+
+
+def delta_share_of(tensors: TensorSettings) -> float:
+    return tensors.delta_share if tensors.delta else 0.0
+
+
+def limit_of(tensors: TensorSettings) -> TimeLimit:
+    return TimeLimit(tensors.wait_s, tensors.min_mb_s)

@@ -27,6 +27,7 @@ from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
+from transport.tensors.base import TimeLimit
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
@@ -191,13 +192,15 @@ class EmulatedEngine:
 class EmulatedLink:
     """A Puller (workers/weights): every version takes ``transfer_s`` (ours), and its bytes are checked."""
 
-    def __init__(self, transfer_s: float, *, secret: bytes = b"") -> None:
+    def __init__(self, transfer_s: float, *, secret: bytes = b"", limit: TimeLimit | None = None) -> None:
         self._transfer_s = transfer_s
-        self._puller = WeightPuller(secret=secret)
+        self._puller = WeightPuller(secret=secret, limit=limit)
+        self.way = ""
 
     @contextmanager
     def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
         """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
         time.sleep(self._transfer_s)
         with self._puller.opened(manifest):
+            self.way = self._puller.way
             yield {}

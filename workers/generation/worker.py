@@ -58,6 +58,7 @@ from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, encode_array
+from transport.tensors.relay import Relay
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, GenerationEngine, GenerationRequest, Result
 from workers.leases.announce import event_append, event_entry
 from workers.leases.lifecycle import Activity, Leases
@@ -246,7 +247,7 @@ class GenerationWorker:
     """Generates until cancelled, or until it is drained.
 
     stop_token_ids: any of them ends a response.  lengths: forced output lengths, if there are any.
-    rows: where columns live; the broker's own hashes by default.  beside: what else runs with the broker meanwhile.
+    rows: where columns live; the broker's own hashes by default.  relay: what the puller passes weights on with.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class GenerationWorker:
         stop_token_ids: Sequence[int] = (),
         lengths: ForcedLengths | None = None,
         rows: RowStore | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self._broker = broker
         self._rows = rows or RowStore(broker)
@@ -273,7 +275,8 @@ class GenerationWorker:
             broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
         )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
         self._plans = HeldPlans()
-        self._updates = WeightUpdates(broker, engine, puller, worker_id, clock)
+        self._updates = WeightUpdates(broker, engine, puller, worker_id, clock, awaits_route=self._passes_on)
+        self._relay = relay
         self._room = asyncio.Event()
         self._drained = asyncio.Event()
         self._info: EngineInfo | None = None
@@ -302,7 +305,12 @@ class GenerationWorker:
         except BaseExceptionGroup as failures:
             raise first_error(failures) from None
         finally:
+            if self._relay is not None:
+                await asyncio.to_thread(self._relay.close)
             await self._engine.close()
+
+    def _passes_on(self) -> bool:
+        return self._relay is not None and bool(self._relay.address)
 
     def activity(self) -> Activity:
         if self._info is None:
@@ -322,6 +330,8 @@ class GenerationWorker:
                 "cached_tokens": float(load.cached_tokens),
             },
             kv_use=load.kv_use,
+            way=self._updates.way,
+            relay=self._relay.address if self._relay is not None else "",
         )
 
     async def _claim(self, info: EngineInfo) -> None:

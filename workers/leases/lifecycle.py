@@ -152,7 +152,8 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
-    kv_use: part of the KV memory in use, 0 to 1 (generate).
+    kv_use: part of the KV memory in use, 0 to 1 (generate).  relay: where it passes weights on (generate).
+    way: how its last weights came (generate).
     """
 
     doing: str
@@ -163,6 +164,8 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightIdentity | None = None
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     kv_use: float = 0.0
+    relay: str = ""
+    way: str = ""
 
 
 class BusyMeter:

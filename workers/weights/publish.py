@@ -16,12 +16,13 @@ and leaves what is served as it is.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import structlog
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ from transport.contracts.messages import (
     TensorSpec,
     UpdateFailed,
     UpdateRequest,
+    WeightDelta,
     WeightManifest,
     encode,
     update_decoder,
@@ -39,12 +41,18 @@ from transport.contracts.messages import (
 from transport.contracts.types import WeightIdentity, WorkerId
 from transport.errors import FatalError, FencedError, MessageError, SegmentSpaceError, TailLostError, TransientError
 from transport.process.clock import Clock
+from transport.tensors import delta
 from transport.tensors.base import Endpoint, host_id, parse_address
 from transport.tensors.manifest import (
+    ITEM_BYTES,
+    aligned,
     check_manifest,
+    delta_bytes,
+    digest_layout,
     digest_tensors,
     layout_bytes,
     plan_layout,
+    plan_patches,
     with_checksums,
 )
 from transport.tensors.pieces import box_checksum
@@ -72,6 +80,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+DELTA = "-delta"
+"""Ends the name of the segment of what changed."""
 CHUNK_ELEMENTS = 1024 * 1024  # cast at once: 2 MB of bf16 stay in the cache until they are checksummed and written
 WAIT_S = 1.0
 RECLAIM_S = 60.0  # an update that was claimed and not answered for so long goes to the publisher that took over
@@ -83,14 +93,20 @@ class WeightPublisher:
     """Publishes versions of one trainer, or of one of its ranks; keeps the newest ``keep`` readable.
 
     run: name of the run.  run_dir: where segments go when /dev/shm is too small.  keep: versions, >= 1; readers of an
-    older one keep what they have mapped.  endpoint: where other hosts pull from.  Starts nothing until the first
-    ``publish``, which raises ListenError where nothing can be listened on. Any thread may close it, at any moment.
+    older one keep what they have mapped.  endpoint: where other hosts pull from.  delta_share: where what changed since
+    the version before is at most this share of a version's bytes, it is offered beside them; 0: never, and so with keep
+    1 and of several ranks.  Starts nothing until the first ``publish``, which raises ListenError where nothing can be
+    listened on. Any thread may close it, at any moment.
     """
 
-    def __init__(self, run: str, run_dir: Path, *, keep: int = 3, endpoint: Endpoint | None = None) -> None:
+    def __init__(
+        self, run: str, run_dir: Path, *, keep: int = 3, endpoint: Endpoint | None = None, delta_share: float = 0.0
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the newest version has to be readable")
         self._keep = keep
+        self._delta_share = delta_share
+        self._before: WeightManifest | None = None
         self._published: deque[str] = deque()
         self._store = ServedStore(run, segment_directories(run_dir), endpoint or Endpoint())
         self._starting = threading.Lock()
@@ -139,18 +155,59 @@ class WeightPublisher:
     ) -> WeightManifest:
         """``publish`` for a caller that has bytes: ``write`` puts one tensor in its place and returns its checksum."""
         checksums, sources = self._fill(
-            f"e{epoch}v{version}",
+            _name(WeightIdentity(epoch=epoch, version=version)),
             layout_bytes(layout),
             lambda writer: [write(writer, spec) for spec in layout],
         )
         specs = with_checksums(layout, checksums)
-        return WeightManifest(
+        manifest = WeightManifest(
             weights=WeightIdentity(epoch=epoch, version=version, digest=digest_tensors(specs)),
             tensors=specs,
             total_bytes=layout_bytes(specs),
             sources=sources,
             host=host_id(),
         )
+        before, self._before = self._before, manifest
+        return replace(manifest, delta=self._delta(before, manifest)) if before and self._delta_share else manifest
+
+    def _delta(self, before: WeightManifest, manifest: WeightManifest) -> WeightDelta | None:
+        """What changed, in a segment of its own; None where it is too long, or there is nothing to compare or no room.
+
+        Until it is written, the process holds its bytes.
+        """
+        if digest_layout(before.tensors) != digest_layout(manifest.tensors):
+            return None
+        patches = self._patches(_name(before.weights), manifest)
+        if patches is None:
+            return None
+        placed = plan_patches(patches)
+        try:
+            writer = self._store.create(_name(manifest.weights) + DELTA, delta_bytes(placed))
+            for patch, (_, data) in zip(placed, patches, strict=True):
+                writer.write(patch.offset, memoryview(data))
+        except SegmentSpaceError as error:
+            log.info("what changed is not offered", weights=str(manifest.weights), reason=str(error))
+            return None
+        return WeightDelta(base=before.weights, patches=placed, total_bytes=delta_bytes(placed), sources=writer.seal())
+
+    def _patches(self, before: str, manifest: WeightManifest) -> list[tuple[int, bytes]] | None:
+        """(index, patch) of each tensor that changed since the segment ``before``; None where it is no more, or they
+        are too long.
+        """
+        patches: list[tuple[int, bytes]] = []
+        left = int(self._delta_share * manifest.total_bytes)
+        with ExitStack() as stack:
+            base, new = (_mapped(self._store.open_file(name), stack) for name in (before, _name(manifest.weights)))
+            if base is None or new is None:
+                return None
+            for index, spec in enumerate(manifest.tensors):
+                place = slice(spec.offset, spec.offset + spec.nbytes)
+                if patch := delta.encode(base[place], new[place], ITEM_BYTES[spec.dtype]):
+                    patches.append((index, patch))
+                    left -= aligned(len(patch))
+                if left < 0:
+                    return None
+        return patches
 
     def _publish_part(
         self, ranks: TalkingRanks, holding: Holding, write: Callable[[ShmWriter, str, int], str]
@@ -185,7 +242,9 @@ class WeightPublisher:
                 self._store.start()
                 self._started = True
         while len(self._published) >= self._keep:
-            self._store.drop(self._published.popleft())
+            oldest = self._published.popleft()
+            self._store.drop(oldest)
+            self._store.drop(oldest + DELTA)
         writer = self._store.create(name, nbytes)
         try:
             checksums = fill(writer)
@@ -201,6 +260,21 @@ class WeightPublisher:
         with self._starting:
             self._closed = True
         self._store.close()
+
+
+def _name(weights: WeightIdentity) -> str:
+    """Of its segment."""
+    return f"e{weights.epoch}v{weights.version}"
+
+
+def _mapped(file: BinaryIO | None, stack: ExitStack) -> memoryview | None:
+    """The file's bytes, until ``stack`` closes; mapped in one go, because all of them are looked at."""
+    if file is None:
+        return None
+    with file:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        mapping = stack.enter_context(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ))
+    return stack.enter_context(memoryview(mapping))
 
 
 def _write(writer: ShmWriter, offset: int, shard: Shard, dtype: torch.dtype) -> str:

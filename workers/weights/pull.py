@@ -1,32 +1,53 @@
 """Weights in: pull the version that a manifest names, from the nearest source that answers, and check every byte.
 
-    manifest ─┬─ sources: one range of bytes ──────────► a tensor is a view of it
-              └─ parts: one segment of each rank ──────► a tensor that a part holds whole is a view, any other is put
-                                                         together when it is asked for, and gone when it was used
+    manifest ─┬─ sources: one range of bytes ──┬─ on this host: mapped. A tensor that a part holds whole is a view, any
+              └─ parts: a segment of each rank ┤  other is put together when it is asked for, and gone when it was used
+                                               └─ elsewhere: received, piece by piece, into one memory that is laid out
+                                                  as the manifest says and serves version after version
 
-Owns: choice of source, verification, the views. Never: the engine (the worker hands it the views) or the decision
-which version to load. Invariants: what is yielded has the manifest's checksums; nothing is yielded before the bytes of
-all parts are there and verified; a worker never serves anything else.
+Owns: choice of source, verification, the views, the memory. Never: the engine (the worker hands it the views) or the
+decision which version to load. Invariants: what is yielded has the manifest's checksums; nothing is yielded before the
+bytes of all parts are there and verified; a worker never serves anything else; beside the memory of one version a pull
+holds one piece at most, of those that do not lie in a row there (columns), or what changed in one tensor.
+
+What the last pull received is the base of what changed: it is made the next version in place, or in a copy where a
+server reads it. Until it is right again nothing is yielded, and what is wrong is overwritten by whole weights.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from transport.contracts.messages import Piece, WeightManifest, WeightPart
+import numpy as np
+import structlog
+
+from transport.contracts.messages import Piece, TensorPatch, WeightDelta, WeightManifest, WeightPart
+from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
-from transport.tensors.base import Deadline, Segment, SegmentReader, choose_sources
-from transport.tensors.manifest import check_manifest, piece_bytes, single_part, verify_piece
-from transport.tensors.pieces import Box, box_of, whole
-from transport.tensors.tcp import reader_for
+from transport.tensors.base import Address, Deadline, Segment, SegmentReader, TimeLimit, choose_sources
+from transport.tensors.delta import apply
+from transport.tensors.manifest import (
+    ITEM_BYTES,
+    check_manifest,
+    checksum,
+    digest_layout,
+    piece_bytes,
+    single_part,
+    verify_piece,
+)
+from transport.tensors.pieces import Box, box_of, runs, whole
+from transport.tensors.receive import Memory, Receiving, Stretch
+from transport.tensors.relay import Relay, Relayed
+from transport.tensors.tcp import TcpSegment, reader_for
 from workers.errors import WeightsMismatchError
 
 if TYPE_CHECKING:
     import torch
+
+log = structlog.get_logger(__name__)
 
 ROUNDS = 2  # how often each source is asked before giving up: once more after all have failed
 UNREACHABLE = "none can be reached from this host: let the trainer listen off loopback (tensors.host, or --listen)"
@@ -37,10 +58,19 @@ PULL_FAILURES = (PeerUnavailableError, ChecksumError, MessageError, PeerRejected
 
 @dataclass(frozen=True, slots=True)
 class OpenedPiece:
-    """A piece, verified, at its offset in ``buffer``."""
+    """A piece, verified. view: its bytes, or, where ``whole``, all of its tensor, of which the piece's are valid."""
 
     piece: Piece
-    buffer: memoryview
+    view: memoryview
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The pieces of a version. memory: where those are that are not mapped."""
+
+    pieces: Sequence[OpenedPiece]
+    memory: Memory
 
 
 class PulledTensors(Mapping[str, "torch.Tensor"]):
@@ -50,15 +80,15 @@ class PulledTensors(Mapping[str, "torch.Tensor"]):
     one after another never holds two copies of the model. ``manifest`` says what they are.
     """
 
-    def __init__(
-        self, manifest: WeightManifest, opened: Sequence[OpenedPiece], wanted: Mapping[str, Box] | None = None
-    ) -> None:
+    def __init__(self, manifest: WeightManifest, opened: Opened, wanted: Mapping[str, Box] | None = None) -> None:
         self.manifest = manifest
         self.boxes: Mapping[str, Box] = wanted or {spec.name: whole(spec.shape) for spec in manifest.tensors}
         """Where each tensor here lies in the whole one."""
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._pieces: dict[str, list[OpenedPiece]] = {name: [] for name in self.boxes}
-        for one in opened:
+        self.received = opened.memory if not wanted and all(one.whole for one in opened.pieces) else None
+        """All of them as the manifest lays them out, where they came from elsewhere."""
+        for one in opened.pieces:
             name = manifest.tensors[one.piece.tensor].name
             if name in self._pieces:
                 self._pieces[name].append(one)
@@ -68,13 +98,16 @@ class PulledTensors(Mapping[str, "torch.Tensor"]):
 
         box, pieces = self.boxes[name], self._pieces[name]
         dtype: torch.dtype = getattr(torch, self._specs[name].dtype)  # of ITEM_BYTES: the manifest was checked
+        if pieces and all(one.whole for one in pieces):
+            return _view(pieces[0].view, self._specs[name].shape, dtype)[box.slices((0,) * len(box.start))]
         if len(pieces) == 1 and box_of(pieces[0].piece) == box:
-            return _view(pieces[0], dtype)
+            return _view(pieces[0].view, box.shape, dtype)
         tensor = torch.empty(box.shape, dtype=dtype)
         for one in pieces:
             common = box_of(one.piece).common(box)
             if common.num_elements:
-                tensor[common.slices(box.start)] = _view(one, dtype)[common.slices(one.piece.start)]
+                given = whole(self._specs[name].shape) if one.whole else box_of(one.piece)
+                tensor[common.slices(box.start)] = _view(one.view, given.shape, dtype)[common.slices(given.start)]
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -98,10 +131,20 @@ class PulledTensors(Mapping[str, "torch.Tensor"]):
 class WeightPuller:
     """Pulls versions, one at a time, on the caller's thread (``asyncio.to_thread`` in a worker)."""
 
-    def __init__(self, *, secret: bytes = b"", deadline_s: float = 120.0) -> None:
+    def __init__(
+        self, *, secret: bytes = b"", limit: TimeLimit | None = None, relay: Relay | None = None, ucx: bool = False
+    ) -> None:
+        """relay: passes on what is received.  ucx: bytes of other hosts may come by it."""
+        self.way = ""
+        """How the last bytes came: "mapped", "tcp" or "ucx"."""
+        self._ucx = ucx
         self._secret = secret  # shared with the publisher
-        self._deadline_s = deadline_s  # of one pull over all its sources and attempts
+        self._limit = limit or TimeLimit()  # of one pull over all its sources and attempts
         self._readers: dict[str, SegmentReader] = {}
+        self._spare: Memory | None = None
+        self._relay = relay
+        self._away: set[tuple[str, int]] = set()  # peers that could not be reached: they are asked last
+        self._relayed: Relayed | None = None  # the last one, which is served until the next is asked for
 
     @contextmanager
     def pull(
@@ -118,19 +161,108 @@ class WeightPuller:
                 wrong.  PeerRejectedError: the shared secret differs.  ValueError: a wanted box lies outside of its
                 tensor.
         """
-        with self.opened(manifest, verify=verify, wanted=wanted) as pieces:
-            yield PulledTensors(manifest, pieces, wanted)
+        with self.opened(manifest, verify=verify, wanted=wanted) as opened:
+            yield PulledTensors(manifest, opened, wanted)
 
     @contextmanager
     def opened(
         self, manifest: WeightManifest, *, verify: bool = True, wanted: Mapping[str, Box] | None = None
-    ) -> Iterator[Sequence[OpenedPiece]]:
+    ) -> Iterator[Opened]:
         """Give the bytes of ``manifest``, verified, as ``pull`` does; nothing here needs torch."""
         check_manifest(manifest)
-        wish = _Wish(manifest, verify, _checked(manifest, wanted), Deadline(self._deadline_s))
-        stack, pieces = self._open_any(wish)
-        with stack:
-            yield pieces
+        boxes = _checked(manifest, wanted)
+        self._leave_to_readers()
+        changed = wanted is None and self._change_spare(manifest)
+        memory = self._memory_of(manifest.total_bytes)
+        content, memory.content = memory.content, ""
+        relayed = self._relayed = self._pass_on(manifest, memory) if wanted is None else None
+        wish = _Wish(manifest, verify, boxes, self._limit.deadline(manifest.total_bytes), memory, relayed)
+        try:
+            stack, pieces = (ExitStack(), wish.whole_pieces()) if changed else self._opened_or_ended(wish)
+            if not any(one.whole for one in pieces):
+                memory.content = content
+            elif wanted is None and all(one.whole for one in pieces):
+                memory.content = _content(manifest.weights, manifest)
+                if relayed is not None:
+                    relayed.verified(spec.offset for spec in manifest.tensors)
+            with stack:
+                yield Opened(pieces, memory)
+        finally:
+            self._spare = memory
+
+    def _memory_of(self, nbytes: int) -> Memory:
+        """What may be received into; what the last pull received is forgotten, unless it may be that."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.buffer.nbytes == nbytes and not spare.kept:
+            return spare
+        del spare  # of a layout that is no more, or somebody else's by now
+        return Memory(nbytes)
+
+    def _leave_to_readers(self) -> None:
+        """What is still being sent of the last version is nobody's to write to any more."""
+        if self._relayed is not None and not self._relayed.end() and self._spare is not None:
+            self._spare.kept = True
+
+    def _pass_on(self, manifest: WeightManifest, memory: Memory) -> Relayed | None:
+        if self._relay is None:
+            return None
+        relayed = Relayed(manifest.weights, memory, [(spec.offset, spec.nbytes) for spec in manifest.tensors])
+        self._relay.offer(relayed)
+        return relayed
+
+    def _change_spare(self, manifest: WeightManifest) -> bool:
+        """Make what the last pull received the version of ``manifest``, by what changed: True where that is done.
+
+        Else whole weights have to come, into that memory or a new one. What somebody else reads is copied first.
+        """
+        delta, base, self._spare = manifest.delta, self._spare, None
+        wants_changes = delta is not None and base is not None and base.content == _content(delta.base, manifest)
+        if not delta or not base or not wants_changes or _is_mapped_here(manifest):
+            self._spare = base
+            return False
+        memory = base
+        if base.kept:
+            memory = Memory(manifest.total_bytes)
+            memory.buffer[:] = base.buffer
+        del base
+        memory.content = ""
+        self._spare = memory
+        return self._apply(manifest, delta, memory)
+
+    def _apply(self, manifest: WeightManifest, delta: WeightDelta, memory: Memory) -> bool:
+        """Receive the patches, each into its tensor in ``memory``. False: no source has them, or they are wrong."""
+        deadline = self._limit.deadline(delta.total_bytes)
+        wish = _Wish(manifest, True, None, deadline, memory)
+        receiving = Receiving([wish.patching(patch) for patch in delta.patches])
+        try:
+            for address in choose_sources(delta.sources, manifest.host):
+                with (
+                    suppress(PeerUnavailableError),
+                    closing(self._open(address, delta.total_bytes, deadline)) as segment,
+                ):
+                    receiving.take(segment)
+                    for one in wish.whole_pieces():
+                        verify_piece(manifest, one.piece, one.view)
+                    return True
+        except PULL_FAILURES as error:
+            log.warning("changes not used, whole weights are", weights=str(manifest.weights), reason=str(error))
+        return False
+
+    def _open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
+        if address.scheme not in self._readers:
+            self._readers[address.scheme] = reader_for(address, self._secret, ucx=self._ucx)
+        return self._readers[address.scheme].open(address, nbytes, deadline)
+
+    def _opened_or_ended(self, wish: _Wish) -> tuple[ExitStack, Sequence[OpenedPiece]]:
+        """As ``_open_any``; what is not here as a whole is not passed on any further."""
+        whole_here = False
+        try:
+            stack, pieces = self._open_any(wish)
+            whole_here = all(one.whole for one in pieces)
+            return stack, pieces
+        finally:
+            if wish.relayed is not None and not whole_here:
+                wish.relayed.end()
 
     def _open_any(self, wish: _Wish) -> tuple[ExitStack, Sequence[OpenedPiece]]:
         """From the manifest's own sources, or from those of its parts, of which all have to answer."""
@@ -151,47 +283,149 @@ class WeightPuller:
                 pieces = [piece for piece in part.pieces if wish.has(piece)]
                 if wish.wanted is None or pieces:
                     label = f"{wish.manifest.weights}" + (f", part {number} of {len(parts)}" if len(parts) > 1 else "")
-                    segment = self._open_part(wish, part, pieces, label)
-                    stack.callback(segment.close)
-                    opened += [OpenedPiece(piece, segment.buffer) for piece in pieces]
+                    opened += self._open_part(wish, part, pieces, label, stack)
             return stack.pop_all(), opened
 
-    def _open_part(self, wish: _Wish, part: WeightPart, pieces: Sequence[Piece], label: str) -> Segment:
+    def _open_part(
+        self, wish: _Wish, part: WeightPart, pieces: Sequence[Piece], label: str, stack: ExitStack
+    ) -> Sequence[OpenedPiece]:
+        """From one source after another, and all of them again for as long as that brings bytes."""
         failures: list[StreamError] = []
-        ranges = None if wish.wanted is None else [(p.offset, piece_bytes(wish.manifest.tensors, p)) for p in pieces]
-        for address in choose_sources(part.sources, part.host) * ROUNDS:
-            if address.scheme not in self._readers:
-                self._readers[address.scheme] = reader_for(address, self._secret)
-            try:
-                segment = self._readers[address.scheme].open(address, part.total_bytes, wish.deadline, ranges)
+        receiving = Receiving([wish.stretch(piece) for piece in pieces])
+        found = choose_sources(part.sources, part.host)
+        addresses, idle = sorted(found, key=lambda one: (one.place, one.port) in self._away), 0
+        while addresses and idle < ROUNDS:
+            received = receiving.nbytes
+            for address in addresses:
                 try:
-                    for piece in pieces if wish.verify else ():
-                        verify_piece(wish.manifest, piece, segment.buffer)
-                except ChecksumError:
-                    segment.close()
-                    raise
-                return segment
-            except PULL_FAILURES as error:
-                failures.append(error)
+                    return self._open_at(address, wish, part, pieces, receiving, stack)
+                except PULL_FAILURES as error:
+                    failures.append(error)
+            idle = 0 if receiving.nbytes > received else idle + 1
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or UNREACHABLE
         silent = PeerUnavailableError(", ".join(part.sources) or "(no source)", f"{label}: {reasons}")
         raise _most_telling([*failures, silent])
 
+    def _open_at(
+        self,
+        address: Address,
+        wish: _Wish,
+        part: WeightPart,
+        pieces: Sequence[Piece],
+        receiving: Receiving,
+        stack: ExitStack,
+    ) -> Sequence[OpenedPiece]:
+        """Map the part, or receive what is missing of it. stack: closes what was mapped."""
+        with ExitStack() as opened:
+            self._away.add((address.place, address.port))
+            segment = self._open(address, part.total_bytes, wish.deadline)
+            self._away.discard((address.place, address.port))
+            opened.callback(segment.close)
+            if segment.buffer is not None:
+                self.way = "mapped"
+                mapped = [OpenedPiece(piece, wish.bytes_of(piece, segment.buffer)) for piece in pieces]
+                if wish.are_right(mapped):
+                    stack.enter_context(opened.pop_all())
+                    return mapped
+                del mapped  # the pieces that are right are taken from it all the same
+            if self._relay is not None and wish.relayed is not None and isinstance(segment, TcpSegment):
+                self._relay.listen(segment.own_host)
+            receiving.take(segment)
+            self.way = "ucx" if isinstance(segment, TcpSegment) and segment.by_ucx else address.scheme
+        return [OpenedPiece(piece, wish.tensor_of(piece), whole=True) for piece in pieces]
+
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What one pull is to give. wanted: boxes by the index of their tensor, None for all."""
+    """What one pull is to give. wanted: boxes by the index of their tensor, None for all.  memory: for what comes.
+    relayed: told of each tensor that is whole.
+    """
 
     manifest: WeightManifest
     verify: bool
     wanted: Mapping[int, Box] | None
     deadline: Deadline
+    memory: Memory
+    relayed: Relayed | None = None
+    came: dict[int, int] = field(default_factory=dict[int, int])  # by tensor: elements that were verified
 
     def has(self, piece: Piece) -> bool:
         if self.wanted is None:
             return True
         box = self.wanted.get(piece.tensor)
         return box is not None and bool(box.common(box_of(piece)).num_elements)
+
+    def bytes_of(self, piece: Piece, buffer: memoryview) -> memoryview:
+        """In a part that is mapped at ``buffer``."""
+        return buffer[piece.offset : piece.offset + piece_bytes(self.manifest.tensors, piece)]
+
+    def tensor_of(self, piece: Piece) -> memoryview:
+        """All bytes of its tensor in ``memory``."""
+        spec = self.manifest.tensors[piece.tensor]
+        return self.memory.buffer[spec.offset : spec.offset + spec.nbytes]
+
+    def are_right(self, mapped: Sequence[OpenedPiece]) -> bool:
+        try:
+            for one in mapped if self.verify else ():
+                verify_piece(self.manifest, one.piece, one.view)
+        except ChecksumError:
+            return False
+        return True
+
+    def whole_pieces(self) -> Sequence[OpenedPiece]:
+        """All tensors, in ``memory``."""
+        return [OpenedPiece(piece, self.tensor_of(piece), whole=True) for piece in single_part(self.manifest).pieces]
+
+    def patching(self, patch: TensorPatch) -> Stretch:
+        """The patch, and once it is there its tensor, changed."""
+        spec = self.manifest.tensors[patch.tensor]
+
+        def finish(data: memoryview) -> None:
+            if checksum(data) != patch.checksum:
+                raise ChecksumError(f"{self.manifest.weights}: what changed in tensor {spec.name!r} came wrong")
+            apply(data, self.memory.buffer[spec.offset : spec.offset + spec.nbytes], ITEM_BYTES[spec.dtype])
+
+        return Stretch(patch.offset, patch.nbytes, lambda: memoryview(bytearray(patch.nbytes)), finish)
+
+    def stretch(self, piece: Piece) -> Stretch:
+        """The piece, received where it lies in its tensor, or where it does not lie in a row there, put there then."""
+        spec, box = self.manifest.tensors[piece.tensor], box_of(piece)
+        nbytes, item = piece_bytes(self.manifest.tensors, piece), ITEM_BYTES[spec.dtype]
+        elements, starts = runs(box, spec.shape)
+        in_a_row = elements == box.num_elements
+        first = next(starts, 0) * item if in_a_row else 0
+
+        def place() -> memoryview:
+            return self.tensor_of(piece)[first : first + nbytes] if in_a_row else memoryview(bytearray(nbytes))
+
+        def finish(data: memoryview) -> None:
+            verify_piece(self.manifest, piece, data)
+            if not in_a_row:
+                whole_tensor = np.frombuffer(self.tensor_of(piece), np.uint8).reshape(*spec.shape, item)
+                whole_tensor[box.slices((0,) * len(box.start))] = np.frombuffer(data, np.uint8).reshape(
+                    *box.shape, item
+                )
+            self._note(piece)
+
+        return Stretch(piece.offset, nbytes, place, finish)
+
+    def _note(self, piece: Piece) -> None:
+        """It is verified. The range of the manifest and the parts may both bring it: a tensor is noted when one did."""
+        spec, came = self.manifest.tensors[piece.tensor], box_of(piece).num_elements
+        self.came[piece.tensor] = came = came + (self.came.get(piece.tensor, 0) if piece.shape != spec.shape else 0)
+        if self.relayed is not None and came * ITEM_BYTES[spec.dtype] == spec.nbytes:
+            self.relayed.verified([spec.offset])
+
+
+def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
+    """Names the bytes of a version that lies as ``manifest`` lays it out."""
+    return f"{weights.digest} {digest_layout(manifest.tensors)}"
+
+
+def _is_mapped_here(manifest: WeightManifest) -> bool:
+    """Whether all of it costs nothing."""
+    sources = choose_sources(manifest.sources, manifest.host) if manifest.sources else []
+    return any(address.scheme == "shm" for address in sources)
 
 
 def _checked(manifest: WeightManifest, wanted: Mapping[str, Box] | None) -> Mapping[int, Box] | None:
@@ -214,15 +448,11 @@ def _most_telling(failures: Sequence[StreamError]) -> StreamError:
     return failures[-1]
 
 
-def _view(one: OpenedPiece, dtype: torch.dtype) -> torch.Tensor:
-    """The piece's elements, without a copy."""
+def _view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The elements in ``data``, without a copy."""
     import torch
 
-    piece = one.piece
-    nbytes = math.prod(piece.shape) * dtype.itemsize
-    if not nbytes:
-        return torch.empty(piece.shape, dtype=dtype)
-    return torch.frombuffer(one.buffer[piece.offset : piece.offset + nbytes], dtype=dtype).reshape(piece.shape)
+    return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape)) if data.nbytes else torch.empty(shape, dtype=dtype)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Sequence[int]]:

@@ -1,6 +1,6 @@
 """New weights for an engine: bring them in while the old ones serve, load them when told to, report how it went.
 
-    weights log ─► prefetch: pull the newest, and keep it ──┐
+    weights log ─► prefetch: pull the newest, and keep it ──┐   from whom: routes log
     LoadWeights ─────────────────────────► load: ◄──────────┘  or pull what is asked for
 
 A version is on its way as soon as its manifest is there, whatever the worker generates meanwhile; a load waits for what
@@ -14,20 +14,29 @@ Invariants: WeightsLoaded is reported only once the engine serves what was asked
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, LogEntry
-from transport.contracts.messages import WeightManifest, WeightsFailed, WeightsLoaded, manifest_decoder
+from transport.contracts.messages import (
+    WeightManifest,
+    WeightRoutes,
+    WeightsFailed,
+    WeightsLoaded,
+    manifest_decoder,
+    routes_decoder,
+)
 from transport.contracts.types import WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.process import faults
 from transport.process.clock import Clock
+from transport.tensors.base import host_id
 from workers.errors import WeightsMismatchError
 
 if TYPE_CHECKING:
@@ -38,13 +47,19 @@ log = structlog.get_logger(__name__)
 MANIFEST_WAIT_S = 30.0  # a load is commanded after its manifest; only a broker that lost its tail has none
 MANIFESTS_LOOKED_AT = 64
 READ_WAIT_S = 1.0
+ROUTE_WAIT_S = 2.0  # the orchestrator plans a version's way within milliseconds of its manifest, where it lives
 
 LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
 """What leaves the old weights in service and is reported as WeightsFailed; anything else ends the worker."""
 
 
 class Puller(Protocol):
-    """Gives the tensors of a manifest, verified, for as long as the context is open (weights.WeightPuller)."""
+    """Gives the tensors of a manifest, verified, for as long as the context is open (weights.WeightPuller).
+
+    way: how the last ones came.
+    """
+
+    way: str
 
     def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
 
@@ -71,7 +86,17 @@ class Pulled:
 class WeightUpdates:
     """Takes the engine of one worker from one version to the next."""
 
-    def __init__(self, broker: Broker, engine: TakesWeights, puller: Puller, worker_id: WorkerId, clock: Clock) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        engine: TakesWeights,
+        puller: Puller,
+        worker_id: WorkerId,
+        clock: Clock,
+        *,
+        awaits_route: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """awaits_route: whether this worker is one of those that pass versions on."""
         self._broker = broker
         self._engine = engine
         self._puller = puller
@@ -79,8 +104,14 @@ class WeightUpdates:
         self._clock = clock
         self._pulling = asyncio.Lock()
         self._ahead: Pulled | None = None
+        self._awaits_route = awaits_route
         self.served: WeightIdentity | None = None
         self.loading = False
+
+    @property
+    def way(self) -> str:
+        """How the last weights came: "mapped", "tcp" or "ucx"."""
+        return self._puller.way
 
     async def prefetch(self) -> None:
         """Bring in each newest version, forever. What fails here is reported when it is to be loaded."""
@@ -95,6 +126,26 @@ class WeightUpdates:
         finally:
             self._drop()
 
+    async def _along(self, manifest: WeightManifest) -> WeightManifest:
+        """``manifest`` with the sources of this worker's route first, if that is planned in time."""
+        if manifest.host == host_id() or not self._awaits_route():
+            return manifest
+        deadline_s = self._clock.now_s() + ROUTE_WAIT_S
+        cursor, entries = ZERO_ID, await self._broker.tail(keys.ROUTES, count=MANIFESTS_LOOKED_AT)
+        while True:
+            for entry in reversed(entries):
+                if (planned := read_routes(entry)) is None:
+                    continue
+                if planned.weights == manifest.weights and self._worker_id in planned.routes:
+                    return replace(manifest, sources=(*planned.routes[self._worker_id], *manifest.sources))
+                if planned.weights > manifest.weights:
+                    return manifest
+            if (left_s := deadline_s - self._clock.now_s()) <= 0:
+                return manifest
+            cursor = entries[-1].entry_id if entries else cursor
+            wait_s = min(left_s, READ_WAIT_S)
+            entries = await self._broker.read(keys.ROUTES, cursor, count=MANIFESTS_LOOKED_AT, wait_s=wait_s)
+
     async def _bring(self, manifest: WeightManifest) -> None:
         async with self._pulling:
             held = self._ahead.weights if self._ahead is not None else None
@@ -102,7 +153,7 @@ class WeightUpdates:
                 return
             self._drop()
             try:
-                self._ahead = await self._pull(manifest)
+                self._ahead = await self._pull(await self._along(manifest))
             except LOAD_FAILURES as error:
                 log.info("weights not brought in ahead", weights=str(manifest.weights), reason=str(error))
 
@@ -135,7 +186,7 @@ class WeightUpdates:
         try:
             async with self._pulling:
                 if weights != self.served:
-                    pulled = self._take(weights) or await self._pull(await self._manifest(weights))
+                    pulled = self._take(weights) or await self._pull(await self._along(await self._manifest(weights)))
                     try:
                         await self._engine.load_weights(weights, pulled.tensors)
                     finally:
@@ -176,6 +227,15 @@ def read_manifest(entry: LogEntry) -> WeightManifest | None:
         return manifest_decoder.decode(entry.entry.payload)
     except MessageError as error:
         log.error("unreadable manifest", entry=entry.entry_id, reason=str(error))
+        return None
+
+
+def read_routes(entry: LogEntry) -> WeightRoutes | None:
+    """What an entry of the routes log says; None for one that cannot be read: then the trainer is asked."""
+    try:
+        return routes_decoder.decode(entry.entry.payload)
+    except MessageError as error:
+        log.error("unreadable routes", entry=entry.entry_id, reason=str(error))
         return None
 
 

@@ -24,8 +24,8 @@ longest              groups that have been generated for the longest: [{group_id
                      [sample], group_size, predicted_tokens, attempt}]
 queues               {stream: entries}
 workers              every live worker, by its lease: [{worker, kind, doing, since_s, running, waiting, weights
-                     "epoch.version.digest", counters {name: total}, kv_use 0..1, idle 0..1, tokens_per_s}]; the last
-                     two are missing in the first seconds
+                     "epoch.version.digest", counters {name: total}, kv_use 0..1, way its weights came, idle 0..1,
+                     tokens_per_s}]; the last two are missing in the first seconds
 gpus                 of the machine that `run` started the processes on: [{number, name, memory_mib, workers [name],
                      share (of its memory, of each of them), held (by another run)}]
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
@@ -229,6 +229,7 @@ class UsageWindow:
                 "weights": str(last.weights) if last.weights else "",
                 "counters": last.counters,
                 "kv_use": last.kv_use,
+                "way": last.way,
             }
             if elapsed_s := max(0.0, last.elapsed_s - first.elapsed_s):
                 tokens = last.counters.get("tokens", 0.0) - first.counters.get("tokens", 0.0)

@@ -87,12 +87,12 @@ class HeldWeights:
 
 def hold(weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
     """Keep ``tensors``, which may go when this returns: a version in one segment of shared memory by its open file
-    (its name may go, its bytes stay), anything else by a copy in anonymous memory, for which it blocks. What came in
-    parts is one range there, with the same digest.
+    (its name may go, its bytes stay), one that was received by the memory that it is in, anything else by a copy in
+    anonymous memory, for which it blocks. What came in parts is one range there, with the same digest.
     """
     if not isinstance(tensors, PulledTensors):
         return _copied(weights, tensors)
-    fd = _shared_file(tensors.manifest)
+    fd = tensors.received.keep() if tensors.received else _shared_file(tensors.manifest)
     if fd is None:
         fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
         os.ftruncate(fd, tensors.manifest.total_bytes)

@@ -1,0 +1,78 @@
+"""What a new version costs between hosts: ``make bench NAME=weights``.
+
+Seventeen hosts as network namespaces on one bridge, a process on each; what a host sends goes through a token bucket of
+LINK_MBIT_S. A trainer publishes MEGABYTES of weights; workers pull along the routes that the orchestrator plans.
+
+    tree_16_over_1     time until 16 workers have a version, over the time for one (a star: 16)
+    slow_link_copies   versions that the trainer's card carried to 16 workers of another site
+    model_error        |predicted / measured - 1|: what core/broadcast.py says of the same plan on these links
+
+Left out: processes share two cores, so that copies and checksums of 17 hosts add up; loading into an engine.
+Needs root, iproute2 and unshare.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.core.broadcast import Links, broadcast_time
+from orchestrator.loop.routes import plan_of
+from tests.fakes.several_hosts import several_hosts
+from tests.fakes.weight_site import Site
+
+NUM_WORKERS, LINK_MBIT_S, MEGABYTES, REPEATS = 16, 50.0, 16.0, 3
+PAYLOAD_SHARE = 1448 / 1514  # of what a token bucket counts, at 1,500 bytes a packet
+BYTES_PER_S = LINK_MBIT_S * 1e6 / 8 * PAYLOAD_SHARE
+LINKS = Links(site_bytes_per_s=BYTES_PER_S, card_bytes_per_s=BYTES_PER_S, slow_bytes_per_s=BYTES_PER_S)
+
+
+def measured(site: Site, version: int, number: int) -> tuple[float, float, float]:
+    """Seconds until ``number`` workers have ``version``, what the plan predicts, and copies that the trainer sent."""
+    before = site.trainer.host.sent_bytes
+    manifest = site.begin(version, number)
+    seconds = max(worker.answer()["seconds"] for worker in site.workers[:number])
+    copies = (site.trainer.host.sent_bytes - before) / manifest.total_bytes
+    plan = plan_of(manifest, site.statuses(number))
+    assert plan is not None
+    return seconds, broadcast_time(replace(plan, links=LINKS)), copies
+
+
+def main() -> None:
+    found: dict[str, list[tuple[float, float, float]]] = {"1": [], "16": [], "far": []}
+    with several_hosts(1 + NUM_WORKERS) as hosts, tempfile.TemporaryDirectory() as directory:
+        for where in ("", "far"):
+            site = Site(hosts, Path(directory) / (where or "near"), MEGABYTES, where)
+            try:
+                site.begin_to_pass_on()
+                for host in hosts:
+                    host.shape(LINK_MBIT_S)
+                for turn in range(REPEATS):
+                    if not where:
+                        found["1"].append(measured(site, 2 * turn + 1, 1))
+                    found[where or "16"].append(measured(site, 2 * turn + 2, NUM_WORKERS))
+            finally:
+                site.close()
+                for host in hosts:
+                    host.shape(10_000)
+    seconds = {name: statistics.median(one[0] for one in taken) for name, taken in found.items()}
+    predicted = {name: taken[0][1] for name, taken in found.items()}
+    for name, taken in found.items():
+        copies = statistics.median(one[2] for one in taken)
+        times = f"{seconds[name]:.2f} s, predicted {predicted[name]:.2f} s"
+        print(f"{name:>4} workers: {times}, trainer sent {copies:.3f} copies")
+    figures = {
+        "tree_16_over_1": round(seconds["16"] / seconds["1"], 3),
+        "slow_link_copies": round(statistics.median(one[2] for one in found["far"]), 3),
+        "model_error": round(max(abs(predicted[name] / seconds[name] - 1) for name in found), 3),
+        "machine": platform.processor() or platform.machine(),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Weights over a network that breaks, lies or stalls: what came stays, what was wrong comes again, no memory grows."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from transport.contracts.messages import MessageDecoder, WeightManifest, encode, manifest_decoder
+from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
+from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
+from transport.tensors.tcp import RangeFollows, ReadRange
+from transport.tensors.wire import Channel, ChannelServer, Refused, connect
+from workers.generation.server.upkeep import hold
+from workers.weights.publish import WeightPublisher
+from workers.weights.pull import WeightPuller
+
+NUM_TENSORS, TENSOR_BYTES = 16, 1 << 20
+
+
+def policy() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{n}": torch.randn(TENSOR_BYTES // 4, generator=generator) for n in range(NUM_TENSORS)}
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher("received", tmp_path, endpoint=Endpoint(limit=TimeLimit(1.0, 1e6)))
+    yield publisher
+    publisher.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tensor-")]
+
+
+@pytest.fixture
+def manifest(publisher: WeightPublisher) -> WeightManifest:
+    """Of a version that only travels."""
+    published = publisher.publish(1, 0, policy(), torch.float32)
+    return replace(published, sources=tuple(s for s in published.sources if s.startswith("tcp")))
+
+
+def content_of(publisher: WeightPublisher, manifest: WeightManifest) -> bytes:
+    file = publisher._store.open_file(parse_address(manifest.sources[0]).path)
+    assert file is not None
+    with file:
+        return file.read()
+
+
+class Relay:
+    """A source whose answers are made up; notes what it was asked for and what it gave."""
+
+    def __init__(self, answer: Callable[[Channel, ReadRange], int]) -> None:
+        self.asked: list[ReadRange] = []
+        self.given: list[int] = []
+        self._answer = answer
+        self._server = ChannelServer(self._serve, Endpoint(), request_s=5)
+        self.address = f"tcp://127.0.0.1:{self._server.start()}/v"
+
+    def _serve(self, channel: Channel) -> None:
+        request = channel.receive(MessageDecoder(ReadRange))
+        self.asked.append(request)
+        channel.send(RangeFollows(nbytes=request.nbytes))
+        self.given.append(self._answer(channel, request))
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Callable[[Callable[[Channel, ReadRange], int]], Relay]]:
+    relays: list[Relay] = []
+
+    def start(answer: Callable[[Channel, ReadRange], int]) -> Relay:
+        relays.append(Relay(answer))
+        return relays[-1]
+
+    yield start
+    for one in relays:
+        one.close()
+
+
+def give(channel: Channel, data: memoryview) -> int:
+    done = 0
+    while done < data.nbytes:
+        done += channel._socket.send(data[done:])
+    return done
+
+
+def pulled(manifest: WeightManifest, wait_s: float = 10) -> dict[str, torch.Tensor]:
+    with WeightPuller(limit=TimeLimit(wait_s)).pull(manifest) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_right(tensors: dict[str, torch.Tensor]) -> None:
+    expected = policy()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def serve_some(content: bytes, nbytes: int, address: "multiprocessing.SimpleQueue[str]") -> None:
+    """Kills itself after so many bytes of an answer."""
+
+    def serve(channel: Channel) -> None:
+        request = channel.receive(MessageDecoder(ReadRange))
+        channel.send(RangeFollows(nbytes=request.nbytes))
+        give(channel, memoryview(content)[request.offset : request.offset + nbytes])
+        while True:  # what was sent has to be read first: a kill drops what the kernel still holds
+            unread = np.zeros(1, np.int32)
+            import fcntl
+            import termios
+
+            fcntl.ioctl(channel._socket, termios.TIOCOUTQ, unread)
+            if not unread[0]:
+                os.kill(os.getpid(), 9)
+
+    server = ChannelServer(serve, Endpoint(), request_s=10)
+    address.put(f"tcp://127.0.0.1:{server.start()}/v")
+    threading.Event().wait(60)
+
+
+def test_another_source_goes_on_at_the_byte_where_a_killed_one_stopped(publisher, manifest, relay) -> None:
+    content = content_of(publisher, manifest)
+    stop = random.Random(os.environ.get("STREAMRL_SEED")).randrange(1, len(content))
+    context = multiprocessing.get_context("fork")
+    addresses = context.SimpleQueue()
+    sender = context.Process(target=serve_some, args=(content, stop, addresses))
+    sender.start()
+    other = relay(lambda channel, ask: give(channel, memoryview(content)[ask.offset : ask.offset + ask.nbytes]))
+    try:
+        assert_right(pulled(replace(manifest, sources=(addresses.get(), other.address))))
+    finally:
+        sender.join(30)
+    assert sender.exitcode == -9
+    assert [(ask.offset, ask.nbytes) for ask in other.asked] == [(stop, manifest.total_bytes - stop)]
+
+
+def test_a_wrong_byte_makes_one_piece_come_again_from_another_source(publisher, manifest, relay) -> None:
+    content = content_of(publisher, manifest)
+    torn = bytearray(content)
+    wrong = manifest.tensors[5]
+    torn[wrong.offset + 12345] ^= 1
+    liar = relay(lambda channel, ask: give(channel, memoryview(torn)[ask.offset : ask.offset + ask.nbytes]))
+    other = relay(lambda channel, ask: give(channel, memoryview(content)[ask.offset : ask.offset + ask.nbytes]))
+    assert_right(pulled(replace(manifest, sources=(liar.address, other.address))))
+    assert [(ask.offset, ask.nbytes) for ask in other.asked] == [(wrong.offset, wrong.nbytes)]
+    with pytest.raises(ChecksumError, match=wrong.name):
+        pulled(replace(manifest, sources=(liar.address,)))
+    assert {(ask.offset, ask.nbytes) for ask in liar.asked[2:]} == {(wrong.offset, wrong.nbytes)}
+
+
+def test_a_mapped_version_with_a_wrong_byte_is_mended_and_what_a_server_holds_is_the_mended_one(
+    publisher: WeightPublisher, relay
+) -> None:
+    manifest = publisher.publish(1, 1, policy(), torch.float32)
+    content = content_of(publisher, replace(manifest, sources=manifest.sources[1:]))
+    wrong = manifest.tensors[3]
+    with (Path("/") / parse_address(manifest.sources[0]).path).open("r+b") as file:
+        file.seek(wrong.offset)
+        file.write(bytes(8))
+    good = relay(lambda channel, ask: give(channel, memoryview(content)[ask.offset : ask.offset + ask.nbytes]))
+    mixed = replace(manifest, sources=(manifest.sources[0], good.address))
+    with WeightPuller().pull(mixed) as tensors:
+        assert_right({name: tensor.clone() for name, tensor in tensors.items()})
+        held = hold(manifest.weights, tensors)
+    assert [(ask.offset, ask.nbytes) for ask in good.asked] == [(wrong.offset, wrong.nbytes)]
+    assert os.pread(held.fd, wrong.nbytes, wrong.offset) == policy()[wrong.name].numpy().tobytes()
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [(-1, 8), (0, -8), (0, 1 << 40), (1 << 62, 1 << 62), (-(1 << 40), 1 << 40)],
+    ids=["negative offset", "negative size", "1 TB", "overflow", "before"],
+)
+def test_a_range_that_is_not_there_is_refused_by_name_and_the_connection_closed(
+    manifest: WeightManifest, offset: int, nbytes: int
+) -> None:
+    address = parse_address(manifest.sources[0])
+    channel = connect(address.place, address.port, str(address), b"", Deadline(10))
+    ask = ReadRange(segment=address.path, segment_bytes=manifest.total_bytes, offset=offset, nbytes=nbytes)
+    assert f"has {manifest.total_bytes} bytes" in channel.ask(ask, MessageDecoder(Refused)).reason
+    with pytest.raises(PeerUnavailableError):
+        channel.receive(MessageDecoder(Refused))
+    channel.close()
+    assert_right(pulled(manifest))
+
+
+def test_a_receiver_that_stops_reading_is_dropped_at_the_deadline(publisher: WeightPublisher) -> None:
+    manifest = publisher.publish(1, 1, {"t": torch.zeros(16 << 20)}, torch.float32)  # more than sockets' buffers hold
+    address = parse_address(manifest.sources[1])
+    channel = connect(address.place, address.port, str(address), b"", Deadline(30))
+    nbytes = manifest.total_bytes
+    channel.send(ReadRange(segment=address.path, segment_bytes=nbytes, offset=0, nbytes=nbytes))
+    [serving] = [one for one in threading.enumerate() if one.name.startswith("tensor-connection-")]
+    serving.join(30)  # reads nothing
+    assert not serving.is_alive()
+    with pytest.raises(PeerUnavailableError):
+        channel.receive_into(memoryview(bytearray(nbytes)))
+    channel.close()
+
+
+def test_a_sender_that_stalls_is_left_for_another_at_the_same_byte(publisher, manifest, relay) -> None:
+    content, given_up = content_of(publisher, manifest), threading.Event()
+
+    def stall(channel: Channel, ask: ReadRange) -> int:
+        done = give(channel, memoryview(content)[:1000])
+        given_up.wait(30)
+        return done
+
+    def go_on(channel: Channel, ask: ReadRange) -> int:
+        given_up.set()
+        return give(channel, memoryview(content)[ask.offset : ask.offset + ask.nbytes])
+
+    sources = (relay(stall).address, (other := relay(go_on)).address)
+    assert_right(pulled(replace(manifest, sources=sources), wait_s=1))
+    assert other.asked[0].offset == 1000
+
+
+def test_of_a_version_withdrawn_while_it_is_pulled_nothing_is_given(publisher, manifest, relay) -> None:
+    content = content_of(publisher, manifest)
+
+    def cut(channel: Channel, ask: ReadRange) -> int:
+        if not ask.offset:  # the first time
+            publisher._store.drop(parse_address(manifest.sources[0]).path)
+            give(channel, memoryview(content)[:100_000])
+        raise PeerUnavailableError("relay", "gone")
+
+    with pytest.raises(PeerUnavailableError, match="no segment"):
+        pulled(replace(manifest, sources=(relay(cut).address, *manifest.sources)))
+
+
+def test_a_truncated_manifest_and_a_wrong_secret_are_named(manifest: WeightManifest) -> None:
+    raw = encode(manifest)
+    for length in (0, 1, len(raw) // 2, len(raw) - 1):
+        with pytest.raises(MessageError):
+            manifest_decoder.decode(raw[:length])
+    with pytest.raises(MessageError):
+        pulled(replace(manifest, tensors=manifest.tensors[:-1]))
+    with pytest.raises(PeerRejectedError), WeightPuller(secret=b"0123456789abcdef").pull(manifest):
+        pass
+
+
+def test_nothing_is_left_of_pulls_that_went_well_or_ill(manifest: WeightManifest) -> None:
+    puller = WeightPuller(limit=TimeLimit(5))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = f"tcp://127.0.0.1:{taken.getsockname()[1]}/v"
+
+    def pull_all() -> None:
+        with puller.pull(manifest) as tensors:
+            assert torch.equal(tensors["t1"], policy()["t1"])
+        with pytest.raises(PeerUnavailableError), puller.pull(replace(manifest, sources=(closed,))):
+            pass
+
+    pull_all()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        pull_all()
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1  # the server's end of the last connection may close late
+
+
+def used_bytes() -> int:
+    """Anonymous memory of this process and, mapped or not, that of its files without a name."""
+    with open("/proc/self/status") as file:
+        anonymous = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them, or closed meanwhile
+            if "memfd:" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.stat(f"/proc/self/fd/{fd}")
+                found[status.st_ino] = status.st_blocks * 512
+    return anonymous + sum(found.values())
+
+
+def peak_of(manifest: bytes, result: "multiprocessing.SimpleQueue[float]", keep: bool) -> None:
+    """Pull three versions; the most memory meanwhile over bytes of a version."""
+    wanted, most, done = manifest_decoder.decode(manifest), 0, threading.Event()
+    before = used_bytes()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, used_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    puller, held = WeightPuller(), None
+    for _ in range(3):
+        with puller.pull(wanted) as tensors:
+            now = hold(wanted.weights, tensors) if keep else None
+            most = max(most, used_bytes())
+        del tensors
+        if held:
+            held.close()
+        held = now
+    done.set()
+    thread.join()
+    result.put((most - before) / wanted.total_bytes)
+
+
+@pytest.mark.parametrize(("keep", "limit"), [(False, 1.2), (True, 2.2)], ids=["embedded", "server"])
+def test_a_worker_holds_one_version_and_a_piece_while_it_receives_another(
+    publisher: WeightPublisher, keep: bool, limit: float
+) -> None:
+    """The worker of a server beside it the version that the server would be given if it had to start again."""
+    tensors = {f"t{n}": torch.zeros(1 << 20) + n for n in range(32)}
+    published = publisher.publish(1, 1, tensors, torch.float32)
+    context = multiprocessing.get_context("fork")
+    result = context.SimpleQueue()
+    manifest = encode(replace(published, sources=published.sources[1:]))
+    worker = context.Process(target=peak_of, args=(manifest, result, keep))
+    worker.start()
+    copies = result.get()
+    worker.join(30)
+    print(f"peak_copies {copies:.3f}")
+    assert copies <= limit

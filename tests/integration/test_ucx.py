@@ -1,0 +1,256 @@
+"""Bytes by UCX between real processes: what was agreed, stretches of any size, and peers that die, stall or lack it."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from transport.contracts.messages import WeightManifest
+from transport.errors import ChecksumError, PeerUnavailableError
+from transport.tensors import ucx as ucx_module
+from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
+from transport.tensors.receive import Receiving, Stretch
+from transport.tensors.relay import Relay, relayed_address
+from transport.tensors.tcp import ServedStore, TcpReader, TcpSegment
+from transport.tensors.ucx import CHUNK_BYTES, is_installed, wants_ucx
+from workers.weights.publish import WeightPublisher
+from workers.weights.pull import WeightPuller
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="extra ucx is not installed")
+
+SIZE = 9 * CHUNK_BYTES + 12345
+WAIT_S = 30.0
+
+
+def content() -> bytes:
+    return random.Random(7).randbytes(SIZE)
+
+
+@contextlib.contextmanager
+def served(directory: Path, *, ucx: bool = True, limit: TimeLimit | None = None) -> Iterator[str]:
+    """A store with one segment. Gives its TCP address."""
+    store = ServedStore("ucx", (directory,), Endpoint(ucx=ucx, limit=limit or TimeLimit()))
+    store.start()
+    try:
+        writer = store.create("v1", SIZE)
+        writer.write(0, memoryview(content()))
+        yield writer.seal()[1]
+    finally:
+        store.close()
+
+
+def opened(address: str, *, ucx: bool = True, reader: TcpReader | None = None) -> TcpSegment:
+    parsed = parse_address(address)
+    return (reader or TcpReader(ucx=ucx)).open(parsed, SIZE, Deadline(WAIT_S))
+
+
+def test_every_stretch_comes_whole_wherever_it_begins_and_ends(tmp_path: Path) -> None:
+    expected, dice = content(), random.Random(11)
+    cuts = sorted({0, 1, 77, CHUNK_BYTES, SIZE, *(dice.randrange(SIZE) for _ in range(40))})
+    places = [bytearray(end - start) for start, end in itertools.pairwise(cuts)]
+    stretches = [
+        Stretch(start, len(into), lambda into=into: memoryview(into), lambda _: None)
+        for start, into in zip(cuts, places, strict=False)
+        if dice.random() < 0.8  # holes are requests of their own, or are dropped
+    ]
+    with served(tmp_path) as address:
+        segment = opened(address)
+        Receiving(stretches).take(segment)
+        assert segment.by_ucx
+        segment.close()
+    wanted = {stretch.offset for stretch in stretches}
+    for start, into in zip(cuts, places, strict=False):
+        assert start not in wanted or bytes(into) == expected[start : start + len(into)]
+
+
+@pytest.mark.parametrize(("serves", "reads"), [(True, False), (False, True)])
+def test_an_end_without_ucx_gets_or_gives_the_bytes_by_tcp(tmp_path: Path, serves: bool, reads: bool) -> None:
+    with served(tmp_path, ucx=serves) as address:
+        segment = opened(address, ucx=reads)
+        segment.ask(5, 1000)
+        into = bytearray(1000)
+        assert segment.read(memoryview(into)) <= 1000
+        assert not segment.by_ucx
+        segment.close()
+
+
+def test_a_library_that_cannot_be_loaded_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("libucp.so.0: cannot open shared object file")
+
+    monkeypatch.setattr(ucx_module, "_library", missing)
+    with served(tmp_path) as address:
+        segment = opened(address)
+        segment.ask(0, 10)
+        assert segment.read(memoryview(bytearray(10)))
+        assert not segment.by_ucx
+        segment.close()
+
+
+def test_auto_asks_for_a_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ucx_module, "_DEVICES", tmp_path)
+    assert [wants_ucx("auto"), wants_ucx("on"), wants_ucx("off")] == [False, True, False]
+    (tmp_path / "mlx5_0").mkdir()
+    assert wants_ucx("auto")
+
+
+def test_connections_leave_nothing_behind(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        reader, left = TcpReader(ucx=True), list[int]()
+        for _ in range(6):
+            segment = opened(address, reader=reader)
+            segment.ask(0, SIZE)
+            segment.read(memoryview(bytearray(CHUNK_BYTES)))  # the rest is under way when it is closed
+            segment.close()
+            time.sleep(0.1)
+            left.append(len(os.listdir("/proc/self/fd")))
+        assert max(left[2:]) <= left[1] + 2
+
+
+def serve_and_wait(directory: Path, address: Connection) -> None:
+    """Serve, and say when somebody has begun to read, by dying."""
+    sent = ucx_module.UcxSending.send
+
+    def dies(self: ucx_module.UcxSending, tag: int, views: Iterator[memoryview]) -> None:
+        def some() -> Iterator[memoryview]:
+            for number, view in enumerate(views):
+                if number == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield view
+
+        sent(self, tag, some())
+
+    ucx_module.UcxSending.send = dies  # type: ignore[method-assign,assignment]
+    with served(directory) as where:
+        address.send(where)
+        time.sleep(WAIT_S)
+
+
+def test_a_killed_sender_is_noticed_at_once_and_another_source_goes_on(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_and_wait, args=(tmp_path, theirs))
+    process.start()
+    into = bytearray(SIZE)
+    receiving = Receiving([Stretch(0, SIZE, lambda: memoryview(into), lambda _: None)])
+    try:
+        segment = opened(ours.recv())
+        started_s = time.monotonic()
+        with pytest.raises(PeerUnavailableError):
+            receiving.take(segment)
+        assert time.monotonic() - started_s < WAIT_S / 2
+        segment.close()
+    finally:
+        process.kill()
+        process.join()
+    with served(tmp_path) as address:
+        segment = opened(address)
+        receiving.take(segment)
+        segment.close()
+    assert bytes(into) == content()
+
+
+def read_and_die(address: str) -> None:
+    segment = opened(address)
+    segment.ask(0, SIZE)
+    segment.read(memoryview(bytearray(CHUNK_BYTES)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_reading(address: str, said: Connection) -> None:
+    segment = opened(address)
+    segment.ask(0, SIZE)
+    segment.read(memoryview(bytearray(CHUNK_BYTES)))
+    said.send("stopped")
+    time.sleep(WAIT_S)
+
+
+def test_readers_that_die_or_stop_cost_the_server_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with served(tmp_path, limit=TimeLimit(wait_s=2.0)) as address:
+        dead = context.Process(target=read_and_die, args=(address,))
+        stuck = context.Process(target=stop_reading, args=(address, theirs))
+        for process in (dead, stuck):
+            process.start()
+        assert ours.recv() == "stopped"
+        dead.join()
+        into = bytearray(SIZE)
+        segment = opened(address)
+        Receiving([Stretch(0, SIZE, lambda: memoryview(into), lambda _: None)]).take(segment)
+        segment.close()
+        assert bytes(into) == content()
+        stuck.kill()
+        stuck.join()
+
+
+def test_after_a_failure_the_same_server_is_asked_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: ucx_module.UcxSending, tag: int, views: object) -> None:
+        raise PeerUnavailableError("", "a fabric that drops everything")
+
+    monkeypatch.setattr(ucx_module.UcxSending, "send", fails)
+    reader = TcpReader(ucx=True)
+    with served(tmp_path) as address:
+        segment = opened(address, reader=reader)
+        segment.ask(0, SIZE)
+        with pytest.raises(PeerUnavailableError):
+            segment.read(memoryview(bytearray(SIZE)))
+        segment.close()
+        segment = opened(address, reader=reader)
+        segment.ask(0, 10)
+        assert (segment.read(memoryview(bytearray(10))) > 0, segment.by_ucx) == (True, False)
+        segment.close()
+
+
+def elsewhere(manifest: WeightManifest, *sources: str) -> WeightManifest:
+    """As a worker of another host sees it: what is mapped is not there."""
+    return replace(manifest, sources=(*sources, *(one for one in manifest.sources if one.startswith("tcp:"))))
+
+
+def test_a_version_goes_by_ucx_from_the_trainer_through_a_relay(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    tensors = {f"t{n}": torch.randn(n * 1000 + 1, 77) for n in range(12)}
+    publisher = WeightPublisher("ucx", tmp_path, endpoint=Endpoint(ucx=True))
+    relay = Relay(secret=b"", limit=TimeLimit(), ucx=True)
+    try:
+        manifest = publisher.publish(1, 1, tensors, torch.bfloat16)
+        first, second = WeightPuller(relay=relay, ucx=True), WeightPuller(ucx=True)
+        with first.pull(elsewhere(manifest)) as got:
+            assert first.way == "ucx"
+            there = relayed_address(relay.address, manifest.weights)
+            with second.pull(elsewhere(manifest, there)) as passed:
+                assert second.way == "ucx"
+                for name, tensor in tensors.items():
+                    assert torch.equal(got[name], tensor.bfloat16())
+                    assert torch.equal(passed[name], tensor.bfloat16())
+    finally:
+        relay.close()
+        publisher.close()
+
+
+def test_bytes_that_are_wrong_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = ucx_module.UcxReceiving.read
+
+    def flips(self: ucx_module.UcxReceiving, view: memoryview) -> int:
+        count = received(self, view)
+        view[0] ^= 1
+        return count
+
+    publisher = WeightPublisher("ucx", tmp_path, endpoint=Endpoint(ucx=True))
+    try:
+        manifest = publisher.publish(1, 1, {"t": torch.ones(1000)}, torch.float32)
+        monkeypatch.setattr(ucx_module.UcxReceiving, "read", flips)
+        with pytest.raises(ChecksumError), WeightPuller(ucx=True).pull(elsewhere(manifest)):
+            pass
+    finally:
+        publisher.close()

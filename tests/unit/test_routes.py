@@ -1,0 +1,185 @@
+"""Whom a worker asks for a version, one after another."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from orchestrator.core.broadcast import Links, Peer, Source, plan_broadcast, reattach, routes
+from orchestrator.loop.routes import plan_routes, route_weights
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Entry, LogEntry
+from transport.contracts.messages import WeightManifest, WeightRoutes, WorkerStatus, encode, routes_decoder
+from transport.contracts.types import RunName, WeightIdentity, WorkerId, WorkerKind
+from transport.process.clock import MonotonicClock
+from transport.tensors.manifest import plan_layout
+from workers.weights import updates as updates_module
+from workers.weights.updates import WeightUpdates
+
+peers = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=40).map(
+    lambda places: [Peer(name=f"w{n}", host=f"h{host}-{site}", site=str(site)) for n, (host, site) in enumerate(places)]
+)
+
+
+@given(peers, st.integers(1, 64), st.data())
+def test_a_route_begins_where_the_plan_says_ends_at_the_trainer_and_is_no_circle(
+    receivers: list[Peer], pieces: int, data: st.DataObject
+) -> None:
+    links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e8)
+    trainer = Source(name="t", host="th", site="0")
+    plan = plan_broadcast([1 << 20], [trainer], receivers, links, piece_bytes=(1 << 20) // pieces, most_trees=1)
+    found = routes(plan)
+    for name in plan.receivers:
+        (pull,) = plan.pulls(name)
+        assert found[name][:1] == ((pull.source,) if pull.source != "t" else ())
+        assert name not in found[name]
+        assert len(set(found[name])) == len(found[name])
+    dead = set(data.draw(st.lists(st.sampled_from(sorted(plan.receivers)), max_size=3)))
+    waits_for = {name: next((one for one in found[name] if one not in dead), "t") for name in found}
+    for name in found:
+        seen = [name]
+        while (at := waits_for[seen[-1]]) != "t":
+            assert at not in seen, "they wait for each other"
+            seen.append(at)
+
+
+def test_the_first_child_of_a_dead_worker_takes_its_place() -> None:
+    links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e6)
+    receivers = [Peer(name=f"w{n}", host=f"h{n}", site="far") for n in range(6)]
+    plan = plan_broadcast([1 << 20], [Source(name="t", host="th")], receivers, links, piece_bytes=1 << 20, most_trees=1)
+    (tree,) = plan.trees
+    after = reattach(plan, {tree.root}, {})
+    (heir,) = [one.root for one in after.trees]
+    orphans = [name for name, above in tree.parents.items() if above == tree.root]
+    assert len(orphans) > 1
+    assert heir in orphans
+    for name in orphans:
+        assert routes(plan)[name] == ((tree.root,) if name == heir else (tree.root, heir))
+
+
+def status(worker: str, host_id: str, relay: str = "", kind: WorkerKind = WorkerKind.GENERATE) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=WorkerId(worker), kind=kind, host=host_id, pid=1, protocol=1, host_id=host_id, relay=relay
+    )
+
+
+def test_workers_of_other_hosts_are_told_whom_to_ask_where_that_one_listens() -> None:
+    specs = plan_layout([(f"t{n}", (1024,), "float32") for n in range(64)])
+    weights = WeightIdentity(epoch=1, version=3, digest="ab")
+    manifest = WeightManifest(weights=weights, tensors=specs, total_bytes=64 * 4096, sources=(), host="here")
+    here = [status("generate-0.1", "here"), status("train-0.1", "here", kind=WorkerKind.TRAIN)]
+    there = [status(f"generate-{n}.1", f"there-{n}", f"tcp://10.0.0.{n}:7000") for n in range(1, 5)]
+    statuses = {one.worker_id: one for one in (*here, *there)}
+    planned = plan_routes(manifest, statuses)
+    assert planned.keys() == {one.worker_id for one in there}
+    assert 1 <= sum(not sources for sources in planned.values()) < len(there)
+    listening = {f"{one.relay}/1.3.ab" for one in there}
+    assert {source for sources in planned.values() for source in sources} <= listening
+    silent = {worker: replace(one, relay="") for worker, one in statuses.items()}
+    assert not any(plan_routes(manifest, silent).values())
+    assert plan_routes(manifest, {one.worker_id: one for one in here}) == {}
+
+
+class World:
+    """An orchestrator that plans routes, over the in-memory broker; the test is trainer and worker."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker(MemoryServer(), RunName("routed"))
+
+    async def publish(self, version: int) -> WeightManifest:
+        specs = plan_layout([("t", (1024,), "float32")])
+        weights = WeightIdentity(epoch=1, version=version, digest="ab")
+        manifest = WeightManifest(weights=weights, tensors=specs, total_bytes=4096, sources=("trainer",), host="there")
+        await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
+        return manifest
+
+    async def beat(self, worker: str, relay: str) -> None:
+        lease = encode(status(worker, f"host-of-{worker}", relay))
+        await self.broker.beat(WorkerId(worker), lease, ttl_s=60)
+
+    async def planned(self, count: int) -> list[WeightRoutes]:
+        entries: list[LogEntry] = []
+        async with asyncio.timeout(30):
+            while len(entries) < count:
+                cursor = entries[-1].entry_id if entries else ZERO_ID
+                entries += await self.broker.read(keys.ROUTES, cursor, count=9, wait_s=1)
+        return [routes_decoder.decode(entry.entry.payload) for entry in entries]
+
+
+@contextlib.asynccontextmanager
+async def planning(world: World) -> AsyncIterator[None]:
+    task = asyncio.create_task(route_weights(world.broker))
+    await asyncio.sleep(0)  # it plans what comes from here on
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_worker_that_joins_is_told_and_the_way_of_the_others_stays() -> None:
+    world = World()
+    async with planning(world):
+        for index in range(3):
+            await world.beat(f"generate-{index}.1", f"tcp://10.0.0.{index}:7000")
+        await world.publish(4)
+        (first,) = await world.planned(1)
+        assert first.routes.keys() == {"generate-0.1", "generate-1.1", "generate-2.1"}
+        await world.beat("generate-3.1", "tcp://10.0.0.3:7000")
+        assert (await world.planned(2))[0] == first
+        second = (await world.planned(2))[1]
+        assert (second.weights, second.routes.keys()) == (first.weights, {"generate-3.1"})
+
+
+class Pulls:
+    """Keeps whom it was told to ask."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self.way = ""
+
+    @contextlib.contextmanager
+    def pull(self, manifest: WeightManifest) -> Iterator[dict[str, torch.Tensor]]:
+        self._loop.call_soon_threadsafe(self.asked.put_nowait, manifest.sources)
+        yield {}
+
+
+class NoEngine:
+    async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+
+async def test_a_worker_asks_along_its_route_and_the_trainer_where_none_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me = WorkerId("generate-1.1")
+    world, puller = World(), Pulls()
+    updates = WeightUpdates(world.broker, NoEngine(), puller, me, MonotonicClock(), awaits_route=lambda: True)
+    ahead = asyncio.create_task(updates.prefetch())
+
+    async def tell(manifest: WeightManifest, worker: WorkerId, source: str) -> None:
+        routes = WeightRoutes(weights=manifest.weights, routes={worker: (source,)})
+        await world.broker.append(keys.ROUTES, Entry(payload=encode(routes)))
+
+    try:
+        async with asyncio.timeout(30):
+            first = await world.publish(1)
+            await tell(first, me, "a mate")
+            await tell(first, WorkerId("generate-2.1"), "me")  # of one that joined: says nothing of this one
+            assert await puller.asked.get() == ("a mate", "trainer")
+            second = await world.publish(2)
+            await world.broker.append(keys.ROUTES, Entry(payload=b"\xc1"))
+            await tell(second, me, "another mate")
+            assert await puller.asked.get() == ("another mate", "trainer")
+            monkeypatch.setattr(updates_module, "ROUTE_WAIT_S", 0.05)
+            await world.publish(3)
+            assert await puller.asked.get() == ("trainer",)
+    finally:
+        ahead.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ahead

@@ -1,0 +1,125 @@
+"""Bytes in: stretches of a segment go where they are wanted, and one source goes on where another stopped.
+
+    Memory      a receiver's own, allocated once and used for version after version
+    Receiving   which stretches came, and which were found right: each is checked as soon as it is there
+
+Invariants: a byte of a stretch that is verified is never asked for again, and no other byte either unless its stretch
+was found wrong, wherever the connection breaks; a stretch counts only once it was compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transport.errors import ChecksumError
+from transport.tensors.base import Segment
+
+GAP_BYTES = 16 * 1024  # so much between two stretches is received and dropped: a request of its own costs a round trip
+
+
+class Memory:
+    """Bytes in a file without a name. Pages that were never written to cost nothing; all go with their last user.
+
+    kept: somebody else reads it from now on, and nothing may be received into it any more.
+    content: names what all of it holds, verified; "" while that is not known. Its user says so.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises ChecksumError: there is no memory for so many."""
+        self._fd = os.memfd_create("streamrl-received", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            self.buffer = memoryview(mmap.mmap(self._fd, nbytes))
+        except (OSError, OverflowError, ValueError) as error:
+            raise ChecksumError(f"there is no memory for {nbytes} bytes") from error
+        self.kept = False
+        self.content = ""
+
+    def keep(self) -> int:
+        """A descriptor of the file, for who goes on with it and closes it."""
+        self.kept = True
+        return os.dup(self._fd)
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """Bytes [offset, offset + nbytes) of a segment.
+
+    place: where they go, asked for when the first of them come.
+    finish: given all of them. Raises ChecksumError where they are not those that they should be.
+    """
+
+    offset: int
+    nbytes: int
+    place: Callable[[], memoryview]
+    finish: Callable[[memoryview], None]
+    came: int = field(default=0, init=False)
+    verified: bool = field(default=False, init=False)
+    _into: memoryview | None = field(default=None, init=False)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def take(self, source: Segment) -> None:
+        """Receive what is missing of it, which ``source`` was asked for. Raises ChecksumError: it has to come again."""
+        into = self._into = self.place() if self._into is None else self._into
+        while self.came < self.nbytes:
+            self.came += source.read(into[self.came :])
+        try:
+            self.finish(into)
+        except ChecksumError:
+            self.came = 0
+            raise
+        self.verified, self._into = True, None
+
+
+class Receiving:
+    """What has come of one segment, from whichever sources have it."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = sorted(stretches, key=lambda stretch: stretch.offset)
+
+    @property
+    def nbytes(self) -> int:
+        """That came and were not found wrong."""
+        return sum(stretch.came for stretch in self._stretches)
+
+    def take(self, source: Segment) -> None:
+        """Receive what is missing. Raises ChecksumError, after all else came, or what ``source`` raises."""
+        wrong: ChecksumError | None = None
+        for run in list(self._runs()):
+            at = run[0].offset + run[0].came
+            source.ask(at, run[-1].end - at)
+            for stretch in run:
+                _skip(source, stretch.offset - at)
+                at = stretch.end
+                try:
+                    stretch.take(source)
+                except ChecksumError as error:
+                    wrong = wrong or error
+        if wrong:
+            raise wrong
+
+    def _runs(self) -> Iterator[list[Stretch]]:
+        """What is missing, so that each run is one request."""
+        run: list[Stretch] = []
+        for stretch in self._stretches:
+            if stretch.verified:
+                continue
+            if run and (stretch.came or stretch.offset - run[-1].end > GAP_BYTES):
+                yield run
+                run = []
+            run.append(stretch)
+        if run:
+            yield run
+
+
+def _skip(source: Segment, nbytes: int) -> None:
+    while nbytes > 0:
+        nbytes -= source.read(memoryview(bytearray(nbytes)))
