@@ -22,6 +22,7 @@ import numpy as np
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Ack, Append, Broker, Commit, RowWrite
+from transport.broker.events import event_entry
 from transport.contracts.messages import (
     CheckpointSaved,
     CloseMiniBatch,
@@ -52,7 +53,6 @@ from transport.contracts.types import (
 )
 from workers.generation.engine import Completion
 from workers.generation.worker import HeldPlan, HeldPlans, row_write
-from workers.leases.announce import event_entry
 
 TOKENS = 16
 RESPONSE = np.arange(TOKENS, dtype=np.int32)

@@ -43,6 +43,7 @@ from workers.errors import (
 
 if TYPE_CHECKING:
     from workers.commands.build import Make
+    from workers.leases.lifecycle import WorkerFactory
 
 EXIT_FAILED = 1
 """Starting it again is worth a try: the broker or a server was away for too long."""
@@ -147,10 +148,15 @@ class Joining:
         return self.run_dir or Path("runs") / self.run
 
     def serve(self, kind: WorkerKind, index: int | None, make: Make, *, trust: bool = False) -> None:
-        """Work for the run until it is over. trust: may the model bring code?"""
+        """Work for the run, with its model, until it is over. trust: may the model bring code?"""
+        from workers.commands.build import with_model
+
+        self.join(kind, index, with_model(self.model_dir, trust, make))
+
+    def join(self, kind: WorkerKind, index: int | None, build: WorkerFactory) -> None:
+        """Work for the run until it is over."""
         from transport.broker.redis_streams import connect
         from transport.process.clock import MonotonicClock
-        from workers.commands.build import with_model
         from workers.leases.lifecycle import serve_worker
 
         try:
@@ -162,7 +168,6 @@ class Joining:
         password = read_secret(os.environ, BROKER_PASSWORD)
         settings = BrokerSettings(url=self.broker, password=password, tls_ca=self.tls_ca, outage_s=self.outage_s)
         heartbeat = heartbeat_file(index)
-        build = with_model(self.model_dir, trust, make)
 
         async def serve() -> bool:
             broker = await connect(settings, RunName(self.run))
@@ -181,17 +186,15 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publishing(Joining):
-    """And of those that serve weights."""
+    """And of those that others fetch weights or rows from; of the run's settings it is tensors or rows that counts."""
 
-    listen: Annotated[str, typer.Option(help="address to serve weights on  [tensors.host of the run]")] = ""
-    advertise: Annotated[str, typer.Option(help="what other hosts call this one  [tensors.advertise of the run]")] = ""
-    ports: Annotated[
-        str, typer.Option(help="port, or range of ports, to serve weights on  [tensors.ports of the run]")
-    ] = ""
+    listen: Annotated[str, typer.Option(help="address to serve on  [host in the run's settings]")] = ""
+    advertise: Annotated[str, typer.Option(help="what other hosts call this one  [advertise there]")] = ""
+    ports: Annotated[str, typer.Option(help="port, or range of ports, to serve on  [ports there]")] = ""
 
     @property
     def address(self) -> dict[str, str]:
-        """Settings of the section tensors that this machine overrides, where they are not empty."""
+        """Settings of the section that this machine overrides, where they are not empty."""
         _ports(self.ports)
         return {"host": self.listen, "advertise": self.advertise, "ports": self.ports}
 
@@ -249,7 +252,7 @@ def score(
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
-    make = partial(scoring_worker, reward=reward, reward_path=reward_path)
+    make = partial(scoring_worker, reward=reward, reward_path=reward_path, secret=_shared_secret())
     joining.serve(WorkerKind.SCORE, _number(index), make)
 
 
@@ -308,6 +311,22 @@ def publish(
         secret=_shared_secret(),
     )
     joining.serve(WorkerKind.PUBLISH, _number(index), make)
+
+
+@app.command()
+@with_options(Publishing)
+def store(
+    joining: Publishing,
+    index: Index = "0",
+    max_bytes: Annotated[
+        int, typer.Option(min=0, help="bytes that it holds at most  [rows.unit_bytes of the run]", show_default=False)
+    ] = 0,
+) -> None:
+    """Keep the long columns of a run's rows, in memory, beside its broker (rows.store = "units")."""
+    from workers.commands.build import storage_worker
+
+    build = partial(storage_worker, max_bytes=max_bytes, own_address=joining.address, secret=_shared_secret())
+    joining.join(WorkerKind.STORE, _number(index), build)
 
 
 @app.command()

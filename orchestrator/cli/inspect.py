@@ -22,13 +22,13 @@ from orchestrator.cli.audit import AuditReport, audit_run
 from orchestrator.cli.control import open_run
 from orchestrator.errors import printable
 from orchestrator.http import page_links
-from orchestrator.loop.intake import read_statuses
 from orchestrator.observability.http.status import read_status
 from orchestrator.observability.live import batch_line, blocked_line, progress, ranker_line, scaling_line
 from orchestrator.observability.metrics import read_file
 from orchestrator.observability.standing import Standing, State, read_standing
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, DeadLetter, Pending, parse_entry_id
+from transport.broker.events import read_statuses
 from transport.contracts.messages import WorkerStatus
 from transport.errors import BrokerUnavailableError
 

@@ -208,11 +208,22 @@ def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     return ((tuple(keys.split()), problem) for keys, problem in (*_broken_rules(settings), *of_sets))
 
 
-def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
+NO_PORTS = 'must be a port or a range of ports, like "7400-7409"'
+
+
+def _are_ports(text: str) -> bool:
     try:
-        parse_ports(s.tensors.ports)
+        parse_ports(text)
     except ValueError:
-        yield "tensors.ports", 'must be a port or a range of ports, like "7400-7409"'
+        return False
+    return True
+
+
+def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
+    if not _are_ports(s.tensors.ports):
+        yield "tensors.ports", NO_PORTS
+    if not _are_ports(s.rows.ports):
+        yield "rows.ports", NO_PORTS
     if s.api.secret and len(s.api.secret) < MIN_CHARACTERS:
         yield "api.secret", f"must be {MIN_CHARACTERS} characters or more; make one with {HOW_TO_MAKE}"
     if s.pipeline.groups_per_batch % s.trainer.mini_batches:

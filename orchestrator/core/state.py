@@ -166,7 +166,7 @@ class PipelineState:
             case messages.TrainerReady():
                 training.trainer_ready(p, event, self._train, self._evaluation)
             case messages.BrokerUsage():
-                training.broker_used(p, event.retained_bytes)
+                training.rows_retained(p, event)
             # prompts, plans, predictions
             case messages.PromptsArrived():
                 if p.prompts.arrive(event):

@@ -25,6 +25,7 @@ from orchestrator.core.model.settings import Release
 from orchestrator.core.rollout.admission import TrainLane, outcome_of
 from orchestrator.core.rollout.lifecycle import withdraw
 from transport.contracts.messages import (
+    BrokerUsage,
     CheckpointSaved,
     CloseMiniBatch,
     DropRows,
@@ -410,11 +411,12 @@ def checkpoint_saved(p: Pipeline, report: CheckpointSaved) -> None:
             training.finish_id = None  # it was resumed meanwhile
 
 
-def broker_used(p: Pipeline, retained_bytes: int) -> None:
-    """At the limit a checkpoint is forced; above it admission closes, and what was kept for a damaged one is freed."""
-    p.retention.retained_bytes = retained_bytes
-    p.retention.force_checkpoint = retained_bytes >= p.settings.max_retained_bytes
-    p.retention.over_budget = retained_bytes > p.settings.max_retained_bytes
+def rows_retained(p: Pipeline, usage: BrokerUsage) -> None:
+    """At a limit a checkpoint is forced; above it admission closes, and what was kept for a damaged one is freed."""
+    over = max(usage.retained_bytes - p.settings.max_retained_bytes, usage.unit_bytes - p.settings.max_unit_bytes)
+    p.retention.retained_bytes = usage.retained_bytes + usage.unit_bytes
+    p.retention.force_checkpoint = over >= 0
+    p.retention.over_budget = over > 0
     _free(p)
 
 

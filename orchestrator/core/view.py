@@ -339,7 +339,7 @@ def current_wait(p: Pipeline) -> Wait | None:
 
 def _wait(p: Pipeline, stage: WaitStage, waits_for: str, owner: str) -> Wait:
     """Whatever else is waited for, a full broker is worth knowing."""
-    full = "; nothing new is admitted, the broker is over max_retained_bytes" if p.retention.over_budget else ""
+    full = "; nothing new is admitted, the rows that are kept are over their limit" if p.retention.over_budget else ""
     return Wait(stage=stage, waits_for=waits_for + full, owner=owner, since_s=p.now_s)
 
 

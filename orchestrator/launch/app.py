@@ -107,7 +107,7 @@ from transport.errors import TransientError, first_error
 from transport.process import faults
 from transport.process.clock import Clock, MonotonicClock
 from transport.process.programs import command, configure_logs, ending_signals, leave_terminal
-from transport.rows.columns import RowStore
+from transport.rows.run_rows import open_rows
 from transport.tensors.shm import segment_directories, sweep_stale
 
 log = structlog.get_logger(__name__)
@@ -273,7 +273,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     if await was_resumed(broker, recovered.cursor):
         restated = [issued for issued in restated if not isinstance(issued[1], FinishRun | SpawnWorkers)]
     clock, inbox, ended = MonotonicClock(origin_s=recovered.now_s), new_inbox(), Ending()
-    trains, rows = settings.trainer.engine != "none", RowStore(broker)
+    trains = settings.trainer.engine != "none"
+    rows = open_rows(broker, settings, secret=settings.api.secret.encode())
 
     requests = None if trains else RequestStore(rundir.path / REQUESTS)
     ranking = await open_ranking(settings, rundir, clock, inbox)

@@ -73,13 +73,17 @@ async def check_places(settings: Settings) -> None:
     """
     check_listening(settings.api)
     tensors, generation = settings.tensors, settings.generation
-    try:
-        endpoint = Endpoint(host=tensors.host, ports=parse_ports(tensors.ports), secret=settings.api.secret.encode())
-        ChannelServer(lambda _: None, endpoint, request_s=FIRST_ANSWER_S).check()
-    except ListenError as error:
-        raise ConfigError(f"tensors.ports: {error}", key="tensors.ports") from error
-    except SecretError as error:
-        raise ConfigError(f"tensors.host: {error}", key="tensors.host") from error
+    listening = {"tensors": tensors} | ({"rows": settings.rows} if settings.rows.store == "units" else {})
+    for name, section in listening.items():
+        try:
+            endpoint = Endpoint(
+                host=section.host, ports=parse_ports(section.ports), secret=settings.api.secret.encode()
+            )
+            ChannelServer(lambda _: None, endpoint, request_s=FIRST_ANSWER_S).check()
+        except ListenError as error:
+            raise ConfigError(f"{name}.ports: {error}", key=f"{name}.ports") from error
+        except SecretError as error:
+            raise ConfigError(f"{name}.host: {error}", key=f"{name}.host") from error
     if tensors.ucx == "on" and not is_installed():
         hint = "install it with: pip install 'streamrl[ucx]', or set it to \"auto\""
         raise ConfigError(f"tensors.ucx: UCX is not installed; {hint}", key="tensors.ucx")

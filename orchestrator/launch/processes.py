@@ -22,9 +22,10 @@ import structlog
 from orchestrator.core.model.groups import deaths_in_a_row
 from orchestrator.errors import ChildFailedError, ExitCode
 from orchestrator.launch.gpus import PlacedGpus
-from orchestrator.loop.intake import SilenceClock, read_statuses
+from orchestrator.loop.intake import SilenceClock
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.broker.events import read_statuses
 from transport.contracts.messages import STARTING
 from transport.contracts.settings import LivenessSettings, ScoringSettings, Settings
 from transport.contracts.types import WorkerId, WorkerKind
@@ -53,10 +54,12 @@ MAX_LAST_LINES = 12
 
 def workers_of(settings: Settings) -> list[tuple[WorkerKind, int]]:
     """How many workers of each kind a run begins with."""
+    begun = [(WorkerKind.STORE, settings.rows.units)] if settings.rows.store == "units" else []
     generate = (WorkerKind.GENERATE, settings.generation.num_workers)
     if settings.trainer.engine == "none":
-        return [(WorkerKind.PUBLISH, 1), generate]
-    return [(WorkerKind.TRAIN, settings.trainer.num_ranks), generate, (WorkerKind.SCORE, settings.scoring.workers)]
+        return [*begun, (WorkerKind.PUBLISH, 1), generate]
+    score = (WorkerKind.SCORE, settings.scoring.workers)
+    return [*begun, (WorkerKind.TRAIN, settings.trainer.num_ranks), generate, score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

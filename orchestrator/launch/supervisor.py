@@ -41,13 +41,14 @@ from orchestrator.launch.checks import (
 from orchestrator.launch.console import RunConsole
 from orchestrator.launch.gpus import PlacedGpus, place_gpus, with_numbers
 from orchestrator.launch.processes import Children, ChildSpec, Liveness, LocalFleet, Restarts, workers_of
-from orchestrator.loop.intake import append_event, read_statuses
+from orchestrator.loop.intake import append_event
 from orchestrator.observability.live import View, open_view
 from orchestrator.observability.loggers import check_installed, logging_metrics
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from transport.broker import keys
 from transport.broker.base import Broker, without_password
 from transport.broker.embedded import EmbeddedServer
+from transport.broker.events import read_statuses
 from transport.broker.redis_streams import connect
 from transport.contracts.messages import RunResumed, SpawnWorkers, WorkerLost, WorkerStarted, encode, spawn_decoder
 from transport.contracts.settings import Settings, public

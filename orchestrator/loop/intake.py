@@ -48,6 +48,7 @@ from transport.contracts.types import PROTOCOL_VERSION, Column, RowId, TaskSpec,
 from transport.contracts.user_files import ModelIdentity
 from transport.errors import FencedError, MessageError, RunExistsError
 from transport.process.clock import Clock
+from transport.rows.run_rows import RETAINED, units_of
 
 log = structlog.get_logger(__name__)
 
@@ -136,17 +137,20 @@ async def tick(inbox: Inbox) -> None:
 
 
 async def watch_usage(broker: Broker, fence: Fence, inbox: Inbox) -> None:
-    """Report to the core how many bytes of rows the broker retains, when that changes, forever.
+    """Report to the core how many bytes of rows the broker and the run's storage units retain, when that changes,
+    forever.
 
     It asks in a fenced step, so that an orchestrator that was replaced learns of it soon, even with nothing to write.
     Raises FencedError.
     """
-    last = -1
+    last: BrokerUsage | None = None
     while True:
         retained = (await broker.commit(Commit(fence=fence))).retained_bytes
-        if retained != last:
-            await inbox.put(Arrival(BrokerUsage(retained_bytes=retained)))
-            last = retained
+        in_units = sum(unit.counters.get(RETAINED, 0.0) for unit in units_of(await broker.leases()))
+        usage = BrokerUsage(retained_bytes=retained, unit_bytes=int(in_units))
+        if usage != last:
+            await inbox.put(Arrival(usage))
+            last = usage
         await asyncio.sleep(2.0)
 
 
@@ -240,15 +244,6 @@ class Membership:
                 log.warning("worker lost", worker=worker)
                 await inbox.put(Arrival(WorkerLost(worker_id=worker, reason="its lease ran out")))
             await asyncio.sleep(0.5)
-
-
-def read_statuses(leases: Mapping[WorkerId, bytes]) -> dict[WorkerId, WorkerStatus]:
-    """What live workers report of themselves; the orchestrator's log names leases that cannot be read."""
-    statuses: dict[WorkerId, WorkerStatus] = {}
-    for worker, raw in leases.items():
-        with suppress(MessageError):
-            statuses[worker] = worker_status_decoder.decode(raw)
-    return statuses
 
 
 def _decoded(worker: WorkerId, raw: bytes) -> WorkerStatus | None:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 import structlog
 
 from orchestrator.core.broadcast import Links, Peer, Plan, Source, plan_broadcast, routes
-from orchestrator.loop.intake import read_statuses
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Entry, LogEntry
+from transport.broker.events import read_statuses
 from transport.contracts.messages import Addresses, WeightManifest, WeightRoutes, WorkerStatus, encode, manifest_decoder
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import MessageError

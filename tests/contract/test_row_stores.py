@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_block, ids_of, new_unit, response, x_ids_of
 from transport.broker import keys
-from transport.broker.base import ZERO_ID, Ack, Block, Broker, Commit, RowWrite
+from transport.broker.base import ZERO_ID, Ack, Append, Block, Broker, Commit, Entry, RowWrite, Withdrawal
 from transport.contracts.types import Column, TaskSpec, group_id, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, encode_array, encode_value, encode_values
@@ -84,6 +84,55 @@ async def test_complete_inputs_start_a_task_wherever_the_bytes_are(rows: RowStor
     await rows.commit(Commit(rows=[response(row_id(GROUP, 1), [1])]))
     (notice,) = await broker.claim(keys.tasks("reward"), "score-0.1", count=9)
     assert notice.entry.fields["unit"] == "0/0/1"
+
+
+async def test_a_withdrawn_row_is_made_again_and_counts_anew(broker: Broker) -> None:
+    """With its notices, held or not, and with what was worked out of the group that it was in."""
+    rows, (first, second) = RowStore(broker), (row_id(GROUP, 0), row_id(GROUP, 1))
+    read, scored = frozenset({Column.RESPONSE_IDS}), frozenset({Column.REWARD})
+    await broker.declare_tasks(
+        [
+            TaskSpec(name="reward", unit="sample", reads=read, writes=scored),
+            TaskSpec(name="advantages", unit="group", reads=scored, writes=frozenset({Column.ADVANTAGE})),
+        ]
+    )
+    await rows.commit(admit(GROUP))
+    await rows.commit(Commit(rows=[response(first, [1]), response(second, [2])]))
+    before = await broker.retained_bytes()
+    rewards = await broker.claim(keys.tasks("reward"), "score-0.1", count=9)
+    reward = {Column.REWARD: encode_array(Column.REWARD, [1.0])}
+    acks = [Ack(queue=delivery.queue, entry_id=delivery.entry_id) for delivery in rewards]
+    await rows.commit(Commit(rows=[RowWrite(row_id=row, columns=reward) for row in (first, second)], acks=acks[:1]))
+    (late,) = await broker.claim(keys.tasks("advantages"), "score-0.1", count=9)
+    advantage = {Column.ADVANTAGE: encode_array(Column.ADVANTAGE, [0.5])}
+    await rows.commit(Commit(rows=[RowWrite(row_id=second, columns=advantage)]))
+
+    def withdrawal(ids: list[int]) -> Withdrawal:
+        gone = Append(stream=keys.EVENTS, entry=Entry(fields={"gone": "0/0/0"}))
+        value = encode_array(Column.RESPONSE_IDS, ids)
+        return Withdrawal(row_id=first, column=Column.RESPONSE_IDS, value=value, on_withdrawn=(gone,))
+
+    assert await broker.withdraw_rows([withdrawal([9])]) == [False], "another value is there"
+    assert await broker.withdraw_rows([withdrawal([1]), withdrawal([1])]) == [True, False]
+    assert await broker.length(keys.EVENTS) == 1
+    assert await rows.read_rows([first, second], [Column.RESPONSE_IDS, Column.ADVANTAGE]) == [
+        {},
+        {Column.RESPONSE_IDS: encode_array(Column.RESPONSE_IDS, [2])},
+    ]
+    late_write = RowWrite(row_id=first, columns=advantage)
+    held = Ack(queue=late.queue, entry_id=late.entry_id)
+    assert (await rows.commit(Commit(rows=[late_write], acks=[held], if_held=True))).inserted == (False,)
+
+    assert (await rows.commit(Commit(rows=[response(first, [1])]))).inserted == (True,)
+    (again,) = await broker.claim(keys.tasks("reward"), "score-0.1", count=9)
+    assert again.entry.fields["unit"] == first
+    await rows.commit(Commit(rows=[RowWrite(row_id=first, columns=reward)]))
+    (group,) = await broker.claim(keys.tasks("advantages"), "score-0.1", count=9)
+    assert group.entry.fields["unit"] == GROUP
+    assert await broker.retained_bytes() == before + 2 * 4
+    assert await broker.has_groups([GROUP, group_id(9, 9)]) == [True, False]
+    await rows.drop_groups([GROUP])
+    assert await broker.retained_bytes() == 0
 
 
 # --- blocks of new rows ----------------------------------------------------------------------------------------------

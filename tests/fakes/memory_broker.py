@@ -30,6 +30,7 @@ from transport.broker.base import (
     RowWrite,
     ServerInfo,
     StreamWrite,
+    Withdrawal,
     check_commit,
     check_entry,
     check_task_name,
@@ -313,6 +314,37 @@ class MemoryBroker:
         with self._step() as state:
             groups = [state.groups.get(group_id) for group_id in group_ids]
             return [_select(group.columns if group else {}, columns) for group in groups]
+
+    async def has_groups(self, group_ids: Sequence[GroupId]) -> list[bool]:
+        with self._step() as state:
+            return [group_id in state.groups for group_id in group_ids]
+
+    async def withdraw_rows(self, withdrawals: Sequence[Withdrawal]) -> list[bool]:
+        await asyncio.sleep(0)
+        with self._step() as state:
+            return [self._withdraw(state, one, *parse_row_id(one.row_id)) for one in withdrawals]
+
+    def _withdraw(self, state: RunState, one: Withdrawal, group_id: GroupId, sample: int) -> bool:
+        group = state.groups.get(group_id)
+        if group is None or group.rows.get(sample, {}).get(one.column) != one.value:
+            return False
+        before = group.num_bytes()
+        for task in state.tasks:
+            ready = group.ready.get(task.name, set())
+            was_noticed = sample in ready and (task.unit == "sample" or len(ready) == group.size)
+            ready.discard(sample)
+            if was_noticed:
+                unit = one.row_id if task.unit == "sample" else group_id
+                state.stream(keys.tasks(task.name)).take_back(unit)
+            if was_noticed and task.unit == "group":
+                group.rows = {
+                    other: {column: value for column, value in row.items() if column not in task.writes}
+                    for other, row in group.rows.items()
+                }
+        del group.rows[sample]
+        state.retained_bytes += group.num_bytes() - before
+        self._append_all(state, one.on_withdrawn)
+        return True
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         with self._step() as state:

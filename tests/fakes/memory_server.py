@@ -85,6 +85,12 @@ class Stream:
         del self.pending[entry_id]
         return self.entries.pop(self._index(entry_id))
 
+    def take_back(self, unit: str) -> None:
+        """Remove the notices of a unit, delivered or not."""
+        gone = {entry.entry_id for entry in self.entries if entry.entry.fields.get("unit") == unit}
+        self.entries = [entry for entry in self.entries if entry.entry_id not in gone]
+        self.pending = {entry_id: hold for entry_id, hold in self.pending.items() if entry_id not in gone}
+
     def trim(self, upto: tuple[int, int]) -> int:
         """Remove entries up to an id; of a queue only what was delivered and is not pending."""
         if self.is_queue:

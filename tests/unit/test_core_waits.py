@@ -138,7 +138,7 @@ def test_a_full_broker_is_named_beside_what_is_waited_for():
     world.tell(BrokerUsage(retained_bytes=10**12))
     assert said(world) == (
         "generation",
-        "4 samples of 2 groups of batch 1; nothing new is admitted, the broker is over max_retained_bytes",
+        "4 samples of 2 groups of batch 1; nothing new is admitted, the rows that are kept are over their limit",
         W0,
     )
 

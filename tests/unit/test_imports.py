@@ -119,12 +119,14 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer",
         "workers/trainer/policy",  # the reference model is computed as the trainer computes its own
     ),
+    "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (
         *WORKER,
         "workers/algorithms",
         "workers/generation/*",
         "workers/scoring",
+        "workers/storage",
         "workers/trainer/*",
     ),
 }

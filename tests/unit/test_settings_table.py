@@ -31,8 +31,8 @@ def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
 
 COUNTED = re.compile(
     r"batches|batch\b|groups|samples|prompts|problems|tokens|versions|workers|ranks|processes|threads|slots|steps|passes"
-    r"|attempts|dispatches|replacements|restarts|checkpoints|requests|seconds|share|ratio|reward|factor|rate|norm|seed"
-    r"|port|softmax|logprob|GPUs|parts|stages|dimensions"
+    r"|attempts|dispatches|units|replacements|restarts|checkpoints|requests|seconds|share|ratio|reward|factor|rate|norm"
+    r"|seed|port|softmax|logprob|GPUs|parts|stages|dimensions"
 )
 
 

@@ -130,6 +130,15 @@ class RowWrite:
     on_insert: Sequence[Append] = ()
 
 
+class Withdrawal(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that is to go while this column of it has this value.  on_withdrawn: appended if it went."""
+
+    row_id: RowId
+    column: Column
+    value: bytes
+    on_withdrawn: Sequence[Append] = ()
+
+
 class GroupWrite(msgspec.Struct, frozen=True, kw_only=True):
     """What the samples of one group share, written once when it is admitted. size: samples in the group."""
 
@@ -336,6 +345,15 @@ class Broker(Protocol):
     async def read_groups(
         self, group_ids: Sequence[GroupId], columns: Sequence[Column]
     ) -> list[dict[Column, bytes]]: ...
+    async def has_groups(self, group_ids: Sequence[GroupId]) -> list[bool]: ...  # those that were not dropped
+    async def withdraw_rows(self, withdrawals: Sequence[Withdrawal]) -> list[bool]:
+        """Take rows out whose bytes are lost elsewhere, so that they can be inserted anew: per row whether it went.
+
+        Notices of units that it had completed go with it, held or not, and so does what a group's task wrote into the
+        others: what was worked out from lost bytes stands beside no new ones.
+        """
+        ...
+
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         """Free the groups and their rows; later inserts into them are refused. Returns the bytes freed."""
         ...

@@ -37,6 +37,8 @@ STREAMS = "streams"  # set: short names of all streams, so that listing them sca
 WORKERS = "workers"  # set: workers that ever beat and whose lease has not been seen to end
 LEASE_PREFIX, ROW_PREFIX, GROUP_PREFIX = "lease:", "row:", "group:"
 SHARED_PREFIX = "rows:"  # in the hash of a group: a column of all its rows (base.Block.shared)
+READY_PREFIX, NOTICED_PREFIX = "ready:", "noticed:"
+"""In the hashes of rows and groups, before a task's name: the id of a unit's notice, and how many rows are ready."""
 
 
 def plans(worker: WorkerId) -> str:

@@ -340,6 +340,8 @@ _KEY_NAMES: dict[str, str | int] = {
     "row": keys.ROW_PREFIX,
     "group": keys.GROUP_PREFIX,
     "shared": keys.SHARED_PREFIX,
+    "ready": keys.READY_PREFIX,
+    "noticed": keys.NOTICED_PREFIX,
     "user": USER_PREFIX,
     "max_dead": MAX_DEAD_LETTERS,
 }

@@ -33,6 +33,7 @@ from transport.broker.base import (
     RowWrite,
     ServerInfo,
     StreamWrite,
+    Withdrawal,
     check_commit,
     check_entry,
     check_task_name,
@@ -359,6 +360,30 @@ class RedisBroker:
                 pairs = zip(names, reply, strict=True)
                 found.append({name: value for name, value in pairs if value is not None})
         return found
+
+    async def has_groups(self, group_ids: Sequence[GroupId]) -> list[bool]:
+        found: list[bool] = []
+        for part in _parts(group_ids, ROWS_PER_ROUND_TRIP):
+            replies = await self._link.pipeline([("EXISTS", keys.group(self.run, group_id)) for group_id in part])
+            found += [reply == 1 for reply in replies]
+        return found
+
+    async def withdraw_rows(self, withdrawals: Sequence[Withdrawal]) -> list[bool]:
+        request = ScriptCall()
+        request.body["rows"] = [
+            [
+                keys.row(self.run, one.row_id),
+                keys.group(self.run, group_id),
+                keys.row(self.run, RowId(f"{group_id}/")),
+                one.column,
+                request.blob(one.value),
+                _appends(request, one.on_withdrawn),
+            ]
+            for one in withdrawals
+            for group_id, _ in (parse_row_id(one.row_id),)
+        ]
+        withdrawn = cast("list[int]", await self._once("withdraw_rows", request))
+        return [went == 1 for went in withdrawn]
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         groups = [[keys.group(self.run, group_id), keys.row(self.run, RowId(f"{group_id}/"))] for group_id in group_ids]

@@ -275,9 +275,10 @@ class UpdateFailed(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BrokerUsage(Struct, frozen=True, kw_only=True, tag=True):
-    """Bytes of rows that the broker retains for this run."""
+    """Bytes of rows that the broker retains for this run, and those that its storage units hold."""
 
     retained_bytes: int
+    unit_bytes: int = 0
 
 
 class StopRequested(Struct, frozen=True, kw_only=True, tag=True):
@@ -714,6 +715,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     kv_use: float = 0.0  # part of its KV memory in use, 0 to 1, where its engine says so (generate)
     way: Name = ""  # how its weights came: mapped, tcp or ucx (generate)
     relay: Name = ""  # tcp://host:port where it passes on the weights that came to it over a network (generate)
+    unit: Name = ""  # tcp://host:port where it keeps columns of rows, counters["retained_bytes"] of them (store)
 
 
 class JournalRecord(Struct, frozen=True, kw_only=True):

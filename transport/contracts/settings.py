@@ -329,6 +329,22 @@ class EmulatedSettings(Section, frozen=True, kw_only=True):
     load_s: NotNegative = 0.1  # taking a version that has arrived; generation stands still
 
 
+class RowSettings(Section, frozen=True, kw_only=True):
+    """Where the columns of samples are that grow with their tokens; the others are always in the broker."""
+
+    store: Literal["broker", "units"] = "broker"  # units: in the memory of storage units, for long samples and many
+    units: AtLeast1 = 1  # storage units that `run` starts, with the store units; more may join
+    unit_bytes: AtLeast1MB = 4_000_000_000  # units: what each holds at most; a full one leaves the rest to the others
+    host: HostName = "127.0.0.1"  # units: they listen here; off loopback all need STREAMRL_SECRET
+    advertise: OwnHostName = ""  # units: what others call their host; empty: host, its name if host is 0.0.0.0 or ::
+    ports: str = ""  # units: "7500-7509", the first free one is taken; empty: any free one
+
+    @property
+    def admitted_bytes(self) -> int:
+        """Of all units: beyond it nothing new is admitted, so that what is in work finds room."""
+        return self.units * self.unit_bytes // 4 * 3
+
+
 class BrokerSettings(Section, frozen=True, kw_only=True):
     """The broker."""
 
@@ -419,6 +435,7 @@ class Settings(Section, frozen=True, kw_only=True):
     decode_cost: DecodeCostSettings = DecodeCostSettings()
     tensors: TensorSettings = TensorSettings()
     emulated: EmulatedSettings = EmulatedSettings()
+    rows: RowSettings = RowSettings()
     broker: BrokerSettings = BrokerSettings()
     liveness: LivenessSettings = LivenessSettings()
     api: ApiSettings = ApiSettings()

@@ -88,6 +88,7 @@ class WorkerKind(StrEnum):
     SCORE = "score"
     TRAIN = "train"
     PUBLISH = "publish"
+    STORE = "store"
 
 
 class FinishReason(StrEnum):

@@ -240,23 +240,39 @@ class UnitRows(RowStore):
 
     async def read_views(self, row_ids: Sequence[RowId], columns: Sequence[Column]) -> list[dict[Column, ColumnBytes]]:
         """As ``read_rows``, without a copy: values lie in one buffer, column by column, each aligned."""
-        rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
-        by_unit = _by_unit(row_ids, rows, columns)
-        lost = await asyncio.gather(*(asyncio.to_thread(self._get, unit, held) for unit, held in by_unit.items()))
-        for place in chain(*by_unit.values()):
-            place.row[place.column] = place.buffer.toreadonly()
-        for place in chain(*lost):
-            del place.row[place.column]
+        rows, _ = await self._read(row_ids, columns)
         return rows
 
-    def _get(self, unit: str, places: Sequence[_Place]) -> list[_Place]:
+    async def _read(
+        self, row_ids: Sequence[RowId], columns: Sequence[Column]
+    ) -> tuple[list[dict[Column, ColumnBytes]], list[Place]]:
+        """(rows, what of them is lost)."""
+        rows: list[dict[Column, ColumnBytes]] = [{**row} for row in await self._broker.read_rows(row_ids, columns)]
+        by_unit = _by_unit(row_ids, rows, columns)
+        fetched = await asyncio.gather(*(self._fetch(unit, held) for unit, held in by_unit.items()))
+        lost = list(chain(*fetched))
+        for place in chain(*by_unit.values()):
+            place.row[place.column] = place.buffer.toreadonly()
+        for place in lost:
+            del place.row[place.column]
+        return rows, lost
+
+    async def _fetch(self, unit: str, places: Sequence[Place]) -> list[Place]:
+        """As ``_get``, beside the loop."""
+        return await asyncio.to_thread(self._get, unit, places)
+
+    def _get(self, unit: str, places: Sequence[Place]) -> list[Place]:
         """Fill the buffers of one unit's values, through shared memory where possible. Returns those that are lost."""
-        found = read_segments([place.at for place in places], [place.buffer for place in places], self._directory)
-        lost: list[_Place] = []
-        for some in _requests([place for place, is_there in zip(places, found, strict=True) if not is_there]):
+        lost: list[Place] = []
+        for some in _requests(self._map(places)):
             found = self._client(unit).read([place.at for place in some], [place.buffer for place in some])
             lost += [place for place, is_there in zip(some, found, strict=True) if not is_there]
         return lost
+
+    def _map(self, places: Sequence[Place]) -> list[Place]:
+        """Fill the buffers of values that are in this host's memory, though their unit be dead. Returns the others."""
+        found = read_segments([place.at for place in places], [place.buffer for place in places], self._directory)
+        return [place for place, is_there in zip(places, found, strict=True) if not is_there]
 
     async def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
         """As RowStore. A unit that does not answer gets these groups with the next drop."""
@@ -329,8 +345,8 @@ def _fitting(parcels: Sequence[_Parcel], free_bytes: int) -> list[_Parcel]:
     return some
 
 
-def _requests(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    some: list[_Place] = []
+def _requests(places: Sequence[Place]) -> Iterator[list[Place]]:
+    some: list[Place] = []
     total = 0
     for place in places:
         if some and (len(some) == RANGES_PER_REQUEST or total + place.at.nbytes > MAX_COLUMN_BYTES):
@@ -342,33 +358,37 @@ def _requests(places: Sequence[_Place]) -> Iterator[list[_Place]]:
         yield some
 
 
-class _Place(NamedTuple):
-    """A column of a row whose bytes are in a unit. buffer: for them."""
+class Place(NamedTuple):
+    """A column of a row whose bytes are in a unit. locator: as the broker has it.  buffer: for the bytes."""
 
+    row_id: RowId
     row: dict[Column, ColumnBytes]
     column: Column
+    locator: bytes
     at: Range
     buffer: memoryview
 
 
 def _by_unit(
     row_ids: Sequence[RowId], rows: Sequence[dict[Column, ColumnBytes]], columns: Sequence[Column]
-) -> Mapping[str, list[_Place]]:
+) -> Mapping[str, list[Place]]:
     """Per unit what it holds of these rows, with room for it in one buffer."""
     locate = cache(locator_decoder.decode)  # rows of a group have one
     samples = [parse_row_id(row_id)[1] for row_id in row_ids]
     held = [
-        (row, column, at.unit, at.of(sample))
+        (row_id, row, column, locator, at.unit, at.of(sample))
         for column in columns
         if in_unit(column)
-        for row, sample in zip(rows, samples, strict=True)
+        for row_id, row, sample in zip(row_ids, rows, samples, strict=True)
         if column in row
-        for at in (locate(bytes(row[column])),)
+        for locator in (bytes(row[column]),)
+        for at in (locate(locator),)
     ]
     sizes = [at.nbytes for *_, at in held]
     ends = list(accumulate(map(aligned, sizes)))
     whole = np.empty(ends[-1] if ends else 0, np.uint8).data  # numpy asks for huge pages, whose faults cost little
-    result: dict[str, list[_Place]] = {}
-    for (row, column, unit, at), size, start in zip(held, sizes, chain([0], ends), strict=False):
-        result.setdefault(unit, []).append(_Place(row, column, at, whole[start : start + size]))
+    result: dict[str, list[Place]] = {}
+    for (row_id, row, column, locator, unit, at), size, start in zip(held, sizes, chain([0], ends), strict=False):
+        place = Place(row_id, row, column, locator, at, whole[start : start + size])
+        result.setdefault(unit, []).append(place)
     return result

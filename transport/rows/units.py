@@ -135,6 +135,15 @@ class StorageUnit:
         with self._lock:
             self._segments.close()
 
+    def groups(self) -> list[GroupId]:
+        """Those whose values it holds."""
+        with self._lock:
+            return list(self._group_segments)
+
+    def drop_groups(self, group_ids: Sequence[GroupId]) -> int:
+        """Free all that belongs to these groups alone. Returns the bytes freed."""
+        return self._drop(Drop(group_ids=tuple(group_ids))).nbytes
+
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(_request_decoder)
         channel.deadline = Deadline(REQUEST_S)

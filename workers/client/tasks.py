@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 from transport.broker import keys
 from transport.broker.base import Broker
-from transport.contracts.messages import STARTING, MessageDecoder, WorkerStatus, encode, worker_status_decoder
+from transport.broker.events import read_statuses
+from transport.contracts.messages import STARTING, MessageDecoder, WorkerStatus, encode
 from transport.contracts.types import Column, Struct, TaskSpec, WorkerKind
 from workers.errors import ClientError, ClientTimeoutError
 
@@ -80,8 +81,8 @@ async def describe_wait(broker: Broker, task: str) -> str:
 
 async def started_workers(broker: Broker) -> list[WorkerStatus]:
     """Every worker of the run that has started and whose lease is alive."""
-    found = [worker_status_decoder.decode(raw) for raw in (await broker.leases()).values()]
-    return [status for status in found if status.doing != STARTING]
+    found = read_statuses(await broker.leases())
+    return [status for status in found.values() if status.doing != STARTING]
 
 
 async def wait_ready(broker: Broker, wanted: Mapping[WorkerKind, int], timeout_s: float) -> list[WorkerStatus]:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +17,21 @@ import msgspec
 
 from transport.broker import keys
 from transport.broker.base import Broker
+from transport.broker.events import event_entry
 from transport.contracts.ledger import checkpoints_place
 from transport.contracts.messages import MessageDecoder, WorkerLost
-from transport.contracts.settings import Settings, TensorSettings
+from transport.contracts.settings import RowSettings, Settings, TensorSettings
 from transport.contracts.types import WorkerId
 from transport.contracts.user_files import ModelIdentity, identify_model, read_lengths
 from transport.process.clock import MonotonicClock
 from transport.process.files import run_directory, writing
 from transport.process.gpus import gpu_share
 from transport.process.storage import prepare
+from transport.rows.run_rows import open_rows
 from transport.tensors.base import Endpoint, TimeLimit, parse_ports
 from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
 from workers.generation.worker import ForcedLengths
-from workers.leases.announce import event_entry
 from workers.leases.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ async def generation_worker(
         )
     log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
+    rows = open_rows(broker, settings, secret=secret)
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedLink
 
@@ -129,7 +131,7 @@ async def generation_worker(
             secret=secret,
             limit=limit_of(settings.tensors),
         )
-        return GenerationWorker(broker, engine, settings, worker_id, link, clock, lengths=lengths)
+        return GenerationWorker(broker, engine, settings, worker_id, link, clock, rows=rows, lengths=lengths)
     from transport.tensors.relay import Relay
     from workers.models import stop_token_ids
     from workers.weights.pull import WeightPuller
@@ -143,6 +145,7 @@ async def generation_worker(
         worker_id,
         WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx),
         clock,
+        rows=rows,
         stop_token_ids=stop_token_ids(model_dir),
         lengths=lengths,
         relay=relay,
@@ -188,15 +191,49 @@ def engine_of(
 
 
 async def scoring_worker(
-    broker: Broker, settings: Settings, worker_id: WorkerId, model_dir: Path, *, reward: str, reward_path: str
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
+    model_dir: Path,
+    *,
+    reward: str,
+    reward_path: str,
+    secret: bytes,
 ) -> Worker:
-    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say."""
+    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say.
+
+    secret: shared with the run's storage units.
+    """
     from workers.scoring.worker import ScoringWorker
 
-    clock = MonotonicClock()
     return ScoringWorker(
-        broker, settings, worker_id, model_dir=model_dir, clock=clock, allowed_reward=reward, reward_path=reward_path
+        broker,
+        settings,
+        worker_id,
+        model_dir=model_dir,
+        clock=MonotonicClock(),
+        allowed_reward=reward,
+        reward_path=reward_path,
+        rows=open_rows(broker, settings, secret=secret),
     )
+
+
+async def storage_worker(
+    broker: Broker,
+    settings: Settings,
+    worker_id: WorkerId,
+    *,
+    max_bytes: int,
+    own_address: Mapping[str, str],
+    secret: bytes,
+) -> Worker:
+    """A storage unit of the run. max_bytes: 0 for ``rows.unit_bytes``.  The others as for the trainer."""
+    from workers.storage.worker import StorageWorker
+
+    if settings.rows.store != "units":
+        raise ModelError(f"run {settings.run.name!r} keeps its rows in the broker (rows.store): it needs no unit")
+    endpoint = endpoint_of(settings.rows, own_address, secret)
+    return StorageWorker(broker, endpoint, max_bytes=max_bytes or settings.rows.unit_bytes)
 
 
 async def trainer_worker(
@@ -232,7 +269,7 @@ async def trainer_worker(
         prepare(checkpoints_place(settings, run_dir))
 
     await asyncio.to_thread(make_directory)
-    endpoint = endpoint_of(settings.tensors, own_address, secret)
+    endpoint = weights_endpoint(settings.tensors, own_address, secret)
     publisher = WeightPublisher(
         settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
     )
@@ -249,7 +286,8 @@ async def trainer_worker(
             meeting_dir=run_dir / "ranks",
             trust_remote_code=trust_remote_code,
         )
-    return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, MonotonicClock(), rank=rank)
+    rows, clock = open_rows(broker, settings, secret=secret), MonotonicClock()
+    return TrainerWorker(broker, settings, worker_id, model_dir, run_dir, learner, clock, rows=rows, rank=rank)
 
 
 async def publishing_worker(
@@ -271,7 +309,7 @@ async def publishing_worker(
     if settings.trainer.engine != "none":
         raise ModelError(f"run {settings.run.name!r} has a trainer, which publishes its weights itself")
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
-    endpoint = endpoint_of(settings.tensors, own_address, secret)
+    endpoint = weights_endpoint(settings.tensors, own_address, secret)
     publisher = WeightPublisher(
         settings.run.name, run_dir, endpoint=endpoint, delta_share=delta_share_of(settings.tensors)
     )
@@ -288,17 +326,15 @@ async def publishing_worker(
     )
 
 
-def endpoint_of(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
+def endpoint_of(section: TensorSettings | RowSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
+    """Where a worker listens. own: settings of the section that this machine overrides. Raises SecretError."""
+    chosen = msgspec.structs.replace(section, **{name: value for name, value in own.items() if value})
+    return Endpoint(host=chosen.host, advertise=chosen.advertise, ports=parse_ports(chosen.ports), secret=secret)
+
+
+def weights_endpoint(tensors: TensorSettings, own: Mapping[str, str], secret: bytes) -> Endpoint:
     """Where the trainer serves weights. Raises SecretError."""
-    chosen = msgspec.structs.replace(tensors, **{name: value for name, value in own.items() if value})
-    return Endpoint(
-        host=chosen.host,
-        advertise=chosen.advertise,
-        ports=parse_ports(chosen.ports),
-        secret=secret,
-        limit=limit_of(tensors),
-        ucx=wants_ucx(tensors.ucx),
-    )
+    return replace(endpoint_of(tensors, own, secret), limit=limit_of(tensors), ucx=wants_ucx(tensors.ucx))
 
 
 def delta_share_of(tensors: TensorSettings) -> float:

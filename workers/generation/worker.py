@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Append, Broker, Commit, Delivery, RowWrite, parse_entry_id
+from transport.broker.events import event_append, event_entry
 from transport.contracts.messages import (
     STARTING,
     AbortRollouts,
@@ -60,7 +61,6 @@ from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, encode_array
 from transport.tensors.relay import Relay
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, GenerationEngine, GenerationRequest, Result
-from workers.leases.announce import event_append, event_entry
 from workers.leases.lifecycle import Activity, Leases
 from workers.weights.updates import Puller, WeightUpdates
 

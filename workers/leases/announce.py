@@ -1,4 +1,4 @@
-"""Events for the orchestrator, and what is announced again when the broker was restarted.
+"""What is announced again when the broker was restarted.
 
 A broker that comes back may have lost its tail, and with it what had not been read. So after every restart what was
 announced last goes onto the streams once more, in the same order; readers skip what they know. Source: ours.
@@ -18,20 +18,10 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Commit, Entry, Fence
+from transport.broker.events import event_append
 from transport.contracts.messages import Event, StepDone, WeightManifest, WeightsPublished, encode
 from transport.contracts.types import WorkerId
 from transport.errors import FencedError
-
-
-def event_entry(event: Event, **fields: str | int) -> Entry:
-    """Of the events log: an event's bytes, and fields that a person can read in redis-cli beside its name."""
-    shown = {"event": type(event).__name__} | {name: str(value) for name, value in fields.items()}
-    return Entry(fields=shown, payload=encode(event))
-
-
-def event_append(event: Event, **fields: str | int) -> Append:
-    return Append(stream=keys.EVENTS, entry=event_entry(event, **fields))
-
 
 log = structlog.get_logger(__name__)
 

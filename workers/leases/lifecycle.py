@@ -30,6 +30,7 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Ack, Append, Broker, Delivery
+from transport.broker.events import event_entry
 from transport.contracts.messages import STARTING, WorkerLost, WorkerStatus, encode
 from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId, WorkerKind
@@ -38,7 +39,6 @@ from transport.process.clock import Clock
 from transport.process.files import LockedError, locked, private_directory, run_directory, writing
 from transport.process.programs import ending_signals
 from transport.tensors.base import host_id
-from workers.leases.announce import event_entry
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +153,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     capacity: samples it can run at once (generate).  running, waiting: samples.
     busy_s: cumulative seconds of useful work.  counters: cumulative numbers by name (samples, tokens, rounds, ...).
     kv_use: part of the KV memory in use, 0 to 1 (generate).  relay: where it passes weights on (generate).
-    way: how its last weights came (generate).
+    way: how its last weights came (generate).  unit: where it keeps columns (store).
     """
 
     doing: str
@@ -166,6 +166,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float = 0.0
     relay: str = ""
     way: str = ""
+    unit: str = ""
 
 
 class BusyMeter:

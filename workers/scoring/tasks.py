@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.broker.base import Commit, RowWrite
+from transport.broker.events import event_append
 from transport.contracts.messages import GroupScored, RowsMissing, rollout_info_decoder
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal
-from workers.leases.announce import event_append
 from workers.models import Detokenize
 from workers.scoring.reward_pool import RewardPool
 from workers.trainer.learner import PromptGroup, TrainingSample

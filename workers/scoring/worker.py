@@ -24,6 +24,7 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker, Commit, Delivery
+from transport.broker.events import event_append
 from transport.contracts.messages import MessageDecoder, ScoringFailed, TrialRows
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, WorkerId
@@ -32,7 +33,6 @@ from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore
 from workers.errors import RewardError, RewardTimeoutError
-from workers.leases.announce import event_append
 from workers.leases.lifecycle import Activity, BusyMeter, Leases
 from workers.models import Detokenize, load_detokenizer
 from workers.scoring.reward_pool import RewardPool

@@ -13,6 +13,7 @@ import structlog
 
 from transport.broker import keys
 from transport.broker.base import Broker, Fence
+from transport.broker.events import event_entry
 from transport.contracts.messages import (
     FinishTraining,
     RowsMissing,
@@ -25,7 +26,6 @@ from transport.errors import MessageError
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.errors import RoundsError
-from workers.leases.announce import event_entry
 from workers.trainer.learner import PromptGroup, TrainingSample
 
 log = structlog.get_logger(__name__)

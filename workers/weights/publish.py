@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from transport.broker import keys
 from transport.broker.base import Ack, Broker, Commit, Delivery
+from transport.broker.events import event_append
 from transport.contracts.messages import (
     TensorSpec,
     UpdateFailed,
@@ -59,7 +60,7 @@ from transport.tensors.pieces import box_checksum
 from transport.tensors.shm import ShmWriter, segment_directories
 from transport.tensors.tcp import ServedStore
 from workers.errors import CheckpointRefusedError, ModelError
-from workers.leases.announce import ROLE, Announcer, event_append
+from workers.leases.announce import ROLE, Announcer
 from workers.leases.lifecycle import Activity, Leases
 from workers.weights.parts import (
     Holding,

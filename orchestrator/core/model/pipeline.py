@@ -189,7 +189,7 @@ BASE_MODEL = Checkpoint(0, CommandId(0, 0))
 
 
 class Retention(msgspec.Struct, kw_only=True):
-    """Checkpoints that are kept, oldest first, and the bytes retained in the broker. requested: one was asked for.
+    """Checkpoints that are kept, oldest first, and the bytes of rows that are retained. requested: one was asked for.
 
     freed: rows of batches below its version, and the rounds log up to its cursor, are freed.
     Invariant: both are kept back to the checkpoint before the newest (to the base model, where there is one only), so

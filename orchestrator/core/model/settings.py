@@ -18,6 +18,7 @@ from transport.contracts.settings import (
     DecodeCostSettings,
     EvalSettings,
     PipelineSettings,
+    RowSettings,
     ServiceSettings,
     Settings,
     TrainerSettings,
@@ -89,7 +90,8 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     round_tokens: tokens a rank that a round waits for while more of its batch is to come; 0: none.
     record_logprobs: old-policy logprobs are recomputed by the trainer before the first step of a batch.
     lr_schedule: "constant" or how the trainer's rate falls until the last batch, which only the core knows.
-    max_retained_bytes: bytes of rows in the broker; at it a checkpoint is forced, above it admission closes.
+    max_retained_bytes, max_unit_bytes: bytes of rows in the broker, and in storage units; at one of them a checkpoint
+    is forced, above it admission closes.
     eval_every: batches between two evaluations; 0: none.  eval_problems: of each, at most; a problem that is to be
     answered several times counts as often.
     eval_budget: share of each worker's slots that they may take.  eval_hold_s, eval_timeout_s: see
@@ -127,6 +129,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = _TRAINER.checkpoint_every
     keep_checkpoints: int = _TRAINER.keep_checkpoints
     max_retained_bytes: int = BrokerSettings().max_retained_bytes
+    max_unit_bytes: int = RowSettings().admitted_bytes
     service: bool = False
     service_window: int = _SERVICE.window
     service_keep_s: float = _SERVICE.keep_s
@@ -168,6 +171,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "record_logprobs": settings.algorithm.old_logprobs == "recomputed"
         and (trainer.mini_batches > 1 or trainer.epochs > 1),
         "max_retained_bytes": settings.broker.max_retained_bytes,
+        "max_unit_bytes": settings.rows.admitted_bytes,
         "service": trainer.engine == "none",
         "dispatch": chosen_dispatch(settings),
         "decode_cost": decode_cost_of(settings.decode_cost),

@@ -65,32 +65,25 @@ end
 local function notify(task, unit, group_id)
   local queue = KEY.tasks .. task
   ensure_group(queue)
-  add(queue, '*', { 'task', task, 'unit', unit, 'group', group_id })
+  return add(queue, '*', { 'task', task, 'unit', unit, 'group', group_id })
 end
 
--- Mark the row for every task whose columns are now all there, once, and notice the units that this completes.
+-- Mark the row for every task whose columns are now all there, once, and notice the units that this completes. The mark
+-- of a unit's notice is its id, should the row be withdrawn.
 local function complete_units(specs, row_key, group_key, row_id, group_id)
   for task, spec in pairs(specs) do
-    if has_all(row_key, group_key, spec.reads) and redis.call('HSETNX', row_key, 'ready:' .. task, '1') == 1 then
+    local mark = KEY.ready .. task
+    if has_all(row_key, group_key, spec.reads) and redis.call('HSETNX', row_key, mark, '1') == 1 then
       if spec.unit == 'sample' then
-        notify(task, row_id, group_id)
+        redis.call('HSET', row_key, mark, notify(task, row_id, group_id))
       else
-        local ready = redis.call('HINCRBY', group_key, 'ready:' .. task, 1)
+        local ready = redis.call('HINCRBY', group_key, mark, 1)
         if ready == tonumber(redis.call('HGET', group_key, 'size')) then
-          notify(task, group_id, group_id)
+          redis.call('HSET', group_key, KEY.noticed .. task, notify(task, group_id, group_id))
         end
       end
     end
   end
-end
-
-local function task_specs()
-  local specs = {}
-  local stored = redis.call('HGETALL', key(KEY.task_specs))
-  for i = 1, #stored, 2 do
-    specs[stored[i]] = cjson.decode(stored[i + 1])
-  end
-  return specs
 end
 
 local function insert_row(row, specs)

@@ -65,6 +65,15 @@ local function refuse_fence(fence)
   return nil
 end
 
+local function task_specs()
+  local specs = {}
+  local stored = redis.call('HGETALL', key(KEY.task_specs))
+  for i = 1, #stored, 2 do
+    specs[stored[i]] = cjson.decode(stored[i + 1])
+  end
+  return specs
+end
+
 -- Append to a stream. nil when an explicit id was already there.
 local function add(stream, id, fields)
   local added = redis.pcall('XADD', key(stream), id, unpack(resolve(fields)))
