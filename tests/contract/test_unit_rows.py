@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import psutil
@@ -11,16 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_of, new_unit, response
-from transport.broker.base import Broker, Commit, Fence
-from transport.contracts.messages import encode
-from transport.contracts.types import group_id, row_id
+from transport.broker import keys
+from transport.broker.base import ZERO_ID, Broker, Commit, Fence
+from transport.contracts.messages import RowsMissing, WorkerStatus, encode, event_decoder
+from transport.contracts.types import PROTOCOL_VERSION, WorkerId, WorkerKind, group_id, row_id
 from transport.errors import ChecksumError, FencedError, MessageError, PeerRejectedError, PeerUnavailableError
+from transport.rows.run_rows import RunRows
 from transport.rows.segments import Range, name_of_sent
 from transport.rows.unit_rows import UNIT_COLUMNS, Locator, UnitRows, locator_decoder
 from transport.rows.units import Full, Put, StorageUnit, UnitClient, _done_decoder
 from transport.tensors.base import Deadline, Endpoint, parse_address
 from transport.tensors.manifest import checksum
 from transport.tensors.wire import connect
+from workers.storage.worker import StorageWorker
 
 T = TypeVar("T")
 RIGHT = b"the right secret"
@@ -232,3 +236,98 @@ def test_a_put_that_is_repeated_counts_once(units: list[StorageUnit]) -> None:
         with contextlib.closing(channel):
             channel.send(again, [b"value"])
             assert channel.receive(_done_decoder).retained_bytes == 5
+
+
+# --- units of a run, which come and go -------------------------------------------------------------------------------
+
+
+async def join(broker: Broker, address: str, name: str = "store-0.1") -> WorkerId:
+    """As a storage worker does with its lease."""
+    status = WorkerStatus(
+        worker_id=name, kind=WorkerKind.STORE, host="h", pid=1, protocol=PROTOCOL_VERSION, doing="storing", unit=address
+    )
+    await broker.beat(WorkerId(name), encode(status), ttl_s=60.0)
+    return WorkerId(name)
+
+
+@pytest.fixture
+async def run_rows(broker: Broker) -> AsyncIterator[RunRows]:
+    rows = RunRows(broker, wait_s=0.5)
+    yield rows
+    rows.close()
+
+
+async def test_rows_of_a_dead_unit_are_withdrawn_reported_and_made_again(
+    run_rows: RunRows, broker: Broker, units: list[StorageUnit]
+) -> None:
+    dead = await join(broker, new_unit(units))
+    row, kept = row_id(GROUP, 0), row_id(GROUP, 1)
+    await run_rows.commit(admit(GROUP))
+    await run_rows.commit(Commit(rows=[response(row, [1, 2])]))
+    await broker.end_lease(dead)
+    await join(broker, new_unit(units), "store-1.1")
+    other = RunRows(broker, wait_s=0.5)
+    await other.commit(Commit(rows=[response(kept, [3])]))
+    units[0].close()
+    assert [await ids_of(run_rows, one) for one in (row, kept)] == [None, [3]]
+    (event,) = await broker.read(keys.EVENTS, ZERO_ID, count=9)
+    assert event_decoder.decode(event.entry.payload) == RowsMissing(row_ids=(row,))
+    assert (await run_rows.commit(Commit(rows=[response(row, [4])]))).inserted == (True,)
+    assert await ids_of(run_rows, row) == [4]
+    assert await broker.length(keys.EVENTS) == 1
+    other.close()
+
+
+async def test_a_unit_that_holds_its_lease_and_does_not_answer_loses_no_row(
+    run_rows: RunRows, broker: Broker, units: list[StorageUnit]
+) -> None:
+    await join(broker, new_unit(units))
+    row = row_id(GROUP, 0)
+    await run_rows.commit(admit(GROUP))
+    await run_rows.commit(Commit(rows=[response(row, [1, 2])]))
+    units[0].close()
+    with pytest.raises(PeerUnavailableError):
+        await run_rows.read_rows([row], BOTH)
+    (held,) = await broker.read_rows([row], BOTH)
+    assert held.keys() == set(BOTH)
+    assert await broker.length(keys.EVENTS) == 0
+
+
+async def test_a_write_waits_for_a_unit_with_room_and_no_longer_than_it_may(
+    run_rows: RunRows, broker: Broker, units: list[StorageUnit]
+) -> None:
+    write = Commit(rows=[response(row_id(GROUP, 0), [1, 2])])
+    await run_rows.commit(admit(GROUP))
+    with pytest.raises(PeerUnavailableError, match="there are none"):
+        await run_rows.commit(write)
+    await join(broker, new_unit(units, max_bytes=7))
+    with pytest.raises(PeerUnavailableError, match="full"):
+        await run_rows.commit(write)
+    patient = RunRows(broker, wait_s=60.0)
+    async with asyncio.TaskGroup() as tasks:
+        written = tasks.create_task(patient.commit(write))
+        await asyncio.sleep(0)
+        await join(broker, new_unit(units), "store-1.1")
+    assert written.result().inserted == (True,)
+    patient.close()
+
+
+async def test_a_unit_frees_what_the_broker_dropped(broker: Broker) -> None:
+    worker = StorageWorker(broker, Endpoint(), max_bytes=1 << 20)
+    serving = asyncio.create_task(worker.run())
+    while worker.activity().doing != "storing":  # noqa: ASYNC110 a lease looks at it in turns, too
+        await asyncio.sleep(0.01)
+    await join(broker, worker.activity().unit)
+    rows, kept = RunRows(broker, wait_s=5.0), group_id(0, 1)
+    await rows.commit(admit(GROUP, kept))
+    await rows.commit(Commit(rows=[response(row_id(group, 0), [1, 2]) for group in (GROUP, kept)]))
+    assert worker.activity().counters["retained_bytes"] == 32
+    await broker.drop_groups([GROUP])
+    await worker.sweep()
+    assert worker.activity().counters["retained_bytes"] == 32, "the two groups were written together"
+    await broker.drop_groups([kept])
+    await worker.sweep()
+    assert worker.activity().counters["retained_bytes"] == 0
+    rows.close()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +37,32 @@ class ServedModel:
             self.loaded[name] = tensor.clone()
             if self._fails:
                 raise AssertionError("a shape that only this model checks")
+
+
+OURS_ALONE = (
+    "structlog",
+    "redis",
+    "hiredis",
+    "uvloop",
+    "aiohttp",
+    "httpx",
+    "rich",
+    "typer",
+    "fsspec",
+    "starlette",
+    "ucxx",
+)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_it_needs_nothing_that_a_servers_python_lacks(scheme: str) -> None:
+    """What it imports, by name and on first use, with the packages missing that only our own processes have."""
+    lacks = f"import sys; sys.modules.update(dict.fromkeys({OURS_ALONE!r}))"
+    works = f"import workers.generation.server.loader, transport.tensors.{scheme}"
+    logs = "from transport.tensors.tcp import log; log.warning('bytes come by TCP', reason='none')"
+    tried = subprocess.run([sys.executable, "-c", f"{lacks}; {works}; {logs}"], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+    assert "bytes come by TCP {'reason': 'none'}" in tried.stderr
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import structlog
-
 from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError, StreamError
+from transport.process.logs import get_logger
 from transport.tensors.base import Deadline, Endpoint, TimeLimit
 from transport.tensors.receive import Memory
 from transport.tensors.tcp import read_range_decoder, serve_range
 from transport.tensors.ucx import chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SEND_BYTES = 4 * 1024 * 1024  # in one call at most, so that a reader that stops is noticed
 

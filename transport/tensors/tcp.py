@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Protocol, cast
 
 import msgspec
-import structlog
 
 from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
+from transport.process.logs import get_logger
 from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
 from transport.tensors.ucx import MAX_ADDRESS_BYTES, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class ReadRange(Struct, frozen=True, kw_only=True, tag=True):

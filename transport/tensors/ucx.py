@@ -28,15 +28,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from transport.contracts.settings import UcxChoice
 from transport.errors import PeerUnavailableError
+from transport.process.logs import get_logger
 
 if TYPE_CHECKING:
     from transport.tensors.wire import Channel
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 CHUNK_BYTES = 2 * 1024 * 1024
 """Of one message. A stretch that is no whole number of them has its last bytes copied once."""

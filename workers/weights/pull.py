@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import structlog
 
 from transport.contracts.messages import Piece, TensorPatch, WeightDelta, WeightManifest, WeightPart
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
+from transport.process.logs import get_logger
 from transport.tensors.base import Address, Deadline, Segment, SegmentReader, TimeLimit, choose_sources
 from transport.tensors.delta import apply
 from transport.tensors.manifest import (
@@ -47,7 +47,7 @@ from workers.errors import WeightsMismatchError
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 ROUNDS = 2  # how often each source is asked before giving up: once more after all have failed
 UNREACHABLE = "none can be reached from this host: let the trainer listen off loopback (tensors.host, or --listen)"
