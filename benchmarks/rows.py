@@ -8,6 +8,10 @@ installed beside this environment at the first call (Ray is 70 MB), because noth
 
     python -m benchmarks.rows [--rounds 7]
 
+A run's own rows are measured beside them, written and read as its workers do, a group at a time, in one unit and in
+eight: ``units_8_over_1`` is how many times the samples a second eight take, and ``*_bytes_a_sample`` what a sample of
+``RUN_TOKENS`` tokens takes in the broker, without and with units, and in those.
+
 Last line: JSON. ``rows_<tokens>_<put|get>_ratio`` = TransferQueue's seconds over ours; ``vs_ray_queue_<tokens>_*`` the
 same for ray.util.queue, row by row as it is made for, and ``vs_ray_queue_batch_*`` with its batch calls.
 """
@@ -37,13 +41,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from transport.broker.base import Broker, Commit, GroupWrite, RowWrite
 from transport.broker.embedded import EmbeddedServer
-from transport.contracts.types import RowId
+from transport.broker.redis_streams import connect
+from transport.contracts.settings import BrokerSettings
+from transport.contracts.types import Column, RowId, RunName, group_id, row_id
+from transport.rows.columns import RowStore, encode_array
+from transport.rows.unit_rows import UnitRows
 from transport.rows.units import StorageUnit
 from workers.client import Client
 
 OTHERS = ("TransferQueue==0.1.11", "ray>=2.50")
 UNITS = 2
+MORE_UNITS = 8
+RUN_GROUPS, RUN_TOKENS = 32, 4096
 GROUP_SIZE = 8
 SHAPES = ((512, 8192), (1024, 1024))
 SETTLE_S = 0.2
@@ -224,8 +235,78 @@ def measure(stores: dict[str, Store], batch: Batch, rounds: int) -> dict[str, tu
     }
 
 
+def group_commits() -> list[tuple[Commit, Commit]]:
+    """Per group what its admission writes, and what a generation worker writes of its samples."""
+    ids = encode_array(Column.RESPONSE_IDS, np.arange(RUN_TOKENS, dtype=np.int32))
+    logprobs = encode_array(Column.ROLLOUT_LOGPROBS, np.full(RUN_TOKENS, -0.5, np.float32))
+    columns = {Column.RESPONSE_IDS: ids, Column.ROLLOUT_LOGPROBS: logprobs}
+    groups = [group_id(0, slot) for slot in range(RUN_GROUPS)]
+    return [
+        (
+            Commit(groups=[GroupWrite(group_id=group, size=GROUP_SIZE, columns={})]),
+            Commit(rows=[RowWrite(row_id=row_id(group, n), columns=columns) for n in range(GROUP_SIZE)]),
+        )
+        for group in groups
+    ]
+
+
+async def write_and_read(
+    broker: Broker, store: RowStore, commits: Sequence[tuple[Commit, Commit]]
+) -> tuple[float, int]:
+    """(samples a second, bytes of each in the broker); all groups at once, as those of several workers."""
+
+    async def one(admission: Commit, samples: Commit) -> None:
+        await store.commit(admission)
+        await store.commit(samples)
+        read = await store.read_rows([row.row_id for row in samples.rows], [*samples.rows[0].columns])
+        assert all(len(row) == 2 for row in read)
+
+    started_s = time.perf_counter()
+    await asyncio.gather(*(one(*each) for each in commits))
+    seconds, samples = time.perf_counter() - started_s, len(commits) * GROUP_SIZE
+    held = await broker.retained_bytes() // samples
+    await store.drop_groups([group.group_id for admission, _ in commits for group in admission.groups])
+    await asyncio.sleep(SETTLE_S)
+    return samples / seconds, held
+
+
+async def run_figure(server: EmbeddedServer, units: Sequence[str], rounds: int) -> dict[str, Any]:
+    broker = await connect(BrokerSettings(url=server.url, password=server.password), RunName("run-rows"))
+    one, eight = UnitRows(broker, units[:1]), UnitRows(broker, units)
+    stores: dict[str, RowStore] = {"broker": RowStore(broker), "1 unit": one, f"{len(units)} units": eight}
+    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in stores}
+    commits = group_commits()
+    for number in range(rounds + 1):
+        for name, store in stores.items():
+            found = await write_and_read(broker, store, commits)
+            if number:
+                measured[name].append(found)
+    rates = {name: statistics.median(rate for rate, _ in found) for name, found in measured.items()}
+    for name, rate in rates.items():
+        print(f"{RUN_TOKENS} tokens a sample  {name:8} {rate:8.0f} samples/s written and read", flush=True)
+    one.close()
+    eight.close()
+    await broker.close()
+    return {
+        "units_8_over_1": round(rates[f"{len(units)} units"] / rates["1 unit"], 2),
+        "units_1_over_broker": round(rates["1 unit"] / rates["broker"], 2),
+        "broker_bytes_a_sample": measured["broker"][0][1],
+        "broker_bytes_a_sample_with_units": measured["1 unit"][0][1],
+        "unit_bytes_a_sample": RUN_TOKENS * 8,
+    }
+
+
+def run_rows(rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner, ExitStack() as stack:
+        server = EmbeddedServer(Path(directory) / "broker")
+        runner.run(server.start())
+        stack.callback(lambda: runner.run(server.stop()))
+        units = [stack.enter_context(unit_process()) for _ in range(MORE_UNITS)]
+        return runner.run(run_figure(server, units, rounds))
+
+
 def figure(rounds: int) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    result = run_rows(rounds)
     with tempfile.TemporaryDirectory() as directory, our_stores(Path(directory)) as ours, other_stores() as others:
         for rows, tokens in SHAPES:
             medians = measure({**ours, **others}, Batch.random(rows, tokens), rounds)
