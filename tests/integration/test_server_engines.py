@@ -39,15 +39,17 @@ from tests.fakes.served_samples import (
     weights_of,
 )
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
-from transport.contracts.types import FinishReason, GroupId, SamplingParams
+from transport.contracts.messages import WeightManifest
+from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
+from transport.tensors.base import host_id
 from workers.errors import WeightsMismatchError
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, StopStrings, serving
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
 from workers.generation.server.engine import KINDS, ServerEngine
 from workers.generation.server.loader import LoadOrder
-from workers.generation.server.upkeep import PACKAGES, HeldWeights, hold
+from workers.generation.server.upkeep import PACKAGES, hold
 from workers.generation.server.vllm import CUTS_THE_TAIL
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -319,12 +321,11 @@ async def test_a_prompt_after_an_update_is_computed_under_the_new_weights(engine
     assert np.abs(of_old - after.logprobs).max() > 0.1, "the test could tell"
 
 
-async def pass_on(engine: ServerEngine, held: HeldWeights, *, same_host: bool) -> None:
-    """Have the server load ``held``, as if it ran on this host, or on another one."""
+async def pass_on(engine: ServerEngine, weights: WeightIdentity, offered: WeightManifest, *, same_host: bool) -> None:
+    """Have the server load what is offered, as if it ran on this host, or on another one."""
     client = engine.server.client
-    manifest = held.offer(same_host=same_host)
-    order = LoadOrder(number=1, vocab_size=VOCAB, manifest=manifest, verified=same_host)
-    await client.update(order, str(held.weights), served=await client.label(), processes=1)
+    order = LoadOrder(number=1, vocab_size=VOCAB, manifest=offered, verified=same_host)
+    await client.update(order, str(weights), served=await client.label(), processes=1)
 
 
 async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
@@ -342,7 +343,8 @@ async def test_published_weights_are_mapped_and_kept_when_their_trainer_is_gone(
     assert_logprobs(served.other, prompt(1), found, 1.0)
     await engine.load_weights(OLD, weights_of(served.model))
     try:
-        await pass_on(engine, held, same_host=True)  # the segment has no name any more
+        # the segment has no name any more
+        await pass_on(engine, held.weights, held.offer(same_host=True), same_host=True)
     finally:
         held.close()
     assert await engine.server.client.label() == str(manifest.weights)
@@ -353,14 +355,15 @@ async def test_a_server_elsewhere_pulls_from_the_trainer(engine: ServerEngine, s
     try:
         manifest = publisher.publish(1, 2, weights_of(served.other), torch.float32)
         sources = tuple(source for source in manifest.sources if source.startswith("tcp://"))
-        over_tcp = msgspec.structs.replace(manifest, sources=sources)
         # A file that the server cannot see, as on another host: only the trainer's own address is left.
-        await pass_on(engine, HeldWeights(weights=manifest.weights, manifest=over_tcp, fd=1_000_000), same_host=False)
+        unseen = f"shm://{host_id()}/proc/{os.getpid()}/fd/1000000@1"
+        offered = msgspec.structs.replace(manifest, sources=(unseen, *sources))
+        await pass_on(engine, manifest.weights, offered, same_host=False)
     finally:
         publisher.close()
     assert await engine.server.client.label() == str(manifest.weights)
     with pytest.raises(PeerUnavailableError, match="cannot load"):
-        await pass_on(engine, HeldWeights(weights=OLD, manifest=over_tcp, fd=1_000_000), same_host=False)
+        await pass_on(engine, OLD, offered, same_host=False)
     assert await engine.server.client.label() == str(manifest.weights), "and nothing changed"
 
 
