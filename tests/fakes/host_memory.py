@@ -1,0 +1,50 @@
+"""What a process holds of this machine's memory, and the most of it while something goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+def used_bytes() -> int:
+    """Anonymous memory of this process and, mapped or not, that of its files without a name."""
+    with open("/proc/self/status") as file:
+        anonymous = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them, or closed meanwhile
+            if "memfd:" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.stat(f"/proc/self/fd/{fd}")
+                found[status.st_ino] = status.st_blocks * 512
+    return anonymous + sum(found.values())
+
+
+@dataclass(slots=True)
+class Peak:
+    """num_bytes: above what was used at the beginning."""
+
+    num_bytes: int = 0
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[Peak]:
+    before, peak, done = used_bytes(), Peak(), threading.Event()
+
+    def look() -> None:
+        peak.num_bytes = max(peak.num_bytes, used_bytes() - before)
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            look()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watching.join()
+        look()
