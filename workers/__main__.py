@@ -102,11 +102,12 @@ class Gpus:
         float, typer.Option(help="of their memory, what it may use, 0 to 1; below 1 others may share these GPUs")
     ] = 1.0
 
-    def take(self) -> None:
-        """Before torch is imported. Raises GpuError."""
-        from transport.process.gpus import take_gpus
+    def take(self, *, of_all: bool = False) -> None:
+        """Before torch is imported. of_all: without --gpus, of all that the machine has, if any. Raises GpuError."""
+        from transport.process.gpus import list_gpus, take_gpus
 
-        take_gpus(self.gpus, each=self.gpus_each, share=self.gpu_share)
+        wanted = self.gpus or ("all" if of_all and list_gpus() else "")
+        take_gpus(wanted, each=self.gpus_each, share=self.gpu_share)
 
 
 UserReward = Annotated[
@@ -272,12 +273,15 @@ def train(
     ranks: Annotated[int, typer.Option(min=1, help="start so many ranks, from 0, each on a GPU of --gpus")] = 1,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Train on the stream of rounds, publish each version of the weights, save checkpoints."""
+    """Train on the stream of rounds, publish each version of the weights, save checkpoints.
+
+    As one of several that torchrun or srun starts it takes a GPU of its own, also without --gpus.
+    """
     if ranks > 1:
         raise typer.Exit(_train_ranks(ranks, index, gpus))
     from workers.commands.build import trainer_worker
 
-    gpus.take()
+    gpus.take(of_all=index in ("", "auto") and bool(_rank_variable()))
     rank = _rank(index, joining.home)
     make = partial(
         trainer_worker,
@@ -475,7 +479,7 @@ def _number(index: str) -> int | None:
 
 def _rank(index: str, home: Path) -> int:
     """Of this trainer process: as it was given, else as torchrun or Slurm numbers it, else one that is free."""
-    variable = next((name for name in RANK_VARIABLES if os.environ.get(name)), "")
+    variable = _rank_variable()
     if index not in ("", "auto"):
         number = _number(index)
         assert number is not None
@@ -487,6 +491,11 @@ def _rank(index: str, home: Path) -> int:
     if not os.environ[variable].isdecimal():
         raise typer.BadParameter(f"{variable} is {os.environ[variable]!r}, which is no rank; name it: --index 0")
     return int(os.environ[variable])
+
+
+def _rank_variable() -> str:
+    """That of the launcher that started this process; "" without one."""
+    return next((name for name in RANK_VARIABLES if os.environ.get(name)), "")
 
 
 def _train_ranks(ranks: int, index: str, gpus: Gpus) -> int:

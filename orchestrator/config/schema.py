@@ -406,6 +406,11 @@ def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
             f"divides a round into {parts} parts, and there may be at most groups_per_batch / mini_batches = {most}, "
             "or some ranks never get a group; more ranks need trainer.parallel.tensor or pipeline",
         )
+    if ranks > 1 and ":" in s.trainer.device:
+        yield (
+            "trainer.device trainer.ranks",
+            f'must be "cuda" or "auto" with {ranks} ranks, each of which has a GPU of its own; trainer.gpus names them',
+        )
     if parallel.pipeline not in (1, "auto") and s.algorithm.old_logprobs == "recomputed":
         yield (
             "algorithm.old_logprobs trainer.parallel.pipeline",

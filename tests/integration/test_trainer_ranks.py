@@ -8,7 +8,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,10 @@ async def start_rank(run: TrainerRun) -> AsyncIterator[Rank]:
     started: list[asyncio.subprocess.Process] = []
     where = ["--broker", run.url, "--run", "run", "--run-dir", str(run.run_dir), "--model-dir", str(run.model_dir)]
 
-    async def start(rank: int | str, *options: str) -> asyncio.subprocess.Process:
+    async def start(rank: int | str, *options: str, torchrun: Sequence[str] = ()) -> asyncio.subprocess.Process:
         index = ["--index", str(rank)] if rank != "" else []
-        command = (sys.executable, "-m", "workers", "train", *index, *options, *where)
+        launcher = ("-m", "torch.distributed.run", *torchrun, "-m", "--") if torchrun else ("-m",)
+        command = (sys.executable, *launcher, "workers", "train", *index, *options, *where)
         started.append(await asyncio.create_subprocess_exec(*command, env=run.environment))
         return started[-1]
 
@@ -156,6 +157,30 @@ async def test_a_killed_rank_takes_both_back_to_the_checkpoint(
     await send_batch(run, 2)
     await run.finish()
     assert [await rank.wait() for rank in ranks] == [0, 0]
+    ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
+    assert [(weights.epoch, weights.version) for weights in ready] == [(1, 0), (2, 1)]
+    await train_on_one_rank(run, tmp_path / "single")
+    found, expected = (load_file(d / "model" / "model.safetensors") for d in (run.run_dir, tmp_path / "single"))
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-5
+
+
+@pytest.mark.chaos
+async def test_torchrun_starts_all_ranks_again_when_one_is_killed(
+    run: TrainerRun, start_rank: Rank, tmp_path: Path
+) -> None:
+    """As often as --max-restarts allows: from the checkpoint, under a new epoch."""
+    await send_batch(run, 0, checkpoint=True)
+    await send_batch(run, 1)
+    agent = await start_rank("", torchrun=("--standalone", "--nproc-per-node", "2", "--max-restarts", "1"))
+    await run.until_told(StepDone, 2)
+    await run.until_told(CheckpointSaved)
+    ranks = psutil.Process(agent.pid).children()
+    ranks[1].kill()
+    await run.until_told(TrainerReady, 2)
+    assert not any(rank.is_running() for rank in ranks), "all start over"
+    await send_batch(run, 2)
+    await run.finish()
+    assert await agent.wait() == 0
     ready = [event.weights for event in await run.told(TrainerReady) if isinstance(event, TrainerReady)]
     assert [(weights.epoch, weights.version) for weights in ready] == [(1, 0), (2, 1)]
     await train_on_one_rank(run, tmp_path / "single")

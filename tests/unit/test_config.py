@@ -345,6 +345,10 @@ def test_out_of_range(argument: str, message: str):
     [
         (["trainer.mini_batches=3"], "pipeline.groups_per_batch = 8 must be divisible by trainer.mini_batches"),
         (["trainer.ranks=16"], "trainer.ranks = 16 divides a round into 16 parts, and there may be at most groups_per"),
+        (
+            ["trainer.ranks=2", "trainer.device=cuda:1"],
+            'trainer.device = "cuda:1" must be "cuda" or "auto" with 2',
+        ),
         (["trainer.ranks=6", "trainer.parallel.tensor=4"], "trainer.ranks = 6 must be a multiple of 4, which is data"),
         (["trainer.ranks=8", "trainer.parallel={data = 2, tensor = 2, pipeline = 1}"], "trainer.ranks = 8 must be 4,"),
         (

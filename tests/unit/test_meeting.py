@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.contracts.training_memory import Layout
 from transport.contracts.types import RunName
 from workers.errors import RanksError
-from workers.trainer.policy.ranks import MEETING, Meeting, RankGroup
+from workers.trainer.policy.ranks import ASKS, GPU, MEETING, Meeting, RankGroup, gpu_of, store_of_this_start
 
 SOON_S = 30.0
 NOW_S = 0.5
@@ -108,3 +113,42 @@ async def test_rank_0_starts_over_when_another_rank_was_replaced(broker: MemoryB
         again = Meeting(broker, 0, 3, tmp_path)
         await again.open()
         await asyncio.wait_for(joining, SOON_S)
+
+
+def test_ranks_that_torchrun_starts_again_meet_none_of_those_before(tmp_path: Path):
+    """Its agents keep one store: the address of a rank that is gone was what the others connected to."""
+    store = FileStore(str(tmp_path / "store"), 3)
+    store.set(ASKS.format(2), "somebody of a start that never was whole")
+    starts: list[list[Store]] = []
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            meeting = [pool.submit(store_of_this_start, store, rank, 3, SOON_S) for rank in range(3)]
+            starts.append([one.result() for one in meeting])
+        assert not starts[-1][0].check(["address"])
+        starts[-1][1].set("address", "of rank 1")
+        assert all(part.get("address") == b"of rank 1" for part in starts[-1])
+
+
+def test_a_rank_that_torchrun_does_not_start_is_named(tmp_path: Path):
+    store = FileStore(str(tmp_path / "store"), 2)
+    part = store_of_this_start(store, 0, 2, NOW_S)
+    with pytest.raises(RanksError, match="rank 1 never joined"):
+        RankGroup(0, Layout(data=2), part, device=torch.device("cpu"), timeout_s=NOW_S)
+    with pytest.raises(RuntimeError):
+        store_of_this_start(store, 1, 2, NOW_S)
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_they_connect(tmp_path: Path):
+    cuda, gpu = torch.device("cuda"), "GPU-0001 (H100)"
+    store = FileStore(str(tmp_path / "store"), 2)
+    store.set("rank 1", f"torch {torch.__version__}, {Layout(data=2)}, cuda")
+    store.set(GPU.format(1), gpu)
+    with pytest.raises(RanksError, match=r"rank 0 and rank 1 both compute on GPU-0001 \(H100\): .*--gpus all"):
+        RankGroup(0, Layout(data=2), store, device=cuda, timeout_s=SOON_S, gpu=gpu)
+    assert gpu_of(torch.device("cpu")) == ""
+
+
+def test_a_gpu_is_known_by_what_the_driver_calls_it(monkeypatch: pytest.MonkeyPatch):
+    found = SimpleNamespace(uuid="7f3a", name="H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert gpu_of(torch.device("cuda", 0)) == gpu_of(torch.device("cuda", 1)) == "GPU-7f3a (H100)"

@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
     FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +59,11 @@ MEETING = "trainer-ranks"
 """Meta key: id of the meeting that was opened last."""
 SEAT = "trainer-rank-{}"
 """Meta key of a rank but 0: ``<meeting id> <token of its process>``."""
+GPU = "gpu of rank {}"
+"""Key of the ranks' store."""
 POLL_S = 0.2
+ASKS, ANSWER, CAME = "rank {} asks", "answer to {}", "rank {} came"
+"""Keys of torchrun's store, see ``store_of_this_start``."""
 
 
 class Talk:
@@ -92,17 +98,27 @@ class RankGroup:
     """Ranks of one torch.distributed process group (gloo on CPU, nccl on GPUs), met over ``store``: see ``Ranks``."""
 
     def __init__(
-        self, rank: int, layout: Layout, store: Store, *, device: torch.device, timeout_s: float, alike: str = ""
+        self,
+        rank: int,
+        layout: Layout,
+        store: Store,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        alike: str = "",
+        gpu: str = "",
     ) -> None:
-        """alike: what must be the same for all besides torch and the layout, for people.
+        """alike: what must be the same for all besides torch and the layout, for people.  gpu: see ``gpu_of``.
 
-        Raises: RanksError: a rank never came, or has something else; no collective was entered.
+        Raises: RanksError: a rank never came, has something else, or the same GPU; no collective was entered.
         """
         self.rank = rank
         self.layout = layout
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        store.set(GPU.format(rank), gpu)
         self._check_alike(store, f"torch {torch.__version__}, {layout}, {device.type}{alike and ', '}{alike}")
+        self._check_own_gpu(store, gpu)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -139,6 +155,16 @@ class RankGroup:
                 raise RanksError(
                     f"rank {self.rank} has {own}; {key} has {other}: install the same versions on all hosts, set "
                     "trainer.parallel, trainer.device and trainer.dtype where their devices differ, and start all anew"
+                )
+
+    def _check_own_gpu(self, store: Store, own: str) -> None:
+        """NCCL takes one rank a GPU, and its own words for two are an invalid usage."""
+        others = [rank for rank in range(self.layout.num_ranks) if rank != self.rank]
+        for other in others if own else ():
+            if store.get(GPU.format(other)).decode("utf-8", "replace") == own:
+                raise RanksError(
+                    f"rank {self.rank} and rank {other} both compute on {own}: give each a GPU of its own, with "
+                    '--gpus all for each of them and trainer.device = "cuda"'
                 )
 
     def _join_beside(self) -> Talk:
@@ -201,6 +227,14 @@ class RankGroup:
         return numbers.tolist()
 
 
+def gpu_of(device: torch.device) -> str:
+    """The same for two devices that are one GPU, of whatever container or process; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return f"GPU-{found.uuid} ({found.name})"  # the driver's id, no two in the world the same
+
+
 @contextmanager
 def lost_ranks(rank: int) -> Iterator[None]:
     """Raise RanksError for a collective that failed, ours or one of FSDP's: another rank died, hung, or left."""
@@ -237,7 +271,9 @@ async def meet_ranks(
 
     def group(find: Callable[[], Store]) -> RankGroup:
         try:
-            return RankGroup(rank, layout, find(), device=device, timeout_s=collective_timeout_s, alike=alike)
+            return RankGroup(
+                rank, layout, find(), device=device, timeout_s=collective_timeout_s, alike=alike, gpu=gpu_of(device)
+            )
         except (dist.DistError, RuntimeError) as error:
             raise RanksError(f"rank {rank} of {world_size} could not join the others: {error}") from error
 
@@ -264,7 +300,32 @@ def _torchrun_store(rank: int, world_size: int, timeout_s: float) -> Store:
     else:
         _use_interface_towards(os.environ["MASTER_ADDR"])
     store, *_ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))
-    return store
+    return store_of_this_start(store, rank, world_size, timeout_s)
+
+
+def store_of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The part of ``store`` that only ranks that were started together use: torchrun's agents keep one over restarts.
+
+    Each other rank asks under a name that it draws, and rank 0 answers all who ask, those before them included, with
+    the name of its part, until each rank has come there or ``timeout_s`` is over.
+    Raises: RuntimeError: rank 0 did not answer.
+    """
+    own = secrets.token_hex(8)
+    if rank:
+        store.set(ASKS.format(rank), own)
+        store.wait([ANSWER.format(own)], timedelta(seconds=timeout_s))
+        part = PrefixStore(store.get(ANSWER.format(own)).decode(), store)
+        part.set(CAME.format(rank), own)
+        return part
+    part, answered = PrefixStore(own, store), set[str]()
+    others, deadline_s = range(1, world_size), time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s and not all(part.check([CAME.format(other)]) for other in others):
+        asking = {store.get(key).decode() for other in others if store.check([key := ASKS.format(other)])}
+        for name in asking - answered:
+            store.set(ANSWER.format(name), own)
+        answered |= asking
+        time.sleep(POLL_S)
+    return part
 
 
 def _stay_on_loopback() -> None:
