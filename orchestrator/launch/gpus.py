@@ -19,8 +19,7 @@ from transport.contracts.training_memory import (
     USABLE_SHARE,
     DoesNotFitError,
     LayoutError,
-    choose_layout,
-    training_of,
+    layout_of_run,
 )
 from transport.contracts.types import WorkerKind
 from transport.process.files import read_json
@@ -175,12 +174,11 @@ def _fitting(settings: Settings, memory_bytes: float, step: int, room: int) -> i
         llm = from_config(settings.model.path, read_json(config, dict[str, object]))
     except UnknownModelError:
         return step
-    training = training_of(settings, compute_bytes=4 if trainer.dtype == "float32" else 2, on_gpu=True)
-    max_data = settings.pipeline.groups_per_batch // trainer.mini_batches
+    size = 4 if trainer.dtype == "float32" else 2
     number, problem = step, ""
     while number <= max(room, step):
         try:
-            choose_layout(llm, number, memory_bytes, training, trainer.parallel, max_data=max_data)
+            layout_of_run(llm, settings, number, memory_bytes, compute_bytes=size, on_gpu=True)
             return number
         except (LayoutError, DoesNotFitError) as error:
             problem = str(error)

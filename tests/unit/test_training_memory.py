@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.load import preset_names, resolve
 from orchestrator.sim.llms import LLMS, QWEN_7B, QWEN_72B
+from transport.contracts.llms import Llm, from_config
 from transport.contracts.settings import ParallelSettings, Settings
 from transport.contracts.training_memory import (
     USABLE_SHARE,
@@ -21,6 +23,7 @@ from transport.contracts.training_memory import (
     Training,
     check_layout,
     choose_layout,
+    layout_of_run,
     layouts,
     rank_memory,
     stage_layers,
@@ -28,6 +31,7 @@ from transport.contracts.training_memory import (
     training_of,
     what_fits,
 )
+from transport.process.files import read_json
 from workers.errors import ModelError
 from workers.trainer.policy.fit import fit_layout, usable_bytes
 
@@ -192,3 +196,28 @@ def test_the_trainer_refuses_before_it_loads(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     assert fit_layout(tmp_path, settings, cpu, memory_bytes=1.0) == Layout(data=4)
     assert 0 < usable_bytes(cpu, 4, {}) < usable_bytes(cpu, 4, {"LOCAL_WORLD_SIZE": "2"})
+
+
+def test_where_logprobs_are_recomputed_no_layout_has_stages(tmp_path: Path):
+    """Stages that "auto" stands for were chosen, and the first round that records logprobs ended the run."""
+    cpu, rows = torch.device("cpu"), {"num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sizes = {"hidden_size": 48, "intermediate_size": 4096, "vocab_size": 50_000, "model_type": "llama"}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(rows | sizes))
+    trainer = msgspec.structs.replace(Settings().trainer, ranks=2, micro_batch_tokens=64, dtype="float32")
+    settings = msgspec.structs.replace(Settings(), trainer=trainer)
+    llm, training = read_llm(tmp_path), training_of(settings, compute_bytes=4, on_gpu=False)
+    stages, data = (rank_memory(llm, layout, training).total for layout in (Layout(pipeline=2), Layout(data=2)))
+    assert stages < data
+    memory_bytes = (stages + data) / 2
+    assert fit_layout(tmp_path, settings, cpu, memory_bytes=memory_bytes) == Layout(pipeline=2)
+    algorithm = msgspec.structs.replace(settings.algorithm, old_logprobs="recomputed")
+    recomputed = msgspec.structs.replace(settings, algorithm=algorithm)
+    assert fit_layout(tmp_path, recomputed, cpu) == Layout(data=2)
+    with pytest.raises(ModelError, match=r"2 data x 1 tensor x 1 pipeline needs .*; it takes "):
+        fit_layout(tmp_path, recomputed, cpu, memory_bytes=memory_bytes)
+    with pytest.raises(DoesNotFitError):
+        layout_of_run(llm, recomputed, 2, memory_bytes, compute_bytes=4, on_gpu=False)
+
+
+def read_llm(directory: Path) -> Llm:
+    return from_config(directory.name, read_json(directory / "config.json", dict[str, Any]))

@@ -2,6 +2,7 @@
 
     rank_memory     bytes of the fullest rank, part by part, from the model, the layout and what is trained on it
     choose_layout   trainer.parallel = "auto": the least tensor and pipeline parallelism that fits
+    layout_of_run   the same of a run's settings
     what_fits       which settings would do where these do not
 
 Owns: the arithmetic of the trainer's memory; the trainer refuses by it, and plans propose by it. Never: torch, devices.
@@ -319,7 +320,23 @@ def choose_layout(
         if rank_memory(llm, layout, training).total <= memory_bytes:
             return layout
     least = min(few, key=lambda one: rank_memory(llm, one, training).total)
-    raise DoesNotFitError(_misfit(llm, least, memory_bytes, training))
+    raise DoesNotFitError(_misfit(llm, least, memory_bytes, training, wanted.pipeline))
+
+
+def layout_of_run(
+    llm: Llm, settings: Settings, ranks: int, memory_bytes: float, *, compute_bytes: int, on_gpu: bool
+) -> Layout:
+    """How so many ranks of a run share the model: ``choose_layout`` as its settings bound it.
+
+    No more data ranks than a mini-batch has groups; one stage where old-policy logprobs are recomputed, which only a
+    rank with all layers does. Raises as ``choose_layout``.
+    """
+    training = training_of(settings, compute_bytes=compute_bytes, on_gpu=on_gpu)
+    parallel = settings.trainer.parallel
+    if parallel.pipeline == "auto" and settings.algorithm.old_logprobs == "recomputed":
+        parallel = msgspec.structs.replace(parallel, pipeline=1)
+    max_data = settings.pipeline.groups_per_batch // settings.trainer.mini_batches
+    return choose_layout(llm, ranks, memory_bytes, training, parallel, max_data=max_data)
 
 
 def _no_layout(llm: Llm, ranks: int, wanted: ParallelSettings, ranks_per_host: int) -> str:
@@ -339,8 +356,13 @@ def _no_layout(llm: Llm, ranks: int, wanted: ParallelSettings, ranks_per_host: i
 # -- what would fit instead
 
 
-def what_fits(llm: Llm, layout: Layout, memory_bytes: float, training: Training) -> list[str]:
-    """Settings with which a rank needs no more than ``memory_bytes``, the least change first."""
+def what_fits(
+    llm: Llm, layout: Layout, memory_bytes: float, training: Training, pipeline: Axis = "auto"
+) -> list[str]:
+    """Settings with which a rank needs no more than ``memory_bytes``, the least change first.
+
+    pipeline: stages that more ranks may have.
+    """
 
     def fits(**changes: object) -> bool:
         changed = msgspec.structs.replace(training, **changes)
@@ -366,7 +388,7 @@ def what_fits(llm: Llm, layout: Layout, memory_bytes: float, training: Training)
             if fits(**{key: value for _, change in some for key, value in change.items()}):
                 found.append(" with ".join(text for text, _ in some))
                 break
-    if ranks := more_ranks(llm, layout, memory_bytes, training):
+    if ranks := more_ranks(llm, layout, memory_bytes, training, pipeline):
         found.append(f"trainer.ranks = {ranks}")
     return found
 
@@ -380,20 +402,20 @@ def _halves(tokens: int) -> Iterator[int]:
 MOST_RANKS = 4096
 
 
-def more_ranks(llm: Llm, layout: Layout, memory_bytes: float, training: Training) -> int:
+def more_ranks(llm: Llm, layout: Layout, memory_bytes: float, training: Training, pipeline: Axis = "auto") -> int:
     """The least doubling of the ranks with which it fits; 0 where none does."""
     ranks = layout.num_ranks * 2
     while ranks <= MOST_RANKS:
-        for one in layouts(llm, ranks):
+        for one in layouts(llm, ranks, ParallelSettings(pipeline=pipeline)):
             if rank_memory(llm, one, training).total <= memory_bytes:
                 return ranks
         ranks *= 2
     return 0
 
 
-def _misfit(llm: Llm, layout: Layout, memory_bytes: float, training: Training) -> str:
+def _misfit(llm: Llm, layout: Layout, memory_bytes: float, training: Training, pipeline: Axis) -> str:
     needed = rank_memory(llm, layout, training)
-    would = what_fits(llm, layout, memory_bytes, training)
+    would = what_fits(llm, layout, memory_bytes, training, pipeline)
     return (
         f"training {llm.name} as {layout} needs {needed.total / 1e9:.1f} GB of each rank ({needed}), "
         f"{memory_bytes / 1e9:.1f} GB are usable; it takes {', or '.join(would) or 'a smaller model'}"

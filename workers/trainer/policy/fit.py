@@ -22,8 +22,7 @@ from transport.contracts.training_memory import (
     DoesNotFitError,
     Layout,
     LayoutError,
-    choose_layout,
-    training_of,
+    layout_of_run,
 )
 from transport.process.files import read_json
 from transport.process.gpus import gpu_share
@@ -50,11 +49,10 @@ def fit_layout(
     except UnknownModelError as error:
         log.warning("cannot say how much memory the model takes", reason=str(error))
         return _data_ranks(trainer.num_ranks, trainer.parallel)
-    training = training_of(settings, compute_bytes=choose_dtype(trainer.dtype, device).itemsize, on_gpu=on_gpu)
     usable = usable_bytes(device, trainer.num_ranks, os.environ) if memory_bytes is None else memory_bytes
-    max_data = settings.pipeline.groups_per_batch // trainer.mini_batches
+    size = choose_dtype(trainer.dtype, device).itemsize
     try:
-        return choose_layout(llm, trainer.num_ranks, usable, training, trainer.parallel, max_data=max_data)
+        return layout_of_run(llm, settings, trainer.num_ranks, usable, compute_bytes=size, on_gpu=on_gpu)
     except (LayoutError, DoesNotFitError) as error:
         raise ModelError(str(error)) from error
 
