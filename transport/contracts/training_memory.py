@@ -356,9 +356,7 @@ def _no_layout(llm: Llm, ranks: int, wanted: ParallelSettings, ranks_per_host: i
 # -- what would fit instead
 
 
-def what_fits(
-    llm: Llm, layout: Layout, memory_bytes: float, training: Training, pipeline: Axis = "auto"
-) -> list[str]:
+def what_fits(llm: Llm, layout: Layout, memory_bytes: float, training: Training, pipeline: Axis = "auto") -> list[str]:
     """Settings with which a rank needs no more than ``memory_bytes``, the least change first.
 
     pipeline: stages that more ranks may have.
