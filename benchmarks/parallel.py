@@ -42,6 +42,7 @@ LAYOUTS = {
     "pp": [Layout(pipeline=2)],
     "fsdp_pp": [Layout(data=2, pipeline=2)],
     "tp_pp": [Layout(tensor=2, pipeline=2)],
+    "three_axes": [Layout(data=2, tensor=2, pipeline=2)],
 }
 TRAININGS = [Training(), Training(family="llama", tied=False)]
 SINGLE = Training(double=False)

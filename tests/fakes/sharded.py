@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.fakes.saved_together import save_together
@@ -62,7 +62,14 @@ class Trained:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Gathered along one axis after another: full_tensor does the same for two of them, and warns of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def rounds_of(step: int) -> list[list[PromptGroup]]:

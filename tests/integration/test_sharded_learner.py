@@ -57,6 +57,11 @@ def test_four_ranks_train_what_one_process_trains(layout: Layout):
     check(layout, QWEN3)
 
 
+@pytest.mark.long  # eight processes
+def test_eight_ranks_along_all_three_axes_train_what_one_process_trains():
+    check(Layout(data=2, tensor=2, pipeline=2), QWEN3, LLAMA)
+
+
 @pytest.mark.long  # a minute a layout: what each of several ranks does is above
 @pytest.mark.parametrize("layout", [*TWO_RANKS, *FOUR_RANKS, Layout(tensor=2, pipeline=2)], ids=str)
 def test_whatever_the_family_the_precision_and_what_is_recomputed(layout: Layout):
