@@ -5,9 +5,9 @@
     unthrottled_over_whole   the same with trainer.round_tokens = 0: a round goes as soon as every rank has a group
 
 Two FSDP ranks over gloo, one thread each. Groups arrive in the order in which they would end, shortest first, one at a
-time; which of them make a round, and on which rank, the core decides (``fills_round``, ``pack_round``), with
-``round_tokens`` = ``micro_batch_tokens``. Only training is timed, not the wait for arrivals. The three ways take turns,
-and a ratio is the median of the turns of rank 0.
+time; which of them make a round, and on which rank, the core decides (``fills_round``, ``pack_round``), with the
+``round_tokens`` that "auto" stands for in such a run. Only training is timed, not the wait for arrivals. The three ways
+take turns, and a ratio is the median of the turns of rank 0.
 
     python -m benchmarks.parallel_rounds [--turns N]
 """
@@ -27,10 +27,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from orchestrator.core.model.settings import core_settings
 from orchestrator.core.training import fills_round, pack_round
 from tests.fakes.parallel_ranks import run_layout
 from tests.fakes.training import make_groups
-from transport.contracts.settings import TrainerSettings
+from transport.contracts.settings import PipelineSettings, SamplingSettings, Settings, TrainerSettings
 from transport.contracts.training_memory import Layout
 from workers.algorithms.loss import Objective
 from workers.trainer.learner import PromptGroup
@@ -46,7 +47,12 @@ MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 60.0, 0.7, 400
 """Of responses, log-normal, cut: a tail six times the median."""
 MICRO_BATCH_TOKENS = 1024
 WORDS = 4096
-WAYS = {"whole": -1, "streamed": MICRO_BATCH_TOKENS, "unthrottled": 0}
+RUN = Settings(
+    trainer=TrainerSettings(ranks=RANKS, micro_batch_tokens=MICRO_BATCH_TOKENS),
+    pipeline=PipelineSettings(groups_per_batch=GROUPS, group_size=SAMPLES),
+    sampling=SamplingSettings(max_new_tokens=MOST_TOKENS),
+)
+WAYS = {"whole": -1, "streamed": core_settings(RUN).round_tokens, "unthrottled": 0}
 """Way -> round_tokens; -1: nothing arrives while the batch is trained."""
 
 Rounds = Sequence[Sequence[Sequence[int]]]

@@ -398,7 +398,7 @@ def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:
             "trainer.ranks trainer.parallel.data trainer.parallel.tensor trainer.parallel.pipeline",
             f"must be {multiple}{numbers}, which is data x tensor x pipeline: every rank has one place in it",
         )
-    parts = ranks // numbers if parallel.data == "auto" else parallel.data
+    parts = s.trainer.num_parts
     if parts * s.trainer.mini_batches > s.pipeline.groups_per_batch:
         most = s.pipeline.groups_per_batch // s.trainer.mini_batches
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from orchestrator.config.load import resolve
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.model.staleness import may_admit
 from orchestrator.core.training import fills_round, num_released
@@ -89,6 +90,24 @@ def test_the_core_is_told_the_mode():
     core = core_settings(Settings(pipeline=pipeline, trainer=TrainerSettings(round_tokens=9)))
     assert (core.release, core.mini_batch_groups, core.rollout_batches) == ("mini_batch", 7, 2)
     assert core.round_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ([], 0),
+        (["trainer.ranks=2"], 4096),
+        (["trainer.ranks=4", "trainer.parallel.tensor=4"], 4096),
+        (["trainer.ranks=8"], 1024),
+        (["trainer.ranks=2", "trainer.mini_batches=4"], 1024),
+        (["trainer.ranks=2", "trainer.round_tokens=0"], 0),
+        (["trainer.round_tokens=77"], 77),
+    ],
+)
+def test_several_ranks_get_whole_micro_batches_while_there_are_rounds_to_stream(overrides: list[str], tokens: int):
+    batch = ["sampling.max_new_tokens=1024", "pipeline.groups_per_batch=8", "pipeline.group_size=8"]
+    read = resolve("tiny", [], [*batch, "trainer.micro_batch_tokens=4096", *overrides], {})
+    assert core_settings(read.settings).round_tokens == tokens
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,9 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     ranks: AtLeast1 | Literal["auto"] = "auto"  # processes; auto: of `run` on about half of the GPUs, else 1
     parallel: ParallelSettings = ParallelSettings()
     lora: LoraSettings = LoraSettings()
-    round_tokens: AtLeast0 = 0  # tokens a rank that a round waits for while more is to come; 0: none
+    round_tokens: AtLeast0 | Literal["auto"] = (
+        "auto"  # tokens a rank that a round waits for while more is to come; 0: none; auto: see docs/modes.md
+    )
     recompute: Literal["none", "selective", "whole"] = "none"  # activations that backward computes again, for memory
     offload: Literal["none", "optimizer"] = "none"  # what stays in host memory between two steps
     checkpoint_dir: CheckpointDir = ""  # for checkpoints, each run in a directory of its name; empty: the run's own
@@ -245,6 +247,11 @@ class TrainerSettings(Section, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Trainer processes; while nothing decided on "auto", as few as ``parallel`` allows."""
         return self.parallel.num_named if self.ranks == "auto" else self.ranks
+
+    @property
+    def num_parts(self) -> int:
+        """Of every round, one for each data rank; the most that "auto" may mean."""
+        return self.num_ranks // self.parallel.num_named if self.parallel.data == "auto" else self.parallel.data
 
 
 class PipelineSettings(Section, frozen=True, kw_only=True):

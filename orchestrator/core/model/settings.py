@@ -30,6 +30,8 @@ LEAST_LOADED = "least_loaded"
 """The dispatch policy that plans nothing: each group to the worker with the least to do."""
 MANY_WORKERS = 5
 """Generation workers from which on a plan pays also where batches overlap."""
+ROUNDS = 8
+"""Of a mini-batch whose responses are all as long as they may be; they are half of that, or less, and so are rounds."""
 MAX_DEATHS = 5
 """Workers in a row that may die under one prompt. It is lowered to ``liveness.max_restarts`` (same default), so that a
 prompt that kills workers is given up before their restarts are used up, and it is not raised with that setting."""
@@ -121,7 +123,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_deaths: int = MAX_DEATHS
     rollout_timeout_s: float = _PIPELINE.rollout_timeout_s
     micro_batch_tokens: int = _TRAINER.micro_batch_tokens
-    round_tokens: int = _TRAINER.round_tokens
+    round_tokens: int = 0
     mini_batches: int = _TRAINER.mini_batches
     epochs: int = _TRAINER.epochs
     record_logprobs: bool = False
@@ -170,6 +172,7 @@ def core_settings(settings: Settings) -> CoreSettings:
         "max_deaths": min(MAX_DEATHS, max(1, settings.liveness.max_restarts)),
         "record_logprobs": settings.algorithm.old_logprobs == "recomputed"
         and (trainer.mini_batches > 1 or trainer.epochs > 1),
+        "round_tokens": chosen_round_tokens(settings),
         "max_retained_bytes": settings.broker.max_retained_bytes,
         "max_unit_bytes": settings.rows.admitted_bytes,
         "service": trainer.engine == "none",
@@ -182,6 +185,23 @@ def core_settings(settings: Settings) -> CoreSettings:
     }
     wanted = {field.name for field in msgspec.structs.fields(CoreSettings)}
     return CoreSettings(**{name: value for name, value in (named | derived).items() if name in wanted})
+
+
+def chosen_round_tokens(settings: Settings) -> int:
+    """Tokens a rank that a round waits for: what ``trainer.round_tokens`` says, or what "auto" stands for there.
+
+    One rank waits for none. Several gather weights, or wait for peers, in every micro-batch, so each shall get a whole
+    one; less where a mini-batch would otherwise have too few rounds to be trained while it is generated.
+    Source: ours, measured by ``benchmarks/parallel_rounds.py``: rounds as they come cost 1.2 times a batch at once, of
+    whole micro-batches 1.1 times.
+    """
+    trainer, pipeline = settings.trainer, settings.pipeline
+    if trainer.round_tokens != "auto":
+        return trainer.round_tokens
+    if trainer.num_ranks == 1:
+        return 0
+    longest = pipeline.groups_per_batch * pipeline.group_size * settings.sampling.max_new_tokens
+    return min(trainer.micro_batch_tokens, longest // (trainer.num_parts * trainer.mini_batches * ROUNDS))
 
 
 def chosen_dispatch(settings: Settings) -> str:
