@@ -19,7 +19,10 @@ def test_the_document_is_up_to_date():
     assert DOCUMENT.read_text(encoding="utf-8") == page(), remedy
 
 
-def test_every_command_is_one_that_the_trainer_accepts():
+def test_every_command_is_one_that_the_trainer_accepts(tmp_path: Path):
+    """As it is printed, with a file that says what the page says of it."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[sampling]\nmax_new_tokens = 4000\n")
     names = {path: LLMS[name] for name, path in HUB.items()}
     sections = re.split(r"^## (\d+) x (\d+) GB$", page(), flags=re.MULTILINE)[1:]
     assert len(sections) == 3 * len(MACHINES)
@@ -28,8 +31,7 @@ def test_every_command_is_one_that_the_trainer_accepts():
         assert commands
         for command in commands:
             overrides = [word for word in shlex.split(command) if "=" in word]
-            read = resolve(None, [], [*overrides, "pipeline.groups_per_batch=32", "sampling.max_new_tokens=4096"], {})
-            settings = read.settings
+            settings = resolve(None, [mine], overrides, {}).settings
             usable = float(gigabytes) * 1e9 * USABLE_SHARE * (0.5 if num_gpus == "1" else 1)
             training = training_of(settings, compute_bytes=2, on_gpu=True)
             llm, trainer = names[settings.model.path], settings.trainer
