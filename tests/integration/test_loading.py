@@ -128,6 +128,27 @@ def test_other_tensors_are_refused(tmp_path: Path, trouble: str):
         load_weights(module, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "no-such-model"},
+        {"model_type": "vit"},
+        {"hidden_act": "nope"},
+        {"num_hidden_layers": "two"},
+        {"layer_types": ["full_attention"]},
+        {"num_attention_heads": 0},
+        {"hidden_size": -3},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_no_model_can_be_built_from_is_named(tmp_path: Path, changes: dict[str, object]):
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=f"cannot build a causal language model from {tmp_path}: "):
+        empty_module(tmp_path)
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 

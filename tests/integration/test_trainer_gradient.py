@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,18 @@ from transformers import AutoModelForCausalLM
 from benchmarks.trl_reference import pad_groups
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
-from transport.contracts.settings import TrainerSettings
+from transport.contracts.settings import GenerationSettings, Settings, TrainerSettings
+from transport.tensors.base import Endpoint
 from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
 from workers.trainer.policy.gradients import global_norm
-from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs
+from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs, reference_logprobs
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
-from workers.trainer.policy.policy_learner import TrainStep
+from workers.trainer.policy.policy_learner import PolicyLearner, TrainStep
+from workers.weights.publish import WeightPublisher
 
 CPU = torch.device("cpu")
 
@@ -238,6 +241,41 @@ def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(type(module), "forward", scaling)
     with pytest.raises(ModelError, match="cannot be trained packed"):
         check_packing(module)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_context", "refused"),
+    [
+        ({}, 0, False),
+        ({"sliding_window": 40}, 0, False),  # which use_sliding_window has to say
+        ({"use_sliding_window": True, "sliding_window": 40}, 0, True),
+        ({"use_sliding_window": True, "sliding_window": 40}, 41, True),
+        ({"use_sliding_window": True, "sliding_window": 40}, 40, False),
+        ({"use_sliding_window": True, "sliding_window": 256}, 0, False),
+        ({"use_sliding_window": True, "sliding_window": 40, "layer_types": ["full_attention"] * 2}, 0, False),
+    ],
+)
+def test_a_model_whose_samples_outgrow_its_window_is_refused_before_the_first_of_them(
+    tmp_path: Path, changes: dict[str, object], max_context: int, refused: bool
+) -> None:
+    """The trainer died at it, in the middle of a run; so did the reference model."""
+    directory = save_tiny(tmp_path, "qwen2")
+    config = json.loads((directory / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * 2 if changes.get("use_sliding_window") else None
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    settings = Settings(generation=GenerationSettings(max_context=max_context))
+    publisher = WeightPublisher("run", tmp_path, endpoint=Endpoint())
+    for load in (
+        lambda: PolicyLearner(settings, directory, publisher).load(None),
+        lambda: reference_logprobs(directory, settings),
+    ):
+        if refused:
+            with pytest.raises(
+                ModelError, match=r"qwen2 model see 40 tokens .* set generation\.max_context = 40 or less"
+            ):
+                load()
+        else:
+            load()
 
 
 def test_prompts_of_one_token_and_responses_of_one_token(tmp_path: Path) -> None:

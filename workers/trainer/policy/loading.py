@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import msgspec
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -30,6 +31,11 @@ from workers.weights.adapters import is_adapter
 from workers.weights.parts import Shard, shard_of
 
 INDEX_FILE = "model.safetensors.index.json"
+NOT_BUILT = (
+    *(OSError, ValueError, RuntimeError, LookupError, ImportError),
+    *(ArithmeticError, TypeError, AttributeError, StrictDataclassError),
+)
+"""What transformers raises for a config.json whose values are wrong: it computes with them before it checks them all."""
 
 
 def empty_module(model_dir: Path, *, attention: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -41,7 +47,7 @@ def empty_module(model_dir: Path, *, attention: str | None = None, trust_remote_
             module = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except NOT_BUILT as error:
         raise ModelError(f"cannot build a causal language model from {model_dir}: {error}") from error
     return cast(PreTrainedModel, module.eval())
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
@@ -62,6 +62,8 @@ from workers.weights.adapters import Merging
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own that passes for rounding (fp32)."""
+SLIDING = "sliding_attention"
+"""What transformers calls a layer that sees a window."""
 PROBE_WORDS, PROBE_LAYERS = 64, 2
 """Of the small model that stands for one that no rank holds whole."""
 
@@ -313,7 +315,9 @@ def reference_logprobs(
     """Load the base model, frozen: its logprobs are the trainer's at version 0. Called on one thread at a time."""
     device = choose_device(settings.trainer.device, "trainer.device")
     offloaded = settings.scoring.offload == "reference"
-    module = load_module(model_dir, device=torch.device("cpu") if offloaded else device)
+    module = empty_policy(model_dir)
+    check_window(module.config, settings.generation.max_context)
+    load_weights(module, model_dir, device=torch.device("cpu") if offloaded else device)
     module.to(dtype=choose_dtype(settings.trainer.dtype, device))  # pyright: ignore[reportCallIssue]
     if offloaded:
         stream_layers(module, device)
@@ -355,6 +359,22 @@ def empty_policy(model_dir: Path, *, trust_remote_code: bool = False) -> PreTrai
         )
     check_packing(cast(PreTrainedModel, probe.eval()))
     return module
+
+
+def check_window(config: PreTrainedConfig, max_context: int) -> None:
+    """Raises ModelError: samples may be longer than the window of some of the model's layers.
+
+    The first such sample ended a run. max_context: as the setting of generation; 0: what the model allows.
+    """
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or not getattr(config, "use_sliding_window", True) or (kinds and SLIDING not in kinds):
+        return
+    longest = max_context or config.max_position_embeddings
+    if longest > window:
+        raise ModelError(
+            f"layers of this {config.model_type} model see {window} tokens (sliding_window), and a sample may have "
+            f"{longest}: attention within a window is not supported; set generation.max_context = {window} or less"
+        )
 
 
 def choose_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:

@@ -38,7 +38,7 @@ from workers.trainer.learner import InThread, PieceDone, PromptGroup, TrainingSa
 from workers.trainer.policy.export import Exporter
 from workers.trainer.policy.fit import fit_layout
 from workers.trainer.policy.loading import load_weights
-from workers.trainer.policy.model import PolicyModel, by_row, choose_dtype, empty_policy
+from workers.trainer.policy.model import PolicyModel, by_row, check_window, choose_dtype, empty_policy
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PackedBatch, pack, split_by_tokens
 from workers.trainer.policy.parallel import Ranks, RoundShape, SingleRank, place_of
@@ -134,6 +134,7 @@ class PolicyLearner:
         torch.set_num_threads(settings.trainer.threads)
         device = choose_device(settings.trainer.device, "trainer.device")
         module = empty_policy(self._model_dir, trust_remote_code=self._trust_remote_code)
+        check_window(module.config, settings.generation.max_context)
         recompute_activations(module, settings.trainer.recompute)
         policy = PolicyModel(
             module,
