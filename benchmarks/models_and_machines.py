@@ -35,6 +35,7 @@ LONGEST_TOKENS = 4096
 """Of a sample with its prompt; a micro-batch holds two, or one."""
 GROUPS = 32
 """Of a batch, at most: there are no more data ranks. Commands say so where the default has fewer than ranks."""
+USUAL_GROUPS = PipelineSettings().groups_per_batch
 MACHINES = ((1, 24), (4, 24), (8, 24), (1, 80), (2, 80), (8, 80), (16, 80))
 """GPUs, and GB of each."""
 MODELS = (
@@ -77,7 +78,7 @@ class Row:
             f"generation.workers={self.workers}",
             f"trainer.ranks={self.layout.num_ranks}",
             *(parallel if self.layout.num_ranks > 1 else ()),
-            *([f"pipeline.groups_per_batch={GROUPS}"] if self.layout.data > PipelineSettings().groups_per_batch else []),
+            *([f"pipeline.groups_per_batch={GROUPS}"] if self.layout.data > USUAL_GROUPS else []),
             f"trainer.micro_batch_tokens={self.training.tokens}",
             *([f"trainer.recompute={self.training.recompute}"] if self.training.recompute != "none" else []),
             *([f"trainer.offload={self.training.offload}"] if self.training.offload != "none" else []),
@@ -148,8 +149,8 @@ GPUs.
   other ranks) + activations and the rest; {USABLE_SHARE:.0%} of a GPU may be used. With [LoRA](lora.md) the frozen
   bf16 base is among the masters. Optimizer 0.0 at full training: it is in host memory (`trainer.offload`).
 - A trained weight is 16 bytes over all ranks (fp32 master, gradient, two moments), and 2 more where no ranks share it.
-- `mine.toml` has your data, reward and `sampling.max_new_tokens`; a batch has at least a group a data rank, in the commands
-  where the default has fewer. `run` gives every process its GPUs, on one machine.
+- `mine.toml` has your data, reward and `sampling.max_new_tokens`; a batch has at least a group a data rank, in the
+  commands where the default has fewer. `run` gives every process its GPUs, on one machine.
 """
 
 

@@ -505,7 +505,7 @@ def _train_ranks(ranks: int, index: str, gpus: Gpus) -> int:
 
     if index or gpus.gpus_each != 1:
         raise typer.BadParameter("--ranks numbers its ranks, and gives each one GPU: leave out --index and --gpus-each")
-    own = one_each(gpus.gpus, ranks)
+    own = one_each(gpus.gpus, ranks, share=gpus.gpu_share)
     for rank in range(ranks):
         heartbeat_file(rank)  # a container started again keeps its files: an old one must not end the new ranks
     more = [["--ranks", "1", "--index", str(rank), *(["--gpus", own[rank]] if own else [])] for rank in range(ranks)]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.main import get_command
 
+from orchestrator.cli.commands import app as orchestrator_app
 from orchestrator.config.load import resolve
 from orchestrator.observability.http.routes import GAUGES, GROUP_STAGES, OF_LAST_BATCH, exposition
 from transport.broker.embedded import REMOVED
+from workers.__main__ import app as worker_app
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
@@ -68,6 +72,58 @@ def test_the_run_has_as_many_ranks_as_the_trainer_starts(name: str):
     ranks = "${TRAINER_RANKS:-1}"
     assert f"- --set=trainer.ranks={ranks}\n" in text
     assert f"- --ranks={ranks}\n" in text[text.index("\n  trainer:\n") :]
+
+
+class Loader(yaml.SafeLoader):
+    """Which knows what Compose adds to YAML."""
+
+
+Loader.add_constructor("!reset", lambda loader, node: None)
+FILES = [ROOT / "docker-compose.yml", *sorted(COMPOSE.glob("*.yml"))]
+PROGRAMS = {"streamrl-worker": worker_app, "streamrl-orchestrator": orchestrator_app}
+OF_GPUS = {"--gpus", "--gpus-each", "--gpu-share"}
+
+
+def commands_of(file: Path) -> dict[str, list[str]]:
+    """Service -> what it runs of ours."""
+    services: dict[str, Any] = yaml.load(file.read_text(), Loader)["services"]
+    commands = {name: service.get("command", []) for name, service in services.items()}
+    return {name: command for name, command in commands.items() if command and command[0] in PROGRAMS}
+
+
+def options_of(command: Sequence[str]) -> dict[str, str]:
+    return {part.partition("=")[0]: part.partition("=")[2] for part in command if part.startswith("--")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_option_that_a_service_is_started_with_is_one_of_its_command(file: Path):
+    for program, name, *rest in commands_of(file).values():
+        known = {option for one in get_command(PROGRAMS[program]).commands[name].params for option in one.opts}  # type: ignore[attr-defined]
+        assert options_of(rest).keys() <= known, name
+
+
+@pytest.mark.parametrize("file", FILES[1:], ids=lambda file: file.name)
+def test_a_command_that_a_file_says_again_lacks_nothing_but_gpus(file: Path):
+    usual = commands_of(FILES[0])
+    for name, command in commands_of(file).items():
+        if name in usual:
+            assert options_of(usual[name]).keys() - options_of(command).keys() <= OF_GPUS, name
+
+
+def test_who_computes_on_gpus_may_share_them():
+    services = commands_of(FILES[0]) | {"scoring": commands_of(COMPOSE / "reference-gpu.yml")["scoring"]}
+    for name, variable in {"trainer": "TRAINER", "generation": "GENERATION", "scoring": "SCORING"}.items():
+        assert options_of(services[name])["--gpu-share"] == f"${{{variable}_GPU_SHARE:-1}}"
+
+
+def test_storage_units_are_called_by_their_own_names_and_scoring_can_read_from_them():
+    services = yaml.load((COMPOSE / "units.yml").read_text(), Loader)["services"]
+    options = options_of(services["store"]["command"])
+    assert options["--listen"] == "0.0.0.0"
+    assert "--advertise" not in options, "replicas have one command line"
+    for service in services.values():
+        assert service["secrets"] == ["broker_password", "streamrl_secret"]
+        assert service["environment"]["STREAMRL_SECRET_FILE"] == "/run/secrets/streamrl_secret"
 
 
 def test_the_broker_does_not_start_without_its_password(tmp_path: Path):

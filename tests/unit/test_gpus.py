@@ -159,6 +159,9 @@ def test_a_gpu_is_shared_by_those_who_say_so(driver: FakeDriver):
         with pytest.raises(GpuError, match="another worker holds it"):
             gpus.take_gpus("0")
         assert gpus.free_gpus(gpus.list_gpus()) == []
+        assert gpus.one_each("0", 1, share=0.45) == ["0"]
+        with pytest.raises(GpuError, match="of which 0 are free"):
+            gpus.one_each("0", 1)
     finally:
         for worker in sharing:
             worker.kill()

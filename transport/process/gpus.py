@@ -87,10 +87,11 @@ def take_gpus(wanted: str, *, each: int = 1, share: float = 1.0) -> None:
     raise GpuError(f"--gpus {wanted}: {others} (locks in {directory}); start fewer workers, or allow more GPUs")
 
 
-def one_each(wanted: str, ranks: int) -> list[str]:
+def one_each(wanted: str, ranks: int, *, share: float = 1.0) -> list[str]:
     """The number of a free GPU for each of ``ranks`` processes that train together, as ``--gpus`` takes it.
 
     Args:    wanted: "0,2-3", "all", or "": all, and none where the machine has none.
+             share: of its memory; below 1 one that others share is free, too.
     Returns: [ranks] numbers, or [].
     Raises:  GpuError: one is not there, or there are fewer than ranks: NCCL takes one rank a GPU.
     """
@@ -98,7 +99,8 @@ def one_each(wanted: str, ranks: int) -> list[str]:
     if not wanted and not present:
         return []
     named = parse_gpus("--gpus", wanted or "all", len(present))
-    free = [str(number) for number in named if number in free_gpus(present)]
+    open_to_us = free_gpus(present, shared=share < 1)
+    free = [str(number) for number in named if number in open_to_us]
     if len(free) < ranks:
         raise GpuError(
             f"--ranks {ranks}: each rank needs a GPU of its own, and --gpus {wanted or 'all'} names {len(named)}, of "
@@ -112,12 +114,12 @@ def gpu_share(environ: Mapping[str, str]) -> float:
     return float(environ.get(SHARE_VARIABLE, "1"))
 
 
-def free_gpus(present: Sequence[Gpu]) -> list[int]:
-    """Numbers of those that no worker holds. Raises GpuError: there is no place for locks."""
+def free_gpus(present: Sequence[Gpu], *, shared: bool = False) -> list[int]:
+    """Numbers of those that no worker holds. shared: or holds with others. Raises GpuError: no place for locks."""
     directory = lock_directory()
     free: list[int] = []
     for index, gpu in enumerate(present):
-        lock = _lock(directory, gpu.uuid, shared=False)
+        lock = _lock(directory, gpu.uuid, shared=shared)
         if lock is not None:
             os.close(lock)
             free.append(index)

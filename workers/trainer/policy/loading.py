@@ -35,7 +35,7 @@ NOT_BUILT = (
     *(OSError, ValueError, RuntimeError, LookupError, ImportError),
     *(ArithmeticError, TypeError, AttributeError, StrictDataclassError),
 )
-"""What transformers raises for a config.json whose values are wrong: it computes with them before it checks them all."""
+"""What transformers raises for wrong values in config.json: it computes with some before it checks them."""
 
 
 def empty_module(model_dir: Path, *, attention: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
