@@ -16,6 +16,7 @@ class FakeDriver:
         self._script = directory / "nvidia-smi"
         monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
         monkeypatch.setenv(gpus.LOCKS_VARIABLE, str(directory / "locks"))
+        monkeypatch.setattr(gpus, "_taken", [])
         for variable in (gpus.VISIBLE, gpus.SHARE_VARIABLE):
             monkeypatch.setenv(variable, "")  # so that what a test sets does not outlive it
             monkeypatch.delenv(variable)

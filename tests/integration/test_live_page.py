@@ -19,7 +19,14 @@ from orchestrator.core.model.settings import CoreSettings
 from orchestrator.core.state import PipelineState
 from orchestrator.http import open_listener, serve_http
 from orchestrator.observability.http.routes import Api, ControlRoutes, build_app
-from orchestrator.observability.http.status import CELLS, LAST_WORDS_S, Curves, LaneHistory, StatusBoard
+from orchestrator.observability.http.status import (
+    CELLS,
+    LAST_WORDS_S,
+    Curves,
+    LaneHistory,
+    StatusBoard,
+    reported_gpus,
+)
 from tests.fakes.browser import Browser, find_chromium
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
@@ -362,13 +369,21 @@ def test_the_gpus_of_the_machine_are_shown_with_who_has_them(page: LivePage, bro
         GpuUse(number=1, name="H100", memory_mib=81559),
         GpuUse(number=2, name="H100", held=True),
     ]
-    page.board.put(page.status | {"gpus": msgspec.to_builtins(gpus), "elapsed_s": 301.0})
-    browser.wait_for("document.querySelectorAll('#gpus tr').length === 3")
+    train = WorkerStatus(
+        worker_id=WorkerId("train-0.1"), kind=WorkerKind.TRAIN, host="there", pid=1, protocol=1, gpus=("GPU-a H200",)
+    )
+    rows = [*msgspec.to_builtins(gpus), *reported_gpus((), {train.worker_id: train})]
+    page.board.put(page.status | {"gpus": rows, "elapsed_s": 301.0})
+    browser.wait_for("document.querySelectorAll('#gpus tr').length === 4")
     cells = "[...row.children].slice(1).map(cell => cell.textContent)"
     shown = browser.evaluate(f"[...document.querySelectorAll('#gpus tr')].map(row => {cells})")
     assert shown[0][0].endswith("80 GiB")
     assert shown[0][1:] == ["train-0, generate-0", "45%"]
-    assert shown[1:] == [["H100, 80 GiB", "idle", ""], ["H100", "held by another run", ""]]
+    assert shown[1:] == [
+        ["H100, 80 GiB", "idle", ""],
+        ["H100", "held by another run", ""],
+        ["H200 on there", "train-0", ""],
+    ]
     assert not browser.evaluate("window.hacked")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
+from orchestrator.config.starts import GpuUse
 from orchestrator.observability.http.status import (
     BATCHES,
     CELLS,
@@ -20,6 +22,7 @@ from orchestrator.observability.http.status import (
     RecentEvents,
     StatusBoard,
     recent_bubbles,
+    reported_gpus,
 )
 from tests.fakes.manual_clock import ManualClock
 from transport.contracts.messages import (
@@ -215,3 +218,18 @@ def test_what_is_kept_is_bounded_and_workers_that_are_there_stay():
     assert len(records) <= MAX_EVENTS + 3
     assert records[0].event == WorkerJoined(worker_id=W0, kind=WorkerKind.GENERATE, capacity=1)
     assert recent_bubbles(records)["stages"]["generation"]["computing"] == pytest.approx(6.0 * BATCHES)
+
+
+def test_gpus_of_workers_that_the_run_did_not_place_are_those_that_their_leases_name():
+    def lease(worker: str, host: str, *gpus: str) -> dict[WorkerId, WorkerStatus]:
+        return {WorkerId(worker): msgspec.structs.replace(status(worker, "x")[WorkerId(worker)], host=host, gpus=gpus)}
+
+    placed = [GpuUse(number=0, name="H100", workers=["train-0"])]
+    leases = lease("train-0.2", "here", "GPU-a H100") | lease("generate-10.1", "there", "GPU-b H100", "GPU-c H100")
+    leases |= lease("generate-9.1", "there", "GPU-b H100") | lease("score-0.1", "there")
+    row = {"number": None, "memory_mib": None, "share": None, "held": False, "name": "H100 on there"}
+    assert reported_gpus(placed, leases) == [
+        row | {"workers": ["generate-9", "generate-10"]},
+        row | {"workers": ["generate-10"]},
+    ]
+    assert reported_gpus([], leases)[0] == row | {"name": "H100 on here", "workers": ["train-0"]}

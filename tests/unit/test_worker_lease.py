@@ -7,6 +7,7 @@ import socket
 
 import msgspec
 
+from tests.fakes.gpu_driver import FakeDriver
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
@@ -15,6 +16,7 @@ from transport.broker.base import Broker
 from transport.contracts.messages import encode, worker_status_decoder
 from transport.contracts.settings import Settings
 from transport.contracts.types import RunName, WorkerId, WorkerKind
+from transport.process.gpus import take_gpus
 from transport.tensors.base import host_id
 from workers.leases.lifecycle import Activity, serve_worker
 
@@ -33,7 +35,9 @@ class Idle:
         return Activity(doing="waiting")
 
 
-async def test_a_worker_says_where_it_is_until_the_run_is_over():
+async def test_a_worker_says_where_it_is_until_the_run_is_over(driver: FakeDriver):
+    driver(2)
+    take_gpus("1")
     broker, idle = MemoryBroker(MemoryServer(), RunName("r")), Idle()
     defaults = Settings()
     liveness = msgspec.structs.replace(defaults.liveness, heartbeat_s=0.01)
@@ -51,4 +55,5 @@ async def test_a_worker_says_where_it_is_until_the_run_is_over():
         assert await serving
     assert status.worker_id == "score-3.1"
     assert (status.host, status.host_id, status.site) == (socket.gethostname(), host_id(), "east")
+    assert status.gpus == ("GPU-0001 H100",)
     assert await broker.leases() == {}

@@ -40,6 +40,8 @@ LOOK_S = 0.05
 
 _held: list[int] = []
 """Lock files of this process: open until it ends."""
+_taken: list[Gpu] = []
+"""What they lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +71,28 @@ def take_gpus(wanted: str, *, each: int = 1, share: float = 1.0) -> None:
     if len(indexes) < each:
         raise GpuError(f"--gpus {wanted}: names {len(indexes)}, and --gpus-each asks for {each}")
     directory = lock_directory()
-    taken: list[str] = []
+    taken: list[Gpu] = []
     locks: list[int] = []
     for index in indexes:
         lock = _lock(directory, present[index].uuid, shared=share < 1)
         if lock is not None:
             locks.append(lock)
-            taken.append(present[index].uuid)
+            taken.append(present[index])
         if len(taken) == each:
             _held.extend(locks)
-            os.environ[VISIBLE] = ",".join(taken)
+            _taken.extend(taken)
+            os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in taken)
             os.environ[SHARE_VARIABLE] = f"{share:g}"
             return
     for lock in locks:
         os.close(lock)
     others = "another worker holds " + ("it" if len(indexes) == 1 else "each of them" if not taken else "some of them")
     raise GpuError(f"--gpus {wanted}: {others} (locks in {directory}); start fewer workers, or allow more GPUs")
+
+
+def taken_gpus() -> tuple[Gpu, ...]:
+    """Those that this process computes on; () where nobody told it to take any."""
+    return tuple(_taken)
 
 
 def one_each(wanted: str, ranks: int, *, share: float = 1.0) -> list[str]:

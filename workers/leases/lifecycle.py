@@ -37,6 +37,7 @@ from transport.contracts.types import PROTOCOL_VERSION, WeightIdentity, WorkerId
 from transport.errors import BrokerUnavailableError, FatalError, ProtocolMismatchError, TransientError
 from transport.process.clock import Clock
 from transport.process.files import LockedError, locked, private_directory, run_directory, writing
+from transport.process.gpus import taken_gpus
 from transport.process.programs import ending_signals
 from transport.tensors.base import host_id
 
@@ -363,6 +364,7 @@ class _Lease:
                 protocol=PROTOCOL_VERSION,
                 host_id=host_id(),
                 site=self.site,
+                gpus=tuple(f"{gpu.uuid} {gpu.name}" for gpu in taken_gpus()),
                 since_s=now_s - since_s,
                 elapsed_s=now_s - started_s,
                 **msgspec.structs.asdict(activity),

@@ -27,7 +27,8 @@ workers              every live worker, by its lease: [{worker, kind, doing, sin
                      "epoch.version.digest", counters {name: total}, kv_use 0..1, way its weights came, idle 0..1,
                      tokens_per_s}]; the last two are missing in the first seconds
 gpus                 of the machine that `run` started the processes on: [{number, name, memory_mib, workers [name],
-                     share (of its memory, of each of them), held (by another run)}]
+                     share (of its memory, of each of them), held (by another run)}]; then those on which workers say
+                     that they compute whom it did not start, with number, memory_mib and share null
 requests             of a service run, those that are not all taken: {number: {samples, started, ended, failed, taken}}
 last                 the last line of metrics.jsonl, {} before the first batch
 warnings             what is wrong with that batch: [sentence]
@@ -185,7 +186,7 @@ async def publish_status(
             "num_lost": board.num_lost,
             "lost": list(board.lost),
             "given_up": given_up,
-            "gpus": msgspec.to_builtins(gpus),
+            "gpus": [*msgspec.to_builtins(gpus), *reported_gpus(gpus, membership.statuses)],
             "requests": {number: request.counts() for number, request in state.pipeline.requests.items()},
         }
         board.put(status)
@@ -199,6 +200,27 @@ async def read_status(broker: Broker) -> dict[str, Any] | None:
     """What ``publish_status`` wrote last; None while no orchestrator is alive."""
     raw = await broker.get_meta(keys.STATUS)
     return None if raw is None else msgspec.json.decode(raw)
+
+
+def reported_gpus(placed: Sequence[GpuUse], leases: Mapping[WorkerId, WorkerStatus]) -> list[dict[str, Any]]:
+    """Rows of ``gpus`` from the leases of workers that are not on ``placed``, by host."""
+    known = {name for gpu in placed for name in gpu.workers}
+    found: dict[tuple[str, str], list[str]] = {}
+    for worker_id in sorted(leases, key=natural_order):
+        place = worker_id.rpartition(".")[0]
+        for gpu in () if place in known else leases[worker_id].gpus:
+            found.setdefault((leases[worker_id].host, gpu), []).append(place)
+    return [
+        {
+            "number": None,
+            "name": f"{gpu.partition(' ')[2]} on {host}",
+            "memory_mib": None,
+            "workers": list(dict.fromkeys(workers)),
+            "share": None,
+            "held": False,
+        }
+        for (host, gpu), workers in sorted(found.items())
+    ]
 
 
 class UsageWindow:

@@ -72,17 +72,18 @@ export function showScaling(status) {
   setText(byId("scaling"), `Generation workers ${scaling.from_workers} → ${scaling.to_workers} after batch ${scaling.changed + 1}: ${visible(scaling.reason)}${leaving}.`);
 }
 
-/** Who computes on which GPU of the machine, and which are idle; nothing where processes were not dealt out to any. */
+/** Who computes on which GPU of the machine, and which are idle, then those of workers that came by themselves; nothing
+    where there are none. */
 export function showGpus(status) {
   const gpus = status.gpus || [];
   byId("gpus-panel").hidden = !gpus.length;
   rows(
     byId("gpus"),
     gpus.map((gpu) => [
-      String(gpu.number),
+      gpu.number === null ? "" : String(gpu.number),
       visible(gpu.memory_mib ? `${gpu.name}, ${Math.round(gpu.memory_mib / 1024)} GiB` : gpu.name),
       gpu.workers.join(", ") || (gpu.held ? "held by another run" : "idle"),
-      gpu.workers.length ? `${Math.round(100 * gpu.share)}%` : "",
+      gpu.workers.length && gpu.share !== null ? `${Math.round(100 * gpu.share)}%` : "",
     ]),
   );
 }
