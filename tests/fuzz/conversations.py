@@ -29,6 +29,7 @@ from transport.tensors.base import Address, Deadline, Endpoint, host_id, parse_a
 from transport.tensors.manifest import checksum
 from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.tcp import ReadRange, ServedStore, reader_for
+from transport.tensors.ucx import UcxAddress, is_installed, sealed, version
 from transport.tensors.wire import Hello, Proof, Refused, connect
 
 SECRET = b"of the fuzzed servers"
@@ -78,7 +79,7 @@ def _opened() -> Iterator[Check]:
         (Path(name) / "outside").write_bytes(MARKER)
         (directory / "inside").write_bytes(MARKER)
         (directory / "link").symlink_to(Path(name) / "outside")
-        store = ServedStore("fuzz", (directory,), Endpoint(secret=SECRET))
+        store = ServedStore("fuzz", (directory,), Endpoint(secret=SECRET, ucx=is_installed()))
         store.start()
         stack.callback(store.close)
         writer = store.create("weights", len(CONTENT))
@@ -192,10 +193,34 @@ def _frame(random: Random, server: str) -> bytes:
             return _put(random)
         case 2 if server == "unit":
             return _allocation(random)
+        case 1 if server == "weights":
+            return _range_by_ucx(random)
     kind = UnitRequest if server == "unit" else ReadRange
     raw = packed(Maker(random, wild=random.choice((0.0, 0.0, 0.05)), strings=NAMES).value(kind))
     return _framed(damaged(random, raw) if random.random() < 0.2 else raw) + random.choice(
         (b"", b"", random.randbytes(50))
+    )
+
+
+def _range_by_ucx(random: Random) -> bytes:
+    """Bytes that are there, to an address that is none."""
+    address = random.randbytes(random.choice((0, 1, 100, 1000)))
+    named = random.choice(("", "1.0.0", version())) if is_installed() else "1.0.0"
+    there = random.choice(
+        (
+            sealed(named, b""),
+            UcxAddress(ucx=named, address=address, checksum=sealed(named, address[1:]).checksum),
+            UcxAddress(ucx=named, address=address, checksum=random.choice(NAMES)),
+        )
+    )
+    offset = random.randrange(len(CONTENT))
+    nbytes = random.randrange(len(CONTENT) - offset + 1)
+    return _framed(
+        packed(
+            ReadRange(
+                segment="weights", segment_bytes=len(CONTENT), offset=offset, nbytes=nbytes, ucx=there, tag=offset
+            )
+        )
     )
 
 

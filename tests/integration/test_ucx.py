@@ -6,29 +6,32 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from transport.contracts.messages import WeightManifest
+from transport.contracts.messages import MessageDecoder, WeightManifest
 from transport.errors import ChecksumError, PeerUnavailableError
 from transport.tensors import ucx as ucx_module
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.relay import Relay, relayed_address
-from transport.tensors.tcp import ServedStore, TcpReader, TcpSegment
-from transport.tensors.ucx import CHUNK_BYTES, is_installed, wants_ucx
+from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader, TcpSegment
+from transport.tensors.ucx import CHUNK_BYTES, is_installed, sealed, wants_ucx
+from transport.tensors.wire import Channel
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="extra ucx is not installed")
 
-SIZE = 9 * CHUNK_BYTES + 12345
+SIZE = 19 * CHUNK_BYTES + 12345  # more than is ever under way
 WAIT_S = 30.0
 
 
@@ -194,6 +197,152 @@ def test_readers_that_die_or_stop_cost_the_server_nothing(tmp_path: Path) -> Non
         stuck.join()
 
 
+def serve_for_stalls(directory: Path, said: Connection) -> None:
+    keep = ucx_module._Worker.keep
+    ucx_module._Worker.keep = lambda self: (keep(self), said.send("kept"))[0]  # type: ignore[method-assign]
+    with served(directory, limit=TimeLimit(wait_s=1.0)) as address:
+        said.send(address)
+        said.recv()
+
+
+def read_for_stalls(address: str, said: Connection) -> None:
+    """For each word: begin to read, wait for the next, and read the rest. Says how that went."""
+    while said.recv() == "begin":
+        segment = TcpReader(ucx=True).open(parse_address(address), SIZE, Deadline(1.0 if said.recv() else WAIT_S))
+        into = memoryview(bytearray(SIZE))
+        try:
+            segment.ask(0, SIZE)
+            came = segment.read(into[:CHUNK_BYTES])
+            said.send("begun")
+            said.recv()
+            while came < SIZE:
+                came += segment.read(into[came:])
+            outcome = "right" if into == content() else "wrong"
+        except PeerUnavailableError:
+            outcome = "failed"
+        segment.close()
+        said.send(outcome)
+
+
+def flat(*processes: BaseProcess) -> Iterator[int]:
+    return itertools.chain(*map(held_by, processes))
+
+
+def held_by(process: BaseProcess) -> tuple[int, int, int]:
+    """Descriptors, threads, and shared segments of UCX."""
+    proc = Path(f"/proc/{process.pid}")
+    return (
+        len(os.listdir(proc / "fd")),
+        len(os.listdir(proc / "task")),
+        (proc / "maps").read_text().count("ucx_shm"),
+    )
+
+
+@pytest.mark.parametrize("stopped", ["server", "reader"])
+def test_transfers_that_stall_leave_nothing_at_either_end(tmp_path: Path, stopped: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    server_said, to_parent = context.Pipe()
+    server = context.Process(target=serve_for_stalls, args=(tmp_path, to_parent), daemon=True)
+    server.start()
+    reader_said, to_test = context.Pipe()
+    reader = context.Process(target=read_for_stalls, args=(server_said.recv(), to_test), daemon=True)
+    reader.start()
+    victim = server if stopped == "server" else reader
+
+    def read(stall: bool) -> str:
+        for word in ("begin", stall):
+            reader_said.send(word)
+        assert reader_said.recv() == "begun"
+        if stall:
+            os.kill(victim.pid or 0, signal.SIGSTOP)
+        reader_said.send("go on")
+        if stall and victim is reader:
+            assert server_said.poll(WAIT_S)
+            assert server_said.recv() == "kept"
+        outcome = reader_said.recv() if victim is server or not stall else ""
+        os.kill(victim.pid or 0, signal.SIGCONT)
+        return outcome or reader_said.recv()
+
+    try:
+        assert read(stall=False) == "right"
+        before = [held_by(server), held_by(reader)]
+        for _ in range(6):
+            assert read(stall=True) == "failed"
+        assert read(stall=False) == "right"
+        deadline = Deadline(WAIT_S)
+        while any(now > then for now, then in zip(flat(server, reader), itertools.chain(*before), strict=True)):
+            assert deadline.remaining_s(), (before, held_by(server), held_by(reader))
+            time.sleep(0.05)
+    finally:
+        for process in (server, reader):
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("torn", ["address", "checksum", "version", "empty", "long"])
+def test_an_address_that_came_torn_ends_nothing_and_bytes_go_by_tcp(tmp_path: Path, torn: str) -> None:
+    version = ucx_module.version()
+    noise = random.Random(5).randbytes(200)
+    there = {
+        "address": replace(sealed(version, noise), address=b"\xff" * 100),
+        "checksum": replace(sealed(version, noise), checksum=""),
+        "version": sealed("0.0.0", noise),
+        "empty": sealed(version, b""),
+        "long": sealed("9" * 500, noise),
+    }[torn]
+    with served(tmp_path) as address:
+        segment = opened(address, ucx=False)
+        channel, where = segment._channel, parse_address(address)
+        request = ReadRange(segment=where.path, segment_bytes=SIZE, offset=3, nbytes=100, ucx=there)
+        assert channel.ask(request, MessageDecoder(RangeFollows)) == RangeFollows(nbytes=100)
+        into = bytearray(100)
+        channel.receive_into(memoryview(into))
+        assert into == content()[3:103]
+        segment.close()
+
+
+def test_a_servers_address_that_came_torn_is_no_place_to_read_from(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        segment = opened(address)
+        assert segment._ucx is not None
+        with pytest.raises(PeerUnavailableError, match="torn"):
+            segment._ucx.expect(10, replace(segment._ucx.address, address=b"\xff" * 100))
+        segment.close()
+
+
+def test_a_reader_that_asks_for_more_before_the_server_knows_that_all_came_has_not_left(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        segment, into = opened(address), memoryview(bytearray(SIZE))
+        segment.ask(0, SIZE)
+        came = segment.read(into)
+        where = parse_address(address)
+        segment._channel.send(ReadRange(segment=where.path, segment_bytes=SIZE, offset=0, nbytes=10))
+        time.sleep(0.3)  # the server waits for UCX with that at hand
+        while came < SIZE:
+            came += segment.read(into[came:])
+        assert into == content()
+        assert segment._channel.receive(MessageDecoder(RangeFollows)).nbytes == 10
+        segment.close()
+
+
+def test_a_library_that_is_never_ready_to_wait_is_waited_for_until_the_deadline() -> None:
+    class Busy:
+        completed = False
+
+        def progress(self) -> None: ...
+
+        def arm(self) -> bool:
+            return False
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = ucx_module._Worker(Channel(ours, "peer", Deadline(0.2)))
+        worker.worker = Busy()
+        with pytest.raises(PeerUnavailableError, match="silent"):
+            worker.finish(Busy())
+        worker.end()
+
+
 def test_after_a_failure_the_same_server_is_asked_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: ucx_module.UcxSending, tag: int, views: object) -> None:
         raise PeerUnavailableError("", "a fabric that drops everything")
@@ -202,9 +351,9 @@ def test_after_a_failure_the_same_server_is_asked_without_it(tmp_path: Path, mon
     reader = TcpReader(ucx=True)
     with served(tmp_path) as address:
         segment = opened(address, reader=reader)
-        segment.ask(0, SIZE)
+        into = bytearray(SIZE)
         with pytest.raises(PeerUnavailableError):
-            segment.read(memoryview(bytearray(SIZE)))
+            Receiving([Stretch(0, SIZE, lambda: memoryview(into), lambda _: None)]).take(segment)
         segment.close()
         segment = opened(address, reader=reader)
         segment.ask(0, 10)

@@ -23,7 +23,7 @@ from transport.errors import ChecksumError, MessageError, PeerUnavailableError
 from transport.process.logs import get_logger
 from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
-from transport.tensors.ucx import MAX_ADDRESS_BYTES, UcxReceiving, UcxSending, chunks
+from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 
 log = get_logger(__name__)
@@ -32,22 +32,22 @@ log = get_logger(__name__)
 class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
     """Send ``[offset, offset + nbytes)`` of ``segment``, which has ``segment_bytes`` bytes as a whole.
 
-    ucx: the reader's address there, where it may be used; chunks then have the tags from ``tag`` on.
+    ucx: the reader's address there, if it may be used; chunks then have the tags from ``tag`` on.
     """
 
     segment: str
     segment_bytes: int
     offset: int
     nbytes: int
-    ucx: Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)] = b""
+    ucx: UcxAddress | None = None
     tag: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
 
 
 class RangeFollows(Struct, frozen=True, kw_only=True, tag=True):
-    """ucx: the bytes come by UCX; else they follow this."""
+    """ucx: the bytes come by UCX, from this address; else they follow this."""
 
     nbytes: int
-    ucx: bool = False
+    ucx: UcxAddress | None = None
 
 
 read_range_decoder = MessageDecoder(ReadRange)
@@ -77,19 +77,19 @@ def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endp
         channel.send(Refused(reason=f"segment {request.segment!r} has {held.nbytes} bytes"))
         raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
     channel.deadline = endpoint.limit.deadline(request.nbytes)
-    ucx = _sending(channel, request) if endpoint.ucx and request.ucx else None
-    channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx is not None))
+    ucx = _sending(channel, request.ucx) if endpoint.ucx and request.ucx else None
+    channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx.address if ucx else None))
     if ucx is None:
         held.send(channel, request.offset, request.nbytes)
     else:
         ucx.send(request.tag, held.chunks(channel, request.offset, request.nbytes))
 
 
-def _sending(channel: Channel, request: ReadRange) -> UcxSending | None:
+def _sending(channel: Channel, reader: UcxAddress) -> UcxSending | None:
     """UCX to the reader of this connection; None where it finds no way."""
     if channel.beside is None:
         try:
-            channel.beside = UcxSending(channel, request.ucx)
+            channel.beside = UcxSending(channel, reader)
         except PeerUnavailableError as error:
             log.info("bytes go by TCP", to=channel.address, reason=error.reason)
     return channel.beside if isinstance(channel.beside, UcxSending) else None
@@ -166,7 +166,7 @@ class TcpSegment:
             segment_bytes=self._nbytes,
             offset=offset,
             nbytes=nbytes,
-            ucx=self._ucx.address if self._ucx else b"",
+            ucx=self._ucx.address if self._ucx else None,
             tag=self._ucx.next_tag() if self._ucx else 0,
         )
         answer = self._channel.ask(request, _answer_decoder)
@@ -176,9 +176,9 @@ class TcpSegment:
             raise ChecksumError(f"{self._channel.address}: {answer.reason} instead of {self._nbytes}")
         if answer.nbytes != nbytes:
             raise ChecksumError(f"{self._channel.address} sends {answer.nbytes} bytes instead of {nbytes}")
-        self.by_ucx = self._ucx is not None and answer.ucx
-        if self._ucx is not None:
-            self._ucx.expect(nbytes)
+        self.by_ucx = self._ucx is not None and answer.ucx is not None
+        if self._ucx is not None and answer.ucx is not None:
+            self._ucx.expect(nbytes, answer.ucx)
 
     def read(self, view: memoryview) -> int:
         return self._ucx.read(view) if self._ucx is not None and self.by_ucx else self._channel.receive_some(view)

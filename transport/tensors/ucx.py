@@ -7,9 +7,16 @@ The TCP connection stays what it is: who may ask, what is asked, and until when.
 side has died, whatever UCX notices, so both are waited for together, in the thread of the connection, without polling.
 UCX is loaded when the first process needs it, and never beside a second one (nixl brings its own): two crash.
 
+UCX ends a process that gives it an address which is none, so each travels with the version that made it and a checksum.
+
+What is under way when a transfer fails has to end before anything of it can be freed. A reader ends it by force, for
+which it has an endpoint to the server. A server cannot (forced, UCXX never frees a send), but hears of its reader's
+end, so it waits; what a reader that is stopped holds on to is kept, looked after whenever a connection begins, and
+where too much is kept, this process does without UCX.
+
 Owns: context, worker and endpoint of one connection, and the library. Never: decides whether UCX is used (tcp.py asks
 both sides), or what the bytes mean. Invariants: no byte goes into memory that the reader did not give for it; when a
-segment or a connection is closed, nothing of UCX touches its memory any more.
+reader's connection is closed, nothing of UCX touches its memory any more.
 Errors: what UCX says becomes PeerUnavailableError of the connection, so that another source, or TCP, goes on.
 """
 
@@ -23,14 +30,20 @@ import itertools
 import os
 import secrets
 import select
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from transport.contracts.settings import UcxChoice
+from transport.contracts.types import Struct
 from transport.errors import PeerUnavailableError
 from transport.process.logs import get_logger
+from transport.tensors.base import Deadline
+from transport.tensors.manifest import checksum_of
 
 if TYPE_CHECKING:
     from transport.tensors.wire import Channel
@@ -42,6 +55,12 @@ CHUNK_BYTES = 2 * 1024 * 1024
 AHEAD = 8
 """Messages under way: enough for a link to stay busy while one of them is looked after."""
 MAX_ADDRESS_BYTES = 16 * 1024
+MAX_KEPT = 4
+"""Transfers that are not given back: each holds some 13 descriptors, and what it was to send in memory."""
+SETTLE_S = 1.0
+"""For what was under way to end: a reader that lives ends it within milliseconds."""
+QUIET_S = 0.05
+"""UCX without anything to do for so long has ended what an endpoint's end was to end, also on a card."""
 _TAG_BITS = 48
 _DEVICES = Path("/sys/class/infiniband")
 
@@ -70,22 +89,46 @@ def _library() -> Any:
     return importlib.import_module("ucxx._lib.libucxx")
 
 
+def version() -> str:
+    """Of UCX itself. Raises ImportError, OSError."""
+    return ".".join(map(str, _library().get_ucx_version()))
+
+
+class UcxAddress(Struct, frozen=True, kw_only=True):
+    """Where one end of a connection is reached. ucx: the version that says so.  checksum: of both."""
+
+    ucx: str
+    address: Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
+    checksum: str
+
+
+def sealed(ucx: str, address: bytes) -> UcxAddress:
+    return UcxAddress(ucx=ucx, address=address, checksum=checksum_of([ucx.encode(), b" ", address]))
+
+
 class _Worker:
-    """Context and worker of one connection, for one thread: UCX then needs no lock."""
+    """Context and worker of one connection, for one thread: UCX then needs no lock.
+
+    endpoint: to the other side, once it is connected.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._under_way: deque[tuple[Any, memoryview]] = deque()
         self.endpoint: Any = None
         self.worker: Any = None
+        _look_after_kept(channel.address)
         with self._named():
             ucx = self.ucx = _library()
+            self._version = version()
             self._as_array = importlib.import_module("ucxx._lib.arr").Array
             self._context = ucx.UCXContext(feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))
             self.worker = ucx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
             self.worker.init_blocking_progress_mode()
-            self._woken = select.poll()
+            self._active, self._woken = select.poll(), select.poll()
+            self._active.register(self.worker.epoll_file_descriptor, select.POLLIN)
             self._woken.register(self.worker.epoll_file_descriptor, select.POLLIN)
-            self._woken.register(channel.fileno(), select.POLLIN)
+            self._woken.register(channel.fileno(), select.POLLRDHUP)  # not POLLIN: a reader may ask for more already
 
     @contextlib.contextmanager
     def _named(self) -> Generator[None]:
@@ -98,27 +141,35 @@ class _Worker:
                 raise
             raise PeerUnavailableError(self._channel.address, f"UCX: {error}") from error
 
-    def address(self) -> bytes:
+    def address(self) -> UcxAddress:
         with self._named():
-            return self.worker.address.tobytes()
+            return sealed(self._version, self.worker.address.tobytes())
 
-    def connect(self, address: bytes) -> None:
-        """With errors handled: else a killed peer is never noticed."""
+    def connect(self, there: UcxAddress) -> None:
+        """With errors handled: else a killed peer is never noticed. Raises PeerUnavailableError: not ours to use."""
+        if there.ucx != self._version:
+            reason = f"UCX: it has version {there.ucx[:20]!r}, we have {self._version}"
+            raise PeerUnavailableError(self._channel.address, reason)
+        if not there.address or there != sealed(there.ucx, there.address):
+            raise PeerUnavailableError(self._channel.address, "UCX: its address there is torn")
         with self._named():
-            there = self.ucx.UCXAddress.create_from_buffer(address)
-            self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, there, True)
+            address = self.ucx.UCXAddress.create_from_buffer(there.address)
+            self.endpoint = self.ucx.UCXEndpoint.create_from_worker_address(self.worker, address, True)
 
     def finish(self, request: Any) -> None:
         """Wait for ``request``. Raises PeerUnavailableError: it failed, or the other side left or is silent."""
+        channel = self._channel
         while not request.completed:
             self.worker.progress()
-            if request.completed or not self.worker.arm():
+            if request.completed:
+                break
+            remaining_s = channel.deadline.remaining_s()
+            if remaining_s and not self.worker.arm():
                 continue
-            channel = self._channel
-            ready = {fd for fd, _ in self._woken.poll(1000 * channel.deadline.remaining_s())}
-            if not ready:
+            ready = [fd for fd, _ in self._woken.poll(1000 * remaining_s)]
+            if not (remaining_s and ready):
                 raise PeerUnavailableError(channel.address, f"silent for longer than {channel.deadline.seconds:.1f} s")
-            if ready == {channel.fileno()}:  # nobody speaks there while bytes are under way
+            if ready == [channel.fileno()]:
                 raise PeerUnavailableError(channel.address, "closed while bytes were under way")
         with self._named():
             request.check_error()
@@ -126,50 +177,94 @@ class _Worker:
     def all(self, begin: Callable[[Any, int], Any], views: Iterable[memoryview], tag: int) -> int:
         """Begin a request for each view, some of them ahead, and finish all. Returns the tag after the last one's.
 
-        Raises PeerUnavailableError; UCX has let go of the views then, too, and is closed.
+        Raises PeerUnavailableError; what is under way then is for ``close`` to end.
         """
-        under_way: deque[tuple[Any, memoryview]] = deque()
-        try:
-            for view in views:
-                array = self._as_array(view)
-                with self._named():
-                    under_way.append((begin(array, self.ucx.UCXXTag(tag)), view))
-                tag += 1
-                if len(under_way) > AHEAD:
-                    self.finish(under_way.popleft()[0])
-            while under_way:
-                self.finish(under_way[0][0])
-                under_way.popleft()
-        except BaseException:
-            self.close()
-            raise
+        for view in views:
+            array = self._as_array(view)
+            with self._named():
+                self._under_way.append((begin(array, self.ucx.UCXXTag(tag)), view))
+            tag += 1
+            if len(self._under_way) > AHEAD:
+                self.finish(self._under_way[0][0])
+                self._under_way.popleft()
+        while self._under_way:
+            self.finish(self._under_way[0][0])
+            self._under_way.popleft()
         return tag
 
-    def close(self) -> None:
-        """Cancel what is under way; nothing touches the memory of it then."""
-        if self.worker is not None:
-            with contextlib.suppress(Exception):
-                self.worker.cancel_inflight_requests()
+    def end(self) -> None:
+        """Let nothing more come: a closed endpoint ends what was sent, a dropped request what was not yet."""
+        with contextlib.suppress(Exception):
+            if self.endpoint is not None and self._under_way:
+                self.endpoint.close_blocking()
+                self._progress(SETTLE_S, QUIET_S, lambda: False)
+        self._free()
+
+    def settle(self, within_s: float) -> bool:
+        """Wait until the other side has taken what was sent, or is gone. Returns False where neither is so in time."""
+        if self.worker is not None and self._under_way:
+            if not self._progress(within_s, within_s, lambda: all(request.completed for request, _ in self._under_way)):
+                return False
+            self.worker.progress()  # UCXX lets go of what has ended with an error in the round after
+        self._free()
+        return True
+
+    def _progress(self, within_s: float, quiet_s: float, is_done: Callable[[], bool]) -> bool:
+        """Until ``is_done``, which is returned, or UCX has been quiet for so long."""
+        deadline = Deadline(within_s, quiet_s)
+        self.worker.progress()
+        while not is_done() and (remaining_s := deadline.remaining_s()):
+            if self.worker.arm() and not self._active.poll(1000 * remaining_s):
+                break
+            self.worker.progress()
+        return is_done()
+
+    def keep(self) -> None:
+        log.warning("a transfer by UCX has stalled, and its reader does not give it back", to=self._channel.address)
+        with _keeping:
+            _kept.append(self)
+
+    def _free(self) -> None:
+        self._under_way.clear()
         self.endpoint = self.worker = self._context = None
+
+
+_keeping = threading.Lock()
+_kept: list[_Worker] = []
+
+
+def _look_after_kept(address: str) -> None:
+    """Raises PeerUnavailableError: too many peers hold on to what they were sent; bytes go by TCP."""
+    with _keeping:
+        _kept[:] = [one for one in _kept if not one.settle(0.0)]
+        if len(_kept) >= MAX_KEPT:
+            raise PeerUnavailableError(address, f"UCX: {len(_kept)} transfers have stalled and cannot be given back")
 
 
 class UcxSending:
     """The serving end: sends to one reader."""
 
-    def __init__(self, channel: Channel, address: bytes) -> None:
-        """address: the reader's. Raises PeerUnavailableError: UCX finds no way there, or cannot be loaded."""
+    def __init__(self, channel: Channel, there: UcxAddress) -> None:
+        """there: the reader's. Raises PeerUnavailableError: UCX finds no way there, or cannot be loaded."""
         self._worker = _Worker(channel)
-        self._worker.connect(address)
+        try:
+            self._worker.connect(there)
+            self.address = self._worker.address()
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, tag: int, views: Iterable[memoryview]) -> None:
-        """Send ``chunks``, each of which stays as it is until this returns. Raises PeerUnavailableError."""
-        endpoint = self._worker.endpoint
-        if endpoint is None:
-            raise PeerUnavailableError("", "UCX: closed")
-        self._worker.all(endpoint.tag_send, views, tag)
+        """Send ``views``, each of which stays as it is until this returns. Raises PeerUnavailableError.
+
+        Where it raises, bytes may still be read from the views.
+        """
+        self._worker.all(self._worker.endpoint.tag_send, views, tag)
 
     def close(self) -> None:
-        self._worker.close()
+        """Its memory is free again, or is kept, and so is what it lies in, until the reader is gone."""
+        if not self._worker.settle(SETTLE_S):
+            self._worker.keep()
 
 
 class UcxReceiving:
@@ -182,7 +277,7 @@ class UcxReceiving:
         """
         self._worker = _Worker(channel)
         self._failed = failed
-        self.address: bytes = self._worker.address()
+        self.address = self._worker.address()
         self._tag = 0
         self._left = 0
         self._rest = memoryview(b"")
@@ -192,9 +287,21 @@ class UcxReceiving:
         self._tag = secrets.randbits(_TAG_BITS)
         return self._tag
 
-    def expect(self, nbytes: int) -> None:
-        """So many bytes answer what was asked with ``next_tag``."""
+    def expect(self, nbytes: int, there: UcxAddress) -> None:
+        """So many bytes answer what was asked with ``next_tag``. there: the server's. Raises PeerUnavailableError."""
         self._left, self._rest = nbytes, memoryview(b"")
+        if self._worker.endpoint is None:
+            with self._or_failed():
+                self._worker.connect(there)
+
+    @contextlib.contextmanager
+    def _or_failed(self) -> Generator[None]:
+        try:
+            yield
+        except PeerUnavailableError:
+            self._failed()
+            self._worker.end()
+            raise
 
     def read(self, view: memoryview) -> int:
         """Put the next bytes at the beginning of ``view``: whole chunks straight there. Returns how many."""
@@ -212,18 +319,14 @@ class UcxReceiving:
         return sum(part.nbytes for part in parts)
 
     def _receive(self, views: Sequence[memoryview]) -> None:
-        worker = self._worker.worker
-        try:
-            if worker is None:
+        with self._or_failed():
+            if self._worker.worker is None:
                 raise PeerUnavailableError("", "UCX: closed")
-            self._tag = self._worker.all(worker.tag_recv, views, self._tag)
-        except PeerUnavailableError:
-            self._failed()
-            raise
+            self._tag = self._worker.all(self._worker.worker.tag_recv, views, self._tag)
         self._left -= sum(view.nbytes for view in views)
 
     def close(self) -> None:
-        self._worker.close()
+        self._worker.end()
 
 
 def chunks(view: memoryview) -> Iterator[memoryview]:
