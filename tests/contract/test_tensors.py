@@ -1,6 +1,7 @@
 """One contract over every tensor backend: the same bytes, the same errors, also from peers that lie, leave or stall."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import multiprocessing
@@ -212,6 +213,49 @@ def test_a_full_directory_falls_back_to_the_next(tmp_path: Path) -> None:
     assert pull(publish(store, "v1")) == CONTENT
     assert len(list((tmp_path / "disk").iterdir())) == 1
     store.close()
+
+
+def filling_up(monkeypatch: pytest.MonkeyPatch, *full: Path) -> None:
+    """No byte from the second half of CONTENT on fits into a directory of ``full``."""
+    write = os.pwrite
+
+    def limited(fd: int, data: memoryview, offset: int) -> int:
+        if offset >= len(CONTENT) // 2 and Path(os.readlink(f"/proc/self/fd/{fd}")).parent in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, offset)
+
+    monkeypatch.setattr("transport.tensors.shm.os.pwrite", limited)
+
+
+def test_a_directory_that_fills_up_while_it_is_written_to_falls_back_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    filling_up(monkeypatch, memory)
+    store = ShmStore("filling", (memory, disk))
+    before = len(os.listdir("/proc/self/fd"))
+    writer = store.create("v1", len(CONTENT))
+    for start in range(0, len(CONTENT), 1 << 16):
+        writer.write(start, memoryview(CONTENT)[start : start + (1 << 16)])
+    assert pull(writer.seal()[0]) == CONTENT
+    assert (list(memory.iterdir()), len(list(disk.iterdir()))) == ([], 1)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    store.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_where_every_directory_fills_up_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    filling_up(monkeypatch, memory, disk)
+    for directories in ((memory,), (memory, disk)):
+        store = ShmStore("filling", directories)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(SegmentSpaceError, match="filled up"):
+            publish(store, "v1")
+        assert [list(one.iterdir()) for one in directories] == [[]] * len(directories)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert store.open_file("v1") is None
+        store.close()
 
 
 def test_a_store_that_is_closed_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:

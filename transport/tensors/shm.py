@@ -34,6 +34,8 @@ _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
 _HELD = re.compile(r"(/proc/[0-9]+/fd/[0-9]+)@([0-9]+)")
 _SPARE_BYTES = 16 * 1024 * 1024  # left free: a /dev/shm filled to the last byte kills the next that touches it
 _NAMES_TRIED = 100
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_COPY_BYTES = 16 * 1024 * 1024  # of a segment that moves, so that it can be dropped meanwhile
 
 
 def file_name(run: str, name: str) -> str:
@@ -146,12 +148,20 @@ class ShmWriter:
             try:
                 written = self._store.write(self, offset, rest)
             except OSError as error:
-                self.abort()
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise SegmentSpaceError(self._nbytes, f"{self.path.parent} filled up") from error
-                raise
+                self._go_on_elsewhere(error)
+                continue
             offset += written
             rest = rest[written:]
+
+    def _go_on_elsewhere(self, error: OSError) -> None:
+        """In the next directory, where this one filled up. Raises SegmentSpaceError, or another ``error``."""
+        try:
+            if error.errno not in _FULL:
+                raise error
+            self._store.move(self, self._nbytes)
+        except BaseException:
+            self.abort()
+            raise
 
     def seal(self) -> tuple[str, ...]:
         """Make it readable. Returns its addresses, best first."""
@@ -184,12 +194,45 @@ class ShmStore:
             if not self._swept:
                 sweep_stale(*self._directories)
                 self._swept = True
-            wanted = choose_directory(self._directories, nbytes) / file_name(self._run, name)
-            others = (wanted.with_name(f"{wanted.name}.{secrets.token_hex(4)}") for _ in itertools.count())
-            path, fd = create_locked(itertools.chain([wanted], others), fcntl.LOCK_EX)
-            os.ftruncate(fd, nbytes)
+            path, fd = self._create_file(choose_directory(self._directories, nbytes), name, nbytes)
             self._open[name] = ShmWriter(self, name, path, fd, nbytes)
             return self._open[name]
+
+    def _create_file(self, directory: Path, name: str, nbytes: int) -> tuple[Path, int]:
+        wanted = directory / file_name(self._run, name)
+        others = (wanted.with_name(f"{wanted.name}.{secrets.token_hex(4)}") for _ in itertools.count())
+        path, fd = create_locked(itertools.chain([wanted], others), fcntl.LOCK_EX)
+        os.ftruncate(fd, nbytes)
+        return path, fd
+
+    def move(self, writer: ShmWriter, nbytes: int) -> None:
+        """Take a segment that is being written on to the next directory with room, since its own filled up.
+
+        Raises SegmentSpaceError that says how much each has, OSError.
+        """
+        tried = self._directories.index(writer.path.parent) + 1
+        try:
+            directory = choose_directory(self._directories[tried:], nbytes)
+        except SegmentSpaceError as error:
+            raise SegmentSpaceError(nbytes, f"{writer.path.parent} filled up, {error.tried}".rstrip(", ")) from error
+        path, fd = self._create_file(directory, writer.name, nbytes)
+        try:
+            at = 0
+            while at < nbytes:
+                with self._lock:
+                    self._check_open(writer)
+                    at = _copy_some(writer.fd, fd, at, nbytes)
+            with self._lock:
+                self._check_open(writer)
+                path, writer.path = writer.path, path
+                fd, writer.fd = writer.fd, fd
+        except OSError as error:
+            if error.errno in _FULL:
+                raise SegmentSpaceError(nbytes, f"{writer.path.parent} and {directory} filled up") from error
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(fd)
 
     def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
         return (f"shm://{host_id()}/{str(writer.path).lstrip('/')}",)
@@ -197,9 +240,12 @@ class ShmStore:
     def write(self, writer: ShmWriter, offset: int, data: memoryview) -> int:
         """As os.pwrite. Raises ValueError for a segment that was dropped meanwhile."""
         with self._lock:
-            if self._open.get(writer.name) is not writer:
-                raise ValueError(f"segment {writer.name!r} was dropped while it was written")
+            self._check_open(writer)
             return os.pwrite(writer.fd, data, offset)
+
+    def _check_open(self, writer: ShmWriter) -> None:
+        if self._open.get(writer.name) is not writer:
+            raise ValueError(f"segment {writer.name!r} was dropped while it was written")
 
     def open_file(self, name: str) -> BinaryIO | None:
         """A file object of its own on a segment, for a server to send from; None for a name that is not served."""
@@ -218,6 +264,18 @@ class ShmStore:
             self._closed = True
             while self._open:
                 _unlink(self._open.popitem()[1])
+
+
+def _copy_some(source: int, target: int, at: int, nbytes: int) -> int:
+    """The next bytes from ``at`` on that were written to ``source``. Returns up to where both files are the same."""
+    try:
+        at = os.lseek(source, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return nbytes  # nothing but zeros that were never written
+    data = os.pread(source, _COPY_BYTES, at)
+    return at + os.pwrite(target, data, at)
 
 
 def _unlink(writer: ShmWriter) -> None:
@@ -251,7 +309,7 @@ class ShmSegment:
 
 
 class ShmReader:
-    def open(self, address: Address, nbytes: int, deadline: Deadline) -> ShmSegment:
+    def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> ShmSegment:
         path = Path("/") / address.path
         held = bool(_HELD.fullmatch(str(path)))
         if not held and (not _FILE_NAME.fullmatch(path.name) or ".." in path.parts):
