@@ -1,6 +1,8 @@
 """What changed travels instead of whole weights, to who holds the version before; if that fails, whole weights do."""
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transport.process.clock import MonotonicClock
 from transport.tensors.base import Endpoint, TimeLimit
 from transport.tensors.manifest import check_manifest
 from transport.tensors.relay import Relay, relayed_address
+from transport.tensors.shm import ShmStore, ShmWriter
 from transport.tensors.wire import Channel
 from workers.generation.server.upkeep import hold
 from workers.weights.publish import DELTA, WeightPublisher
@@ -281,3 +284,30 @@ def test_contradicting_changes_are_refused(run: Run) -> None:
             check_manifest(replace(manifest, delta=replace(delta, patches=tuple(patches))))
     with pytest.raises(MessageError, match="changes since"):
         check_manifest(replace(manifest, delta=replace(delta, total_bytes=1 << 40)))
+
+
+@pytest.mark.parametrize("fails", ["create", "write"])
+def test_changes_that_cannot_be_written_fail_no_version_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    publisher, policy = WeightPublisher("delta", tmp_path, endpoint=Endpoint(), delta_share=0.5), Policy()
+    called = getattr(ShmStore, fails)
+
+    def broken(store: ShmStore, to: ShmWriter | str, *more: object) -> object:
+        name = to if isinstance(to, str) else to.name
+        if name.endswith(DELTA):
+            raise OSError(errno.EIO, "Input/output error")
+        return called(store, to, *more)
+
+    try:
+        assert publisher.publish(1, 1, policy.tensors, torch.bfloat16).delta is None
+        policy.step()
+        before = sorted(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(ShmStore, fails, broken)
+        manifest = publisher.publish(1, 2, policy.tensors, torch.bfloat16)
+        assert manifest.delta is None
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+        with WeightPuller().pull(manifest) as tensors:
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in policy.expected().items())
+    finally:
+        publisher.close()

@@ -172,21 +172,23 @@ class WeightPublisher:
         return replace(manifest, delta=self._delta(before, manifest)) if before and self._delta_share else manifest
 
     def _delta(self, before: WeightManifest, manifest: WeightManifest) -> WeightDelta | None:
-        """What changed, in a segment of its own; None where it is too long, or there is nothing to compare or no room.
+        """What changed, in a segment of its own; None where it is too long, cannot be written, or has no base.
 
         Until it is written, the process holds its bytes.
         """
         if digest_layout(before.tensors) != digest_layout(manifest.tensors):
             return None
-        patches = self._patches(_name(before.weights), manifest)
-        if patches is None:
-            return None
-        placed = plan_patches(patches)
+        name = _name(manifest.weights) + DELTA
         try:
-            writer = self._store.create(_name(manifest.weights) + DELTA, delta_bytes(placed))
+            patches = self._patches(_name(before.weights), manifest)
+            if patches is None:
+                return None
+            placed = plan_patches(patches)
+            writer = self._store.create(name, delta_bytes(placed))
             for patch, (_, data) in zip(placed, patches, strict=True):
                 writer.write(patch.offset, memoryview(data))
-        except SegmentSpaceError as error:
+        except (SegmentSpaceError, OSError) as error:  # the version itself is there
+            self._store.drop(name)
             log.info("what changed is not offered", weights=str(manifest.weights), reason=str(error))
             return None
         return WeightDelta(base=before.weights, patches=placed, total_bytes=delta_bytes(placed), sources=writer.seal())
