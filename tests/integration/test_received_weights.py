@@ -1,27 +1,53 @@
 """Weights over a network that breaks, lies or stalls: what came stays, what was wrong comes again, no memory grows."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
+import psutil
 import pytest
 import torch
 from msgspec.structs import replace
 
-from transport.contracts.messages import MessageDecoder, WeightManifest, encode, manifest_decoder
+from tests.fakes.engine import FakeEngine
+from tests.fakes.memory_broker import MemoryBroker
+from tests.fakes.memory_server import MemoryServer
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.contracts.messages import (
+    MessageDecoder,
+    WeightManifest,
+    WeightsFailed,
+    WeightsLoaded,
+    encode,
+    manifest_decoder,
+)
+from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
-from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
+from transport.process.clock import MonotonicClock
+from transport.tensors.base import Deadline, Endpoint, TimeLimit, host_id, parse_address
+from transport.tensors.manifest import (
+    digest_tensors,
+    layout_bytes,
+    part_bytes,
+    plan_layout,
+    single_part,
+    with_checksums,
+)
+from transport.tensors.receive import available_bytes
 from transport.tensors.tcp import RangeFollows, ReadRange
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 from workers.generation.server.upkeep import hold
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
+from workers.weights.updates import WeightUpdates
 
 NUM_TENSORS, TENSOR_BYTES = 16, 1 << 20
 
@@ -112,12 +138,12 @@ def serve_some(content: bytes, nbytes: int, address: "multiprocessing.SimpleQueu
         channel.send(RangeFollows(nbytes=request.nbytes))
         give(channel, memoryview(content)[request.offset : request.offset + nbytes])
         while True:  # what was sent has to be read first: a kill drops what the kernel still holds
-            unread = np.zeros(1, np.int32)
+            unread = bytearray(4)
             import fcntl
             import termios
 
             fcntl.ioctl(channel._socket, termios.TIOCOUTQ, unread)
-            if not unread[0]:
+            if not any(unread):
                 os.kill(os.getpid(), 9)
 
     server = ChannelServer(serve, Endpoint(), request_s=10)
@@ -245,6 +271,165 @@ def test_a_truncated_manifest_and_a_wrong_secret_are_named(manifest: WeightManif
         pulled(replace(manifest, tensors=manifest.tensors[:-1]))
     with pytest.raises(PeerRejectedError), WeightPuller(secret=b"0123456789abcdef").pull(manifest):
         pass
+
+
+def of_one_tensor(num_elements: int) -> WeightManifest:
+    """Consistent, of zeros as far as anyone can tell without their bytes."""
+    (spec,) = plan_layout([("huge", (num_elements,), "float32")])
+    specs = with_checksums([spec], ["crc32:00000000"])
+    return WeightManifest(
+        weights=WeightIdentity(epoch=1, version=7, digest=digest_tensors(specs)),
+        tensors=specs,
+        total_bytes=layout_bytes(specs),
+        sources=("tcp://127.0.0.1:9/v",),
+        host=host_id(),
+    )
+
+
+def test_a_version_that_no_memory_here_can_hold_is_refused_before_any_is_taken(manifest: WeightManifest) -> None:
+    puller = WeightPuller(limit=TimeLimit(5))
+    before = set(os.listdir("/proc/self/fd"))
+    for num_elements in (1 << 38, 1 << 48):  # 1 TiB, and as many as a manifest can have
+        with pytest.raises(MessageError, match="there is memory for"), puller.pull(of_one_tensor(num_elements)):
+            pass
+    assert set(os.listdir("/proc/self/fd")) == before
+    with puller.pull(manifest) as tensors:
+        assert_right({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 8 << 20),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/memory.max": "max"}, 8 << 20),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                "sys/fs/cgroup/a/memory.max": "5000",
+                "sys/fs/cgroup/a/memory.current": "3000",
+                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 20\nactive_file 100",
+                "sys/fs/cgroup/a/b/memory.max": "max",
+                "sys/fs/cgroup/a/b/memory.current": "2000",
+            },
+            2120,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:cpu:/\n4:memory,other:/not/seen/here",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000",
+            },
+            1000,
+        ),
+    ],
+    ids=["no groups", "no limit", "limit above", "first version, in a container"],
+)
+def test_memory_is_what_the_machine_and_its_control_groups_leave(
+    tmp_path: Path, files: dict[str, str], available: int
+) -> None:
+    for name, text in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == available
+
+
+def test_memory_of_an_unknown_machine_is_not_bounded(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) > 1 << 60
+    assert available_bytes() < psutil.virtual_memory().total
+
+
+async def test_a_worker_reports_manifests_that_are_cut_or_huge_and_loads_the_next(manifest: WeightManifest) -> None:
+    broker = MemoryBroker(MemoryServer(), RunName("run"))
+    engine = FakeEngine()
+    updates = WeightUpdates(
+        broker, engine, WeightPuller(limit=TimeLimit(10)), WorkerId("generate-0.1"), MonotonicClock()
+    )
+    raw, huge = encode(manifest), of_one_tensor(1 << 38)
+    for payload in (encode(huge), raw[: len(raw) // 2], raw[:-1], raw):
+        await broker.append(keys.WEIGHTS, Entry(fields={}, payload=payload))
+    failed = await updates.load(huge.weights)
+    assert isinstance(failed, WeightsFailed)
+    assert "there is memory for" in failed.reason
+    assert updates.served is None
+    assert isinstance(await updates.load(manifest.weights), WeightsLoaded)
+    assert updates.served == manifest.weights
+    await broker.close()
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["silence", "wrong bytes"])
+def test_memory_of_a_pull_that_failed_goes_with_its_last_user_and_waits_for_no_collector(
+    publisher, manifest, relay, wrong: bool
+) -> None:
+    content = bytearray(content_of(publisher, manifest))
+    content[0] ^= 1
+    liar = relay(lambda channel, ask: give(channel, memoryview(content)[ask.offset : ask.offset + ask.nbytes]))
+    sources = (liar.address,) if wrong else ("tcp://127.0.0.1:9/v",)
+    parts = replace(manifest, sources=sources, parts=(replace(single_part(manifest), sources=sources),))
+    puller = WeightPuller(limit=TimeLimit(5))
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((PeerUnavailableError, ChecksumError)) as raised, puller.pull(parts):
+            pass
+        assert puller._spare is not None
+        memory = weakref.ref(puller._spare)
+        del puller, raised
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+def test_what_came_from_the_whole_version_is_not_asked_of_its_parts_again(publisher, manifest, relay) -> None:
+    content = content_of(publisher, manifest)
+    stop = manifest.tensors[9].offset + 1000
+
+    def cut(channel: Channel, ask: ReadRange) -> int:
+        give(channel, memoryview(content)[ask.offset : max(ask.offset, stop)])
+        raise PeerUnavailableError("relay", "gone")
+
+    one = single_part(manifest)
+    halves, rest = [], relay(lambda channel, ask: give(channel, memoryview(content)[ask.offset :][: ask.nbytes]))
+    for pieces in (one.pieces[:5], one.pieces[5:]):
+        nbytes = part_bytes(manifest.tensors, pieces)
+        halves.append(replace(one, pieces=pieces, total_bytes=nbytes, sources=(rest.address,)))
+    assert_right(pulled(replace(manifest, sources=(relay(cut).address,), parts=tuple(halves))))
+    assert [(ask.offset, ask.nbytes) for ask in rest.asked] == [
+        (manifest.tensors[9].offset, manifest.total_bytes - manifest.tensors[9].offset)
+    ]
+
+
+def read_and_die(manifest: bytes, nbytes: int) -> None:
+    """Take so many bytes of a version, and be killed."""
+    wanted = manifest_decoder.decode(manifest)
+    address = parse_address(wanted.sources[0])
+    channel = connect(address.place, address.port, str(address), b"", Deadline(30))
+    request = ReadRange(segment=address.path, segment_bytes=wanted.total_bytes, offset=0, nbytes=wanted.total_bytes)
+    channel.ask(request, MessageDecoder(RangeFollows))
+    channel.receive_into(memoryview(bytearray(nbytes)))
+    os.kill(os.getpid(), 9)
+
+
+def test_receivers_that_are_killed_at_any_byte_cost_the_others_and_the_sender_nothing(manifest) -> None:
+    dice = random.Random(os.environ.get("STREAMRL_SEED"))
+    context = multiprocessing.get_context("fork")
+    assert_right(pulled(manifest))
+    before = sorted(os.listdir("/proc/self/fd"))
+    stops = [0, *(dice.randrange(manifest.total_bytes) for _ in range(5))]
+    dying = [context.Process(target=read_and_die, args=(encode(manifest), stop)) for stop in stops]
+    for process in dying:
+        process.start()
+    assert_right(pulled(manifest))
+    for process in dying:
+        process.join(30)
+    assert [process.exitcode for process in dying] == [-9] * len(dying), stops
+    for process in dying:
+        process.close()
+    assert_right(pulled(manifest))
+    for thread in threading.enumerate():  # of their connections
+        if thread.name.startswith("tensor-connection-"):
+            thread.join(30)
+            assert not thread.is_alive(), stops
+    assert sorted(os.listdir("/proc/self/fd")) == before, stops
 
 
 def test_nothing_is_left_of_pulls_that_went_well_or_ill(manifest: WeightManifest) -> None:

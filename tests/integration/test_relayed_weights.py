@@ -1,8 +1,10 @@
 """Weights passed on from worker to worker: while they come in, past a relay that dies, and never what is not theirs."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +15,11 @@ import torch
 from msgspec.structs import replace
 
 from transport.contracts.messages import MessageDecoder, WeightManifest, encode, manifest_decoder
+from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
-from transport.tensors.relay import Relay, relayed_address
+from transport.tensors.receive import Memory
+from transport.tensors.relay import Relay, Relayed, relayed_address
 from transport.tensors.tcp import RangeFollows, ReadRange, TcpReader
 from transport.tensors.wire import Channel, ChannelServer
 from workers.weights.publish import WeightPublisher
@@ -235,6 +239,45 @@ def test_memory_that_somebody_still_reads_is_not_written_to(trainer, relay) -> N
     assert data == b"".join(policy(1)[f"t{n}"].numpy().tobytes() for n in range(NUM_TENSORS))
 
 
+def test_memory_that_is_read_stays_so_where_the_next_version_came_while_it_was_open(trainer, relay) -> None:
+    one = relay()
+    puller = WeightPuller(limit=LIMIT, relay=one)
+    first = trainer(1)
+    into = memoryview(bytearray(first.manifest.total_bytes))
+    with puller.pull(first.manifest):
+        slow = TcpReader().open(
+            parse_address(relayed_address(one.address, first.manifest.weights)),
+            first.manifest.total_bytes,
+            Deadline(WAIT_S),
+        )
+        slow.ask(0, first.manifest.total_bytes)
+        came = slow.read(into[:1])
+        with puller.pull(trainer(2).manifest):
+            pass
+    assert_right(pulled(puller, trainer(3).manifest), 3)
+    while came < into.nbytes:
+        came += slow.read(into[came:])
+    slow.close()
+    assert into == b"".join(policy(1)[f"t{n}"].numpy().tobytes() for n in range(NUM_TENSORS))
+
+
+def test_memory_of_which_a_send_failed_is_not_received_into_again() -> None:
+    memory = Memory(64)
+    relayed = Relayed(WeightIdentity(epoch=1, version=1), memory, [(0, 64)])
+    for failed in (False, True):
+        assert not memory.kept
+        assert relayed.enter()
+        relayed.leave(failed=failed)
+    assert memory.kept
+
+
+def test_a_relay_that_was_closed_does_not_listen_again() -> None:
+    one = Relay(secret=b"", limit=LIMIT)
+    one.close()
+    one.listen("127.0.0.1")
+    assert one.address == ""
+
+
 def test_a_relay_whose_own_source_failed_refuses_instead_of_waiting(trainer, relay, publisher) -> None:
     one = relay()
     puller = WeightPuller(limit=TimeLimit(2.0), relay=one)
@@ -264,11 +307,30 @@ def test_a_worker_that_cannot_be_reached_is_asked_once_and_then_last(trainer, re
     gone.listen("127.0.0.1")
     address = gone.address
     gone.close()
-    tried: list[str] = []
     first, second = trainer(1), trainer(2)
     assert_right(pulled(puller, behind(first.manifest, address)), 1)
+    assert asked_by(puller, lambda: assert_right(pulled(puller, behind(second.manifest, address)), 2)) == [
+        second.source
+    ]
+
+
+def asked_by(puller: WeightPuller, pulls: Callable[[], None]) -> list[str]:
+    """Which addresses are opened."""
+    tried: list[str] = []
     reader = puller._readers["tcp"]
     opened = reader.open
     reader.open = lambda at, *more: (tried.append(str(at)), opened(at, *more))[1]  # type: ignore[method-assign]
-    assert_right(pulled(puller, behind(second.manifest, address)), 2)
-    assert tried == [second.source]
+    pulls()
+    return tried
+
+
+def test_workers_that_never_answer_leave_time_for_the_trainer_and_their_host_is_asked_last(trainer) -> None:
+    puller = WeightPuller(limit=TimeLimit(3.0, 1e6))
+    first, second = trainer(1), trainer(2)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.2", 0))) for _ in range(7)]
+        addresses = [f"tcp://127.0.0.2:{one.getsockname()[1]}" for one in silent]
+        assert_right(pulled(puller, behind(first.manifest, *addresses[:6])), 1)
+        assert asked_by(puller, lambda: assert_right(pulled(puller, behind(second.manifest, addresses[6])), 2)) == [
+            second.source
+        ]

@@ -210,6 +210,9 @@ class Segment(Protocol):
 class SegmentReader(Protocol):
     """The reading side of one backend."""
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
-        """Open the segment at ``address``, which must have ``nbytes`` bytes. deadline: also of all that is read."""
+    def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> Segment:
+        """Open the segment at ``address``, which must have ``nbytes`` bytes.
+
+        deadline: of all that is read.  reach: of the connection alone; None: the same.
+        """
         ...

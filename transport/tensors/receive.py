@@ -9,13 +9,16 @@ was found wrong, wherever the connection breaks; a stretch counts only once it w
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from transport.errors import ChecksumError
+from transport.errors import ChecksumError, MessageError
 from transport.tensors.base import Segment
 
 GAP_BYTES = 16 * 1024  # so much between two stretches is received and dropped: a request of its own costs a round trip
@@ -29,14 +32,16 @@ class Memory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ChecksumError: there is no memory for so many."""
+        """Raises MessageError: this machine, or a control group, has no memory for so many."""
+        if nbytes > (free := available_bytes()):
+            raise MessageError(f"a version has {nbytes} bytes, and there is memory for {free}")
         self._fd = os.memfd_create("streamrl-received", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         try:
             os.ftruncate(self._fd, nbytes)
             self.buffer = memoryview(mmap.mmap(self._fd, nbytes))
         except (OSError, OverflowError, ValueError) as error:
-            raise ChecksumError(f"there is no memory for {nbytes} bytes") from error
+            raise MessageError(f"there is no memory for {nbytes} bytes") from error
         self.kept = False
         self.content = ""
 
@@ -44,6 +49,41 @@ class Memory:
         """A descriptor of the file, for who goes on with it and closes it."""
         self.kept = True
         return os.dup(self._fd)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What this process may still take: of the machine's memory, and of what each control group above it has left.
+
+    What the page cache holds can be had. A file that is not there bounds nothing.
+    """
+    free = [kib * 1024 for kib in _numbers(root / "proc/meminfo", ("MemAvailable:",))]
+    for line in _lines(root / "proc/self/cgroup"):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            top, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
+            with contextlib.suppress(OSError, ValueError):  # another's, or "max"
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                free.append(left + sum(_numbers(folder / "memory.stat", ("inactive_file", "active_file"))))
+    return min(free, default=sys.maxsize)
+
+
+def _numbers(path: Path, names: Sequence[str]) -> Iterator[int]:
+    """Of the lines that begin with one of ``names``."""
+    words = (line.split() for line in _lines(path))
+    return (int(number) for name, number, *_ in words if name in names)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return ()
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +130,10 @@ class Receiving:
         """That came and were not found wrong."""
         return sum(stretch.came for stretch in self._stretches)
 
+    @property
+    def is_done(self) -> bool:
+        return all(stretch.verified for stretch in self._stretches)
+
     def take(self, source: Segment) -> None:
         """Receive what is missing. Raises ChecksumError, after all else came, or what ``source`` raises."""
         wrong: ChecksumError | None = None
@@ -104,7 +148,10 @@ class Receiving:
                 except ChecksumError as error:
                     wrong = wrong or error
         if wrong:
-            raise wrong
+            try:
+                raise wrong
+            finally:
+                wrong = None  # it refers to this frame
 
     def _runs(self) -> Iterator[list[Stretch]]:
         """What is missing, so that each run is one request."""

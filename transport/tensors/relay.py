@@ -44,6 +44,7 @@ class Relayed:
     def __init__(self, weights: WeightIdentity, memory: Memory, spans: Sequence[tuple[int, int]]) -> None:
         self.weights = weights
         self.buffer = memory.buffer
+        self._memory = memory
         self.nbytes = memory.buffer.nbytes
         self._spans = sorted(spans)
         self._starts = [start for start, _ in self._spans]
@@ -99,16 +100,18 @@ class Relayed:
             self._readers += not self._over
             return not self._over
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool) -> None:
+        """failed: not all was sent, and what carries the bytes may still read some of them (ucx.py)."""
         with self._changed:
             self._readers -= 1
+            self._memory.kept |= failed
 
-    def end(self) -> bool:
-        """No byte of it is sent to anyone new. Returns whether none is being sent: its memory is free."""
+    def end(self) -> None:
+        """No byte of it is sent to anyone new; where some are being sent, its memory is not received into again."""
         with self._changed:
             self._over = True
+            self._memory.kept |= self._readers > 0
             self._changed.notify_all()
-            return not self._readers
 
 
 class Relay:
@@ -124,15 +127,16 @@ class Relay:
         self._lock = threading.Condition()
         self._server: ChannelServer | None = None
         self._relayed: Relayed | None = None
+        self._closed = False
         self.address = ""
 
     def listen(self, host: str) -> None:
-        """Begin, unless it has begun. host: the address of this machine that others of its network reach.
+        """Begin, unless it has begun or was closed. host: the address of this machine that others of its network reach.
 
         Where it cannot, there is no relay, and others get their weights elsewhere.
         """
         with self._lock:
-            if self._server is not None:
+            if self._server is not None or self._closed:
                 return
             try:
                 endpoint = self._endpoint = replace(self._endpoint, host=host)
@@ -157,10 +161,12 @@ class Relay:
         if relayed is None or not relayed.enter():
             channel.send(Refused(reason=f"no segment {request.segment!r} here", retry=True))
             return
+        sent = False
         try:
             serve_range(channel, request, relayed, self._endpoint)
+            sent = True
         finally:
-            relayed.leave()
+            relayed.leave(failed=not sent)
 
     def _await(self, segment: str, deadline: Deadline) -> Relayed | None:
         """The version, which may be about to come; None where a newer one came instead, or nothing in time."""
@@ -178,6 +184,7 @@ class Relay:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             server, self._server, self.address = self._server, None, ""
             relayed, self._relayed = self._relayed, None
             self._lock.notify_all()

@@ -196,8 +196,9 @@ class TcpReader:
         self._ucx = ucx
         self._without: set[tuple[str, int]] = set()  # servers at which UCX has failed
 
-    def open(self, address: Address, nbytes: int, deadline: Deadline) -> TcpSegment:
-        channel = connect(address.place, address.port, str(address), self._secret, deadline)
+    def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> TcpSegment:
+        channel = connect(address.place, address.port, str(address), self._secret, reach or deadline)
+        channel.deadline = deadline
         receiving: UcxReceiving | None = None
         if self._ucx and (address.place, address.port) not in self._without:
             try:

@@ -213,8 +213,9 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        if self.beside is not None:
-            self.beside.close()
+        beside, self.beside = self.beside, None  # it may refer to this connection
+        if beside is not None:
+            beside.close()
         self._socket.close()
 
 

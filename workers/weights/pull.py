@@ -16,6 +16,7 @@ server reads it. Until it is right again nothing is yielded, and what is wrong i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+REACH_S = 3.0  # within which a peer has to greet, where another source is left: a packet that is dropped has no answer
+AWAY_S = 600.0  # for so long a peer that did not is asked after the others
 ROUNDS = 2  # how often each source is asked before giving up: once more after all have failed
 UNREACHABLE = "none can be reached from this host: let the trainer listen off loopback (tensors.host, or --listen)"
 SHOWN_NAMES = 4
@@ -143,7 +146,7 @@ class WeightPuller:
         self._readers: dict[str, SegmentReader] = {}
         self._spare: Memory | None = None
         self._relay = relay
-        self._away: set[tuple[str, int]] = set()  # peers that could not be reached: they are asked last
+        self._away: dict[str | tuple[str, int], Deadline] = {}  # peers, or all of a host, that could not be reached
         self._relayed: Relayed | None = None  # the last one, which is served until the next is asked for
 
     @contextmanager
@@ -200,8 +203,8 @@ class WeightPuller:
 
     def _leave_to_readers(self) -> None:
         """What is still being sent of the last version is nobody's to write to any more."""
-        if self._relayed is not None and not self._relayed.end() and self._spare is not None:
-            self._spare.kept = True
+        if self._relayed is not None:
+            self._relayed.end()
 
     def _pass_on(self, manifest: WeightManifest, memory: Memory) -> Relayed | None:
         if self._relay is None:
@@ -248,10 +251,24 @@ class WeightPuller:
             log.warning("changes not used, whole weights are", weights=str(manifest.weights), reason=str(error))
         return False
 
-    def _open(self, address: Address, nbytes: int, deadline: Deadline) -> Segment:
+    def _open(self, address: Address, nbytes: int, deadline: Deadline, reach_s: float = math.inf) -> Segment:
+        """reach_s: within which its server has to greet. One that does not is asked last for a while."""
         if address.scheme not in self._readers:
             self._readers[address.scheme] = reader_for(address, self._secret, ucx=self._ucx)
-        return self._readers[address.scheme].open(address, nbytes, deadline)
+        reach = Deadline(min(reach_s, deadline.remaining_s()))
+        try:
+            segment = self._readers[address.scheme].open(address, nbytes, deadline, reach)
+            for name in (address.place, (address.place, address.port)):
+                self._away.pop(name, None)
+            return segment
+        except PeerUnavailableError:
+            is_silent = not reach.remaining_s()  # as what is behind a firewall: all of its host, then
+            self._away[address.place if is_silent else (address.place, address.port)] = Deadline(AWAY_S)
+            raise
+
+    def _is_away(self, address: Address) -> bool:
+        found = (self._away.get(address.place), self._away.get((address.place, address.port)))
+        return any(away is not None and away.remaining_s() > 0 for away in found)
 
     def _opened_or_ended(self, wish: _Wish) -> tuple[ExitStack, Sequence[OpenedPiece]]:
         """As ``_open_any``; what is not here as a whole is not passed on any further."""
@@ -269,12 +286,15 @@ class WeightPuller:
         manifest = wish.manifest
         ways = [(single_part(manifest),)] if manifest.sources or not manifest.parts else []
         failures: list[StreamError] = []
-        for parts in [*ways, manifest.parts] if manifest.parts else ways:
-            try:
-                return self._open_parts(wish, parts)
-            except PULL_FAILURES as error:
-                failures.append(error)
-        raise _most_telling(failures)
+        try:
+            for parts in [*ways, manifest.parts] if manifest.parts else ways:
+                try:
+                    return self._open_parts(wish, parts)
+                except PULL_FAILURES as error:
+                    failures.append(error)
+            raise _most_telling(failures)
+        finally:
+            failures.clear()  # each refers to this frame, and so to the memory of a version
 
     def _open_parts(self, wish: _Wish, parts: Sequence[WeightPart]) -> tuple[ExitStack, Sequence[OpenedPiece]]:
         opened: list[OpenedPiece] = []
@@ -291,20 +311,29 @@ class WeightPuller:
     ) -> Sequence[OpenedPiece]:
         """From one source after another, and all of them again for as long as that brings bytes."""
         failures: list[StreamError] = []
-        receiving = Receiving([wish.stretch(piece) for piece in pieces])
+        receiving = Receiving([wish.stretch(piece) for piece in pieces if not wish.is_here(piece.tensor)])
+        if pieces and receiving.is_done:
+            return wish.received(pieces)
         found = choose_sources(part.sources, part.host)
-        addresses, idle = sorted(found, key=lambda one: (one.place, one.port) in self._away), 0
-        while addresses and idle < ROUNDS:
-            received = receiving.nbytes
-            for address in addresses:
-                try:
-                    return self._open_at(address, wish, part, pieces, receiving, stack)
-                except PULL_FAILURES as error:
-                    failures.append(error)
-            idle = 0 if receiving.nbytes > received else idle + 1
-        reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or UNREACHABLE
-        silent = PeerUnavailableError(", ".join(part.sources) or "(no source)", f"{label}: {reasons}")
-        raise _most_telling([*failures, silent])
+        addresses, idle = sorted(found, key=self._is_away), 0
+        try:
+            while addresses and idle < ROUNDS:
+                received = receiving.nbytes
+                for number, address in enumerate(addresses):
+                    if address != found[-1]:  # the publisher, for which time has to be left
+                        reach_s = min(REACH_S, wish.deadline.remaining_s() / (2 * (len(addresses) - number)))
+                    else:
+                        reach_s = math.inf
+                    try:
+                        return self._open_at(address, wish, part, pieces, receiving, stack, reach_s)
+                    except PULL_FAILURES as error:
+                        failures.append(error)
+                idle = 0 if receiving.nbytes > received else idle + 1
+            reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or UNREACHABLE
+            failures.append(PeerUnavailableError(", ".join(part.sources) or "(no source)", f"{label}: {reasons}"))
+            raise _most_telling(failures)
+        finally:
+            failures.clear()
 
     def _open_at(
         self,
@@ -314,12 +343,11 @@ class WeightPuller:
         pieces: Sequence[Piece],
         receiving: Receiving,
         stack: ExitStack,
+        reach_s: float,
     ) -> Sequence[OpenedPiece]:
         """Map the part, or receive what is missing of it. stack: closes what was mapped."""
         with ExitStack() as opened:
-            self._away.add((address.place, address.port))
-            segment = self._open(address, part.total_bytes, wish.deadline)
-            self._away.discard((address.place, address.port))
+            segment = self._open(address, part.total_bytes, wish.deadline, reach_s)
             opened.callback(segment.close)
             if segment.buffer is not None:
                 self.way = "mapped"
@@ -330,9 +358,14 @@ class WeightPuller:
                 del mapped  # the pieces that are right are taken from it all the same
             if self._relay is not None and wish.relayed is not None and isinstance(segment, TcpSegment):
                 self._relay.listen(segment.own_host)
-            receiving.take(segment)
+            try:
+                receiving.take(segment)
+            except PeerUnavailableError:
+                # UCX has let go of it, if it could be told to: no other version is put there.
+                wish.memory.kept |= isinstance(segment, TcpSegment) and segment.by_ucx
+                raise
             self.way = "ucx" if isinstance(segment, TcpSegment) and segment.by_ucx else address.scheme
-        return [OpenedPiece(piece, wish.tensor_of(piece), whole=True) for piece in pieces]
+        return wish.received(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +397,15 @@ class _Wish:
         spec = self.manifest.tensors[piece.tensor]
         return self.memory.buffer[spec.offset : spec.offset + spec.nbytes]
 
+    def is_here(self, tensor: int) -> bool:
+        """Whether all of it was received and verified, by whichever way."""
+        spec = self.manifest.tensors[tensor]
+        return bool(spec.nbytes) and self.came.get(tensor, 0) * ITEM_BYTES[spec.dtype] == spec.nbytes
+
+    def received(self, pieces: Sequence[Piece]) -> Sequence[OpenedPiece]:
+        """Pieces whose tensors lie in ``memory``."""
+        return [OpenedPiece(piece, self.tensor_of(piece), whole=True) for piece in pieces]
+
     def are_right(self, mapped: Sequence[OpenedPiece]) -> bool:
         try:
             for one in mapped if self.verify else ():
@@ -374,7 +416,7 @@ class _Wish:
 
     def whole_pieces(self) -> Sequence[OpenedPiece]:
         """All tensors, in ``memory``."""
-        return [OpenedPiece(piece, self.tensor_of(piece), whole=True) for piece in single_part(self.manifest).pieces]
+        return self.received(single_part(self.manifest).pieces)
 
     def patching(self, patch: TensorPatch) -> Stretch:
         """The patch, and once it is there its tensor, changed."""
@@ -412,8 +454,8 @@ class _Wish:
     def _note(self, piece: Piece) -> None:
         """It is verified. The range of the manifest and the parts may both bring it: a tensor is noted when one did."""
         spec, came = self.manifest.tensors[piece.tensor], box_of(piece).num_elements
-        self.came[piece.tensor] = came = came + (self.came.get(piece.tensor, 0) if piece.shape != spec.shape else 0)
-        if self.relayed is not None and came * ITEM_BYTES[spec.dtype] == spec.nbytes:
+        self.came[piece.tensor] = came + (self.came.get(piece.tensor, 0) if piece.shape != spec.shape else 0)
+        if self.relayed is not None and self.is_here(piece.tensor):
             self.relayed.verified([spec.offset])
 
 
