@@ -80,8 +80,8 @@ QUIET = {
 READERS = 8
 PIECE_BYTES = 16 * MIB
 """Checked at once: a matrix of a model of a few billion parameters."""
-ROUND_BYTES, MOST_TRANSFERS = 128 * MIB, 1000
-"""A round repeats a size until it has moved so much, or so often, and counts the median."""
+ROUND_BYTES, ROUND_S, MOST_TRANSFERS = 128 * MIB, 1.0, 1000
+"""A round repeats a size until it has moved so much, for so long or so often, and counts the median."""
 _CPU_OF_PROCESS = 2  # CPUCLOCK_SCHED: the clock of a process is (~pid << 3) | 2, all of its threads
 _PR_SET_PDEATHSIG = 1
 
@@ -233,7 +233,7 @@ Rounds = Mapping[Case, Sequence[Taken]]
 
 
 def take_turns(ways: Mapping[str, Way], inputs: Inputs, cases: Sequence[Case], rounds: int) -> dict[str, Rounds]:
-    """All ``ways`` in every round; one round more goes first and is not counted."""
+    """All ``ways`` in every round; one transfer of each goes first and is not counted."""
     found: dict[str, dict[Case, list[Taken]]] = {name: {} for name in ways}
     with ExitStack() as stack:
         pairs: dict[str, Pair] = {}
@@ -241,12 +241,12 @@ def take_turns(ways: Mapping[str, Way], inputs: Inputs, cases: Sequence[Case], r
             pairs[name] = Pair(way, inputs)
             stack.callback(pairs[name].close)
         for case in cases:
-            times = max(1, min(MOST_TRANSFERS, ROUND_BYTES // case.nbytes))
-            for number in range(rounds + 1):
+            first = {name: pair.take(case, 1).seconds for name, pair in pairs.items()}
+            most = min(MOST_TRANSFERS, ROUND_BYTES // case.nbytes)
+            times = {name: max(1, min(most, int(ROUND_S / seconds))) for name, seconds in first.items()}
+            for number in range(rounds):
                 for name in list(pairs) if number % 2 else reversed(pairs):
-                    taken = pairs[name].take(case, times if number else 1)
-                    if number:
-                        found[name].setdefault(case, []).append(taken)
+                    found[name].setdefault(case, []).append(pairs[name].take(case, times[name]))
     return dict(found)
 
 
