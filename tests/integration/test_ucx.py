@@ -279,6 +279,32 @@ def test_transfers_that_stall_leave_nothing_at_either_end(tmp_path: Path, stoppe
             process.join()
 
 
+def test_where_too_much_is_kept_bytes_go_by_tcp_until_some_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kept:
+        given_back = False
+
+        def settle(self, within_s: float) -> bool:
+            return self.given_back
+
+    kept = [Kept() for _ in range(ucx_module.MAX_KEPT)]
+    monkeypatch.setattr(ucx_module, "_kept", list(kept))
+
+    def is_by_ucx(address: str) -> bool:
+        segment = opened(address)
+        segment.ask(0, 10)
+        assert segment.read(memoryview(bytearray(10)))
+        segment.close()
+        return segment.by_ucx
+
+    with served(tmp_path) as address:
+        assert not is_by_ucx(address)
+        kept[0].given_back = True
+        assert is_by_ucx(address)
+    assert kept[0] not in ucx_module._kept
+
+
 @pytest.mark.parametrize("torn", ["address", "checksum", "version", "empty", "long"])
 def test_an_address_that_came_torn_ends_nothing_and_bytes_go_by_tcp(tmp_path: Path, torn: str) -> None:
     version = ucx_module.version()
