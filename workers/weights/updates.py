@@ -14,6 +14,7 @@ Invariants: WeightsLoaded is reported only once the engine serves what was asked
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -159,8 +160,12 @@ class WeightUpdates:
 
     async def _pull(self, manifest: WeightManifest) -> Pulled:
         """A thread cannot be stopped: what one brings in after its task was is given back then."""
-        pulled = Pulled(manifest.weights)
-        entering = asyncio.ensure_future(asyncio.to_thread(pulled.stack.enter_context, self._puller.pull(manifest)))
+        pulled, context = Pulled(manifest.weights), contextvars.copy_context()
+
+        def enter() -> Mapping[str, torch.Tensor]:
+            return context.run(pulled.stack.enter_context, self._puller.pull(manifest))
+
+        entering = asyncio.get_running_loop().run_in_executor(None, enter)  # no task, which would be left over
         try:
             pulled.tensors = await asyncio.shield(entering)
         except asyncio.CancelledError:
