@@ -334,3 +334,22 @@ def test_workers_that_never_answer_leave_time_for_the_trainer_and_their_host_is_
         assert asked_by(puller, lambda: assert_right(pulled(puller, behind(second.manifest, addresses[6])), 2)) == [
             second.source
         ]
+
+
+def test_a_pull_that_is_given_up_ends_with_the_next_bytes_and_blames_no_source(trainer) -> None:
+    slow, given_up = trainer(1, gate=NUM_TENSORS // 2 * TENSOR_BYTES), threading.Event()
+    puller = WeightPuller(limit=LIMIT)
+
+    def give_up() -> None:
+        assert slow.stopped.wait(WAIT_S)
+        given_up.set()
+        slow.opened.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(give_up)
+        with pytest.raises(PeerUnavailableError), puller.pull(slow.manifest, given_up=given_up):
+            pass
+        ended.result()
+    assert len(slow.asked) == 1
+    assert not puller._away
+    assert_right(pulled(puller, trainer(2).manifest), 2)

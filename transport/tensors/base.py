@@ -26,6 +26,7 @@ import ipaddress
 import math
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -94,15 +95,21 @@ def is_loopback(host: str) -> bool:
 
 
 class Deadline:
-    """A point in time that several waits share. silent_s: the longest of them, where it comes earlier."""
+    """A point in time that several waits share. silent_s: the longest of them, where it comes earlier.
 
-    def __init__(self, seconds: float, silent_s: float = math.inf) -> None:
+    given_up: from when it is set no wait is begun any more.
+    """
+
+    def __init__(self, seconds: float, silent_s: float = math.inf, given_up: threading.Event | None = None) -> None:
         self._end_s = time.monotonic() + seconds
         self._silent_s = silent_s
+        self._given_up = given_up
         self.seconds = min(seconds, silent_s)
 
     def remaining_s(self) -> float:
         """How long the next wait may take."""
+        if self._given_up is not None and self._given_up.is_set():
+            return 0.0
         return max(0.0, min(self._silent_s, self._end_s - time.monotonic()))
 
 
@@ -117,8 +124,8 @@ class TimeLimit:
     wait_s: float = _DEFAULT.wait_s
     min_mb_s: float = _DEFAULT.min_mb_s
 
-    def deadline(self, nbytes: int) -> Deadline:
-        return Deadline(self.wait_s + nbytes / (self.min_mb_s * 1e6), self.wait_s)
+    def deadline(self, nbytes: int, given_up: threading.Event | None = None) -> Deadline:
+        return Deadline(self.wait_s + nbytes / (self.min_mb_s * 1e6), self.wait_s, given_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ server reads it. Until it is right again nothing is yielded, and what is wrong i
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -151,35 +152,47 @@ class WeightPuller:
 
     @contextmanager
     def pull(
-        self, manifest: WeightManifest, *, verify: bool = True, wanted: Mapping[str, Box] | None = None
+        self,
+        manifest: WeightManifest,
+        *,
+        verify: bool = True,
+        wanted: Mapping[str, Box] | None = None,
+        given_up: threading.Event | None = None,
     ) -> Iterator[PulledTensors]:
         """Give the tensors of ``manifest``, verified; they are valid inside the ``with`` and must be copied there.
 
         Shared memory is mapped, not copied: writing to a view changes no other process's bytes.  verify: False only for
         bytes that were verified on this host just now.  wanted: of each named tensor only this box; only the pieces
-        that it lies in are pulled and verified. Others are not given. None: all tensors, whole.
+        that it lies in are pulled and verified. Others are not given. None: all tensors, whole.  given_up: once another
+        thread sets it, no more bytes are waited for than those of the next silence: PeerUnavailableError.
 
         Raises: MessageError: the manifest contradicts itself.  PeerUnavailableError: no source answers (superseded by
                 a newer version, its trainer died): wait for the next manifest.  ChecksumError: bytes came and were
                 wrong.  PeerRejectedError: the shared secret differs.  ValueError: a wanted box lies outside of its
                 tensor.
         """
-        with self.opened(manifest, verify=verify, wanted=wanted) as opened:
+        with self.opened(manifest, verify=verify, wanted=wanted, given_up=given_up) as opened:
             yield PulledTensors(manifest, opened, wanted)
 
     @contextmanager
     def opened(
-        self, manifest: WeightManifest, *, verify: bool = True, wanted: Mapping[str, Box] | None = None
+        self,
+        manifest: WeightManifest,
+        *,
+        verify: bool = True,
+        wanted: Mapping[str, Box] | None = None,
+        given_up: threading.Event | None = None,
     ) -> Iterator[Opened]:
         """Give the bytes of ``manifest``, verified, as ``pull`` does; nothing here needs torch."""
         check_manifest(manifest)
         boxes = _checked(manifest, wanted)
         self._leave_to_readers()
-        changed = wanted is None and self._change_spare(manifest)
+        changed = wanted is None and self._change_spare(manifest, given_up)
         memory = self._memory_of(manifest.total_bytes)
         content, memory.content = memory.content, ""
         relayed = self._relayed = self._pass_on(manifest, memory) if wanted is None else None
-        wish = _Wish(manifest, verify, boxes, self._limit.deadline(manifest.total_bytes), memory, relayed)
+        deadline = self._limit.deadline(manifest.total_bytes, given_up)
+        wish = _Wish(manifest, verify, boxes, deadline, memory, relayed)
         try:
             stack, pieces = (ExitStack(), wish.whole_pieces()) if changed else self._opened_or_ended(wish)
             if not any(one.whole for one in pieces):
@@ -213,7 +226,7 @@ class WeightPuller:
         self._relay.offer(relayed)
         return relayed
 
-    def _change_spare(self, manifest: WeightManifest) -> bool:
+    def _change_spare(self, manifest: WeightManifest, given_up: threading.Event | None) -> bool:
         """Make what the last pull received the version of ``manifest``, by what changed: True where that is done.
 
         Else whole weights have to come, into that memory or a new one. What somebody else reads is copied first.
@@ -230,11 +243,10 @@ class WeightPuller:
         del base
         memory.content = ""
         self._spare = memory
-        return self._apply(manifest, delta, memory)
+        return self._apply(manifest, delta, memory, self._limit.deadline(delta.total_bytes, given_up))
 
-    def _apply(self, manifest: WeightManifest, delta: WeightDelta, memory: Memory) -> bool:
+    def _apply(self, manifest: WeightManifest, delta: WeightDelta, memory: Memory, deadline: Deadline) -> bool:
         """Receive the patches, each into its tensor in ``memory``. False: no source has them, or they are wrong."""
-        deadline = self._limit.deadline(delta.total_bytes)
         wish = _Wish(manifest, True, None, deadline, memory)
         receiving = Receiving([wish.patching(patch) for patch in delta.patches])
         try:
@@ -253,6 +265,8 @@ class WeightPuller:
 
     def _open(self, address: Address, nbytes: int, deadline: Deadline, reach_s: float = math.inf) -> Segment:
         """reach_s: within which its server has to greet. One that does not is asked last for a while."""
+        if not deadline.remaining_s():  # that says nothing of its server
+            raise PeerUnavailableError(str(address), "not asked: there is no time left, or others are wanted")
         if address.scheme not in self._readers:
             self._readers[address.scheme] = reader_for(address, self._secret, ucx=self._ucx)
         reach = Deadline(min(reach_s, deadline.remaining_s()))
