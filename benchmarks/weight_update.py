@@ -26,6 +26,7 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,9 +82,11 @@ class TimedPuller:
         return self._puller.way
 
     @contextmanager
-    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+    def pull(
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         started_s = time.perf_counter()
-        with self._puller.pull(manifest) as tensors:
+        with self._puller.pull(manifest, given_up=given_up) as tensors:
             self._watch.pull_s = time.perf_counter() - started_s
             yield tensors
 

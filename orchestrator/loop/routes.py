@@ -3,7 +3,8 @@
     weights log ─► who lives where (leases) ─► core/broadcast.py ─► routes log: whom each worker asks first
 
 A log of its own, since commands are the executor's alone. Nothing of it must be kept: a worker that hears nothing asks
-the trainer, and one whose source died turns to the next of its route.
+the trainer, and one whose source died turns to the next of its route. Who joins later is attached to what was planned:
+a version that is at a site does not come there once more.
 
 Owns: what is known of hosts and sites. Never: a transfer, or the choice.
 """
@@ -14,12 +15,20 @@ from collections.abc import Mapping
 
 import structlog
 
-from orchestrator.core.broadcast import Links, Peer, Plan, Source, plan_broadcast, routes
+from orchestrator.core.broadcast import Links, Peer, Plan, Source, attach, plan_broadcast, reattach, routes
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Entry, LogEntry
 from transport.broker.events import read_statuses
-from transport.contracts.messages import Addresses, WeightManifest, WeightRoutes, WorkerStatus, encode, manifest_decoder
-from transport.contracts.types import WorkerId, WorkerKind
+from transport.contracts.messages import (
+    STARTING,
+    Addresses,
+    WeightManifest,
+    WeightRoutes,
+    WorkerStatus,
+    encode,
+    manifest_decoder,
+)
+from transport.contracts.types import WeightIdentity, WorkerId, WorkerKind
 from transport.errors import MessageError
 from transport.tensors.relay import relayed_address
 
@@ -36,55 +45,83 @@ LINKS = Links(
 """What is supposed of networks nobody measured: 10 Gbit/s, and a tenth of it between sites. Only ratios count here."""
 
 
-def plan_of(manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> Plan | None:
-    """The way of a version to every generation worker that is on another host; None where there is none."""
-    sites = {status.host_id: status.site for status in statuses.values() if status.kind is WorkerKind.TRAIN}
-    peers = [
-        Peer(name=worker, host=status.host_id, site=status.site)
-        for worker, status in sorted(statuses.items())
-        if status.kind is WorkerKind.GENERATE and status.host_id not in ("", manifest.host)
-    ]
+def plan_of(
+    manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus], plan: Plan | None = None
+) -> Plan | None:
+    """The way of a version to every generation worker that has started on another host; None where there is none.
+
+    plan: of those that were told: others are attached to it, and those that left are cut out.
+    Raises ValueError: nothing can be planned for such a version.
+    """
+    peers = {
+        worker: Peer(name=worker, host=status.host_id, site=status.site)
+        for worker, status in sorted(statuses.items(), key=lambda one: (not one[1].relay, one[0]))  # the last feed none
+        if status.kind is WorkerKind.GENERATE and status.doing != STARTING  # it would let others wait
+        if status.host_id not in ("", manifest.host)
+    }
     if not peers:
         return None
-    source = Source(name=TRAINER, host=manifest.host, site=sites.get(manifest.host, ""))
-    piece_bytes = max(1, manifest.total_bytes // max(1, len(manifest.tensors)))
-    return plan_broadcast([manifest.total_bytes], [source], peers, LINKS, piece_bytes=piece_bytes, most_trees=1)
+    if plan is None:
+        sites = {status.host_id: status.site for status in statuses.values() if status.kind is WorkerKind.TRAIN}
+        source = Source(name=TRAINER, host=manifest.host, site=sites.get(manifest.host, ""))
+        piece_bytes = max(1, manifest.total_bytes // max(1, len(manifest.tensors)))
+        whole = [manifest.total_bytes]
+        return plan_broadcast(whole, [source], [*peers.values()], LINKS, piece_bytes=piece_bytes, most_trees=1)
+    if gone := plan.receivers.keys() - peers.keys():
+        plan = reattach(plan, gone, {})
+    for worker, peer in peers.items():
+        plan = plan if worker in plan.receivers else attach(plan, peer)
+    return plan
 
 
-def plan_routes(manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> dict[WorkerId, Addresses]:
-    """Whom each worker of ``plan_of`` asks, best first; nobody: it asks the trainer."""
-    plan = plan_of(manifest, statuses)
+def plan_routes(
+    plan: Plan, weights: WeightIdentity, statuses: Mapping[WorkerId, WorkerStatus]
+) -> dict[WorkerId, Addresses]:
+    """Whom each worker of ``plan`` asks, best first; nobody: it asks the trainer."""
     return {
         WorkerId(worker): tuple(
-            relayed_address(relay, manifest.weights) for name in names if (relay := statuses[WorkerId(name)].relay)
+            relayed_address(relay, weights) for name in names if (relay := statuses[WorkerId(name)].relay)
         )
-        for worker, names in (routes(plan) if plan else {}).items()
+        for worker, names in routes(plan).items()
     }
 
 
 async def route_weights(broker: Broker) -> None:
     """Plan the way of every version that is published, forever; of the newest also for workers that join."""
-    cursor = await broker.last_id(keys.WEIGHTS) or ZERO_ID
+    cursor = ZERO_ID
     newest: WeightManifest | None = None
-    told: set[WorkerId] = set()
+    plan: Plan | None = None
+    entries = await broker.tail(keys.WEIGHTS, count=1)
     while True:
-        entries = await broker.read(keys.WEIGHTS, cursor, count=64, wait_s=1.0)
         if entries:
             cursor = entries[-1].entry_id
             if manifest := _manifest(entries[-1]):
-                newest, told = manifest, set()
-        if newest is None:
-            continue
-        planned = plan_routes(newest, read_statuses(await broker.leases()))
-        untold = {worker: sources for worker, sources in planned.items() if worker not in told}
-        if not untold:
-            continue
-        told |= untold.keys()
+                newest, plan = manifest, None
+        if newest is not None:
+            try:
+                plan = await _tell(broker, newest, plan)
+            except ValueError as error:
+                log.warning("way of weights not planned", weights=str(newest.weights), reason=str(error))
+                newest = None
+        entries = await broker.read(keys.WEIGHTS, cursor, count=64, wait_s=1.0)
+
+
+async def _tell(broker: Broker, manifest: WeightManifest, told: Plan | None) -> Plan | None:
+    """Tell those workers their way that are not in ``told``. Returns the plan with them."""
+    statuses = read_statuses(await broker.leases())
+    plan = plan_of(manifest, statuses, told)
+    if plan is None:
+        return None
+    known = told.receivers if told is not None else {}
+    planned = plan_routes(plan, manifest.weights, statuses)
+    untold = {worker: sources for worker, sources in planned.items() if worker not in known}
+    if untold:
         direct = sum(not sources for sources in untold.values())
-        fields = {"weights": str(newest.weights), "workers": str(len(untold)), "from_trainer": str(direct)}
-        payload = encode(WeightRoutes(weights=newest.weights, routes=untold))
+        fields = {"weights": str(manifest.weights), "workers": str(len(untold)), "from_trainer": str(direct)}
+        payload = encode(WeightRoutes(weights=manifest.weights, routes=untold))
         await broker.append(keys.ROUTES, Entry(fields=fields, payload=payload))
-        log.info("way of weights planned", weights=str(newest.weights), workers=len(untold), from_trainer=direct)
+        log.info("way of weights planned", weights=str(manifest.weights), workers=len(untold), from_trainer=direct)
+    return plan
 
 
 def _manifest(entry: LogEntry) -> WeightManifest | None:

@@ -34,6 +34,7 @@ from transport.contracts.types import (
     WorkerId,
     group_id,
 )
+from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from transport.rows.columns import encode_array
 from workers.generation import worker as worker_module
@@ -53,10 +54,14 @@ SETTINGS = msgspec.convert(
 
 
 class FakePuller:
-    """Gives tensors, or fails; ``held`` says whose contexts are open."""
+    """Gives tensors, or fails; ``held`` says whose contexts are open.
+
+    slow: version -> set when all its bytes came.  given_up: those that were not waited for.
+    """
 
     def __init__(self):
         self.pulled, self.held, self.error = [], [], None
+        self.slow, self.coming, self.given_up = {}, [], []
         self._changed = threading.Condition()
         self.way = ""
 
@@ -65,9 +70,17 @@ class FakePuller:
             assert self._changed.wait_for(holds, 30)
 
     @contextmanager
-    def pull(self, manifest):
+    def pull(self, manifest, *, given_up=None):
         if self.error:
             raise self.error
+        if manifest.weights in self.slow:
+            with self._changed:
+                self.coming.append(manifest.weights)
+                self._changed.notify_all()
+            while not self.slow[manifest.weights].wait(0.01):
+                if given_up.is_set():
+                    self.given_up.append(manifest.weights)
+                    raise PeerUnavailableError("slow", "not waited for")
         with self._changed:
             self.held.append(manifest.weights)
             self.pulled.append(manifest.weights)
@@ -96,7 +109,7 @@ class RenewalCounter(MemoryBroker):
 class World:
     """One worker on one in-memory broker, and what a test does to it."""
 
-    def __init__(self, capacity, lengths=None):
+    def __init__(self, capacity, lengths=None, relay=None):
         self.broker = RenewalCounter(MemoryServer(), RunName("test"))
         self.engine = FakeEngine(capacity)
         self.puller = FakePuller()
@@ -109,6 +122,7 @@ class World:
             MonotonicClock(),
             stop_token_ids=(2, 4),
             lengths=lengths,
+            relay=relay,
         )
         self._cursor, self._unread = ZERO_ID, []
         self._plans = 0
@@ -145,6 +159,16 @@ class World:
         """Wait until these versions, and no other, are brought in."""
         await asyncio.to_thread(self.puller.wait_until, lambda: self.puller.held == list(weights))
 
+    async def until(self, holds):
+        """Wait until something holds."""
+        async with asyncio.timeout(30):
+            while not holds():  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.005)
+
+    async def until_coming(self, weights):
+        """Wait until a slow version is on its way."""
+        await asyncio.to_thread(self.puller.wait_until, lambda: weights in self.puller.coming)
+
     async def events(self, count, *, of=(RolloutFinished, RolloutFailed, WeightsLoaded, WeightsFailed)):
         """The next ``count`` events of these kinds; others before them are skipped."""
         found = []
@@ -171,8 +195,8 @@ class World:
 
 
 @asynccontextmanager
-async def running(capacity=4, lengths=None):
-    world = World(capacity, lengths)
+async def running(capacity=4, lengths=None, relay=None):
+    world = World(capacity, lengths, relay)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "REPORT_S", 0.01)
         task = asyncio.create_task(world.worker.run())

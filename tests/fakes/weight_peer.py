@@ -2,7 +2,8 @@
 
 Speaks lines of JSON on stdin and stdout.
     publish ADDRESS MEGABYTES DIRECTORY   out: {"manifest"} for each line that comes in, whose number is the version
-    receive                               in: {"manifest"}  out: {"relay", "host_id", "seconds", "digest"} or {"error"}
+    receive BROKER WAIT_S                 out: {"relay", "host_id"}, as of its lease
+                                          in: {"manifest"}  out: {"seconds", "digest", "way"} or {"error"}
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ def publish(address: str, megabytes: float, directory: Path, secret: bytes) -> N
     publisher.close()
 
 
-def receive(secret: bytes) -> None:
-    relay = Relay(secret=secret, limit=LIMIT)
-    puller = WeightPuller(secret=secret, limit=LIMIT, relay=relay)
+def receive(broker: str, wait_s: float, secret: bytes) -> None:
+    limit = TimeLimit(wait_s, LIMIT.min_mb_s)
+    relay = Relay(secret=secret, limit=limit)
+    relay.listen_facing(broker)
+    say(relay=relay.address, host_id=host_id())
+    puller = WeightPuller(secret=secret, limit=limit, relay=relay)
     for line in sys.stdin:
         manifest, started_s = manifest_decoder.decode(base64.b64decode(json.loads(line)["manifest"])), time.monotonic()
         try:
@@ -60,7 +64,7 @@ def receive(secret: bytes) -> None:
         except StreamError as error:
             say(error=f"{type(error).__name__}: {error}")
             continue
-        say(relay=relay.address, host_id=host_id(), seconds=seconds, digest=found)
+        say(seconds=seconds, digest=found, way=puller.way)
     relay.close()
 
 
@@ -70,4 +74,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "publish":
         publish(sys.argv[2], float(sys.argv[3]), Path(sys.argv[4]), shared)
     else:
-        receive(shared)
+        receive(sys.argv[2], float(sys.argv[3]), shared)

@@ -14,9 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from orchestrator.loop.routes import plan_routes
+from orchestrator.core.broadcast import Plan
+from orchestrator.loop.routes import plan_of, plan_routes
 from tests.fakes.several_hosts import Host
-from transport.contracts.messages import WeightManifest, WorkerStatus, encode, manifest_decoder
+from transport.contracts.messages import Addresses, WeightManifest, WorkerStatus, encode, manifest_decoder
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.process.secret import SHARED_SECRET
 
@@ -61,53 +62,64 @@ class WeightPeer:
 
 
 class Site:
-    """A trainer, and workers elsewhere, all of which pass weights on by now."""
+    """A trainer, whose host has the broker, and workers elsewhere. plan: of the version that was published last."""
 
-    def __init__(self, hosts: Sequence[Host], directory: Path, megabytes: float, site: str = "far") -> None:
+    def __init__(
+        self, hosts: Sequence[Host], directory: Path, megabytes: float, *, site: str = "far", wait_s: float = 10.0
+    ) -> None:
+        """wait_s: how long the workers bear silence."""
         self._site = site
         self.trainer = WeightPeer(hosts[0], "publish", hosts[0].address, str(megabytes), str(directory))
-        self.workers = [WeightPeer(host, "receive") for host in hosts[1:]]
-        self._relays: list[tuple[str, str]] = []
-
-    def begin_to_pass_on(self) -> None:
-        """By a version that each of them gets from the trainer."""
-        first = self._published(0)
-        for worker in self.workers:
-            worker.pull(first)
-        for worker in self.workers:
-            said = worker.answer()
-            self._relays.append((said["host_id"], said["relay"]))
+        self.workers = [WeightPeer(host, "receive", f"{hosts[0].address}:6379", str(wait_s)) for host in hosts[1:]]
+        self._said = [worker.answer() for worker in self.workers]
 
     def _published(self, version: int) -> WeightManifest:
         self.trainer.tell(str(version))
         return manifest_decoder.decode(base64.b64decode(self.trainer.answer()["manifest"]))
 
-    def statuses(self, number: int) -> dict[WorkerId, WorkerStatus]:
+    def _statuses(self, number: int) -> dict[WorkerId, WorkerStatus]:
         """What the first ``number`` workers say of themselves."""
         return {
-            (worker := WorkerId(f"generate-{n}.1")): WorkerStatus(
+            (worker := worker_name(n)): WorkerStatus(
                 worker_id=worker,
                 kind=WorkerKind.GENERATE,
                 host="",
                 pid=1,
                 protocol=1,
-                host_id=host,
+                host_id=said["host_id"],
                 site=self._site,
-                relay=relay,
+                relay=said["relay"],
+                doing="waiting",
             )
-            for n, (host, relay) in enumerate(self._relays[:number])
+            for n, said in enumerate(self._said[:number])
         }
 
     def begin(self, version: int, number: int = 0) -> WeightManifest:
         """Publish it; ``number`` workers, 0: all, pull it along the routes that the orchestrator plans."""
-        manifest = self._published(version)
-        number = number or len(self.workers)
-        routes = plan_routes(manifest, self.statuses(number))
-        self.routes = [routes[WorkerId(f"generate-{n}.1")] for n in range(number)]
-        for worker, route in zip(self.workers[:number], self.routes, strict=True):
-            worker.pull(replace(manifest, sources=(*route, *manifest.sources)))
-        return manifest
+        self._manifest, self._plan = self._published(version), None
+        self.routes: list[Addresses] = []
+        self.join(number or len(self.workers))
+        return self._manifest
+
+    def join(self, number: int) -> None:
+        """So many pull the version from now on, those that do already included."""
+        statuses = self._statuses(number)
+        self._plan = plan_of(self._manifest, statuses, self._plan)
+        planned = plan_routes(self.plan, self._manifest.weights, statuses)
+        for worker in range(len(self.routes), number):
+            self.routes.append(planned[worker_name(worker)])
+            sources = (*self.routes[-1], *self._manifest.sources)
+            self.workers[worker].pull(replace(self._manifest, sources=sources))
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
 
     def close(self) -> None:
         for peer in (*self.workers, self.trainer):
             peer.close()
+
+
+def worker_name(number: int) -> WorkerId:
+    return WorkerId(f"generate-{number}.1")

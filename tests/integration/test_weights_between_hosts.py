@@ -6,67 +6,108 @@ The slow link is one token bucket; what it carried is what the trainer's card sa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.several_hosts import several_hosts
 from tests.fakes.weight_site import Site
+from transport.contracts.settings import TensorSettings
 
 SLOW_MBIT_S, MEGABYTES, NUM_WORKERS = 40.0, 8.0, 3
 ONCE_S = MEGABYTES * 8 / SLOW_MBIT_S
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+@contextmanager
+def site_of(directory: Path, wait_s: float = 10.0) -> Iterator[Site]:
     with several_hosts(1 + NUM_WORKERS) as hosts:
-        site = Site(hosts, tmp_path, MEGABYTES)
+        hosts[0].shape(SLOW_MBIT_S)
+        site = Site(hosts, directory, MEGABYTES, wait_s=wait_s)
         try:
-            site.begin_to_pass_on()
-            hosts[0].shape(SLOW_MBIT_S)
             yield site
         finally:
             site.close()
 
 
-def test_the_slow_link_carries_a_version_once(site: Site) -> None:
-    before = site.trainer.host.sent_bytes
-    site.begin(1)
-    answers = [worker.answer() for worker in site.workers]
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with site_of(tmp_path) as site:
+        yield site
+
+
+def copies_since(site: Site, before: int) -> float:
+    """Versions that the slow link carried."""
     copies = (site.trainer.host.sent_bytes - before) / (MEGABYTES * 1e6)
-    seconds = max(answer["seconds"] for answer in answers)
-    print(f"{copies:.3f} copies over the slow link, {seconds:.2f} s where one copy takes {ONCE_S:.2f} s")
+    print(f"{copies:.3f} copies over the slow link")
+    return copies
+
+
+def until_sent(site: Site, before: int, share: float) -> None:
+    while site.trainer.host.sent_bytes - before < MEGABYTES * 1e6 * share:
+        time.sleep(0.05)
+
+
+def assert_alike(answers: Sequence[Mapping[str, Any]]) -> None:
+    assert all("digest" in answer for answer in answers), answers
     assert len({answer["digest"] for answer in answers}) == 1
-    assert 1 <= copies < 1.3  # headers of packets, and what was sent again
+
+
+def test_the_slow_link_carries_each_version_once_the_first_too(site: Site) -> None:
+    for version in (0, 1):
+        before = site.trainer.host.sent_bytes
+        site.begin(version)
+        answers = [worker.answer() for worker in site.workers]
+        seconds = max(answer["seconds"] for answer in answers)
+        print(f"version {version}: {seconds:.2f} s where one copy takes {ONCE_S:.2f} s")
+        assert_alike(answers)
+        assert 1 <= copies_since(site, before) < 1.3  # headers of packets, and what was sent again
+
+
+def test_a_worker_that_joins_in_mid_broadcast_is_given_the_version_at_its_site(site: Site) -> None:
+    before = site.trainer.host.sent_bytes
+    site.begin(0, NUM_WORKERS - 1)
+    until_sent(site, before, 1 / 2)
+    site.join(NUM_WORKERS)
+    assert site.routes[-1], "it does not ask the trainer first"
+    assert_alike([worker.answer() for worker in site.workers])
+    assert 1 <= copies_since(site, before) < 1.3
 
 
 def test_a_link_that_is_cut_in_mid_transfer_costs_no_byte_that_came(site: Site) -> None:
     before = site.trainer.host.sent_bytes
     site.begin(1)
-    while site.trainer.host.sent_bytes - before < MEGABYTES * 1e6 / 4:
-        time.sleep(0.05)
+    until_sent(site, before, 1 / 4)
     site.trainer.host.set_link("down")
     time.sleep(3)
     site.trainer.host.set_link("up")
-    answers = [worker.answer() for worker in site.workers]
-    copies = (site.trainer.host.sent_bytes - before) / (MEGABYTES * 1e6)
-    print(f"{copies:.3f} copies over the slow link")
-    assert all("digest" in answer for answer in answers), answers
-    assert len({answer["digest"] for answer in answers}) == 1
-    assert copies < 1.6
+    assert_alike([worker.answer() for worker in site.workers])
+    assert copies_since(site, before) < 1.6
+
+
+@pytest.mark.long  # the silence that a worker bears in a run, tensors.wait_s, and the cut: each half a minute
+def test_a_site_that_is_cut_off_for_30_s_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    with site_of(tmp_path, TensorSettings().wait_s) as site:
+        before = site.trainer.host.sent_bytes
+        site.begin(0)
+        until_sent(site, before, 1 / 2)
+        site.trainer.host.set_link("down")
+        time.sleep(30)
+        site.trainer.host.set_link("up")
+        answers = [worker.answer() for worker in site.workers]
+        print([answer.get("seconds", answer) for answer in answers])
+        assert_alike(answers)
+        # A relay is then silent for as long as its source: each worker may turn to the trainer for the other half.
+        assert copies_since(site, before) < 1 + (NUM_WORKERS - 1) / 2 + 0.3
 
 
 def test_the_gateway_of_a_site_dies_and_the_rest_comes_once_more(site: Site) -> None:
     before = site.trainer.host.sent_bytes
     site.begin(1)
-    while site.trainer.host.sent_bytes - before < MEGABYTES * 1e6 / 2:
-        time.sleep(0.05)
+    until_sent(site, before, 1 / 2)
     gateway = site.routes.index(())
     site.workers[gateway].process.kill()
-    answers = [worker.answer() for n, worker in enumerate(site.workers) if n != gateway]
-    copies = (site.trainer.host.sent_bytes - before) / (MEGABYTES * 1e6)
-    print(f"{copies:.3f} copies over the slow link")
-    assert all("digest" in answer for answer in answers), answers
-    assert len({answer["digest"] for answer in answers}) == 1
-    assert copies < 1.8  # the half that had come stayed
+    assert_alike([worker.answer() for n, worker in enumerate(site.workers) if n != gateway])
+    assert copies_since(site, before) < 1.8  # the half that had come stayed

@@ -1,6 +1,7 @@
 """How a generation worker takes new weights, over the in-memory broker and a fake engine."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -15,6 +16,9 @@ from transport.contracts.messages import (
     WorkerReported,
 )
 from transport.errors import ChecksumError, PeerUnavailableError
+from transport.tensors import relay as relay_module
+from transport.tensors.base import TimeLimit
+from transport.tensors.relay import Relay
 from workers.errors import WeightsMismatchError
 from workers.weights import updates as updates_module
 
@@ -49,6 +53,68 @@ async def test_the_newest_version_is_brought_in_while_the_old_one_serves():
         assert (type(loaded), loaded.weights) == (WeightsLoaded, V3)
         assert world.puller.pulled == [V1, V2, V3], "not pulled again"
         assert world.puller.held == []
+
+
+async def test_a_version_that_comes_slowly_is_given_up_for_the_next():
+    async with running() as world:
+        world.puller.slow[V1] = threading.Event()
+        await world.manifest(V1)
+        await world.until_coming(V1)
+        await world.manifest(V1)  # of a broker that lost it: says nothing new
+        await world.manifest(V2)
+        await world.until_held(V2)
+        assert world.puller.given_up == [V1]
+        assert world.puller.pulled == [V2]
+
+
+async def test_a_load_does_not_wait_for_older_weights_that_come_slowly():
+    async with running() as world:
+        world.puller.slow[V1] = threading.Event()
+        await world.manifest(V1)
+        await world.until_coming(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V2))
+        await world.until(lambda: world.puller.given_up == [V1])
+        await world.manifest(V2)
+        assert (await world.events(1))[0].weights == V2
+
+
+async def test_what_a_load_waits_for_is_not_given_up_or_nothing_would_ever_be_loaded():
+    async with running() as world:
+        world.puller.slow[V1] = threading.Event()
+        await world.manifest(V1)
+        await world.until_coming(V1)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await world.until(lambda: world.worker.activity().doing == "loading")
+        await world.manifest(V2)
+        await world.until(lambda: world.worker._updates._newest.weights == V2)
+        world.puller.slow[V1].set()
+        assert (await world.events(1))[0].weights == V1
+        await world.until_held(V2)
+        assert world.puller.pulled == [V1, V2]
+
+
+async def test_a_worker_that_ends_waits_for_no_bytes():
+    async with running() as world:
+        world.puller.slow[V1] = threading.Event()
+        await world.manifest(V1)
+        await world.until_coming(V1)
+    await world.until(lambda: world.puller.given_up == [V1])
+
+
+async def test_a_relay_listens_before_its_worker_is_known_of(monkeypatch):
+    monkeypatch.setattr(relay_module, "facing", lambda peer: "127.0.0.1" if peer == "memory" else "")
+    relay = Relay(secret=b"a secret of more than sixteen bytes", limit=TimeLimit())
+    async with running(relay=relay) as world:
+        assert (await world.events(1, of=WorkerReported))[0].weights is None
+        assert world.worker.activity().relay.startswith("tcp://127.0.0.1:")
+    assert relay.address == ""
+
+
+@pytest.mark.parametrize("broker", ["/run/streamrl/broker.sock", "127.0.0.1:6379", "localhost:6379", "::1:6379", "x"])
+async def test_a_relay_does_not_listen_where_the_broker_says_nothing_of_its_network(broker):
+    relay = Relay(secret=b"a secret of more than sixteen bytes", limit=TimeLimit())
+    await asyncio.to_thread(relay.listen_facing, broker)
+    assert relay.address == ""
 
 
 async def test_what_was_brought_in_is_given_back_when_the_worker_ends():
@@ -103,6 +169,8 @@ async def test_weights_that_do_not_load_are_told_and_the_old_ones_stay(where):
         else:
             world.engine.load_error = WeightsMismatchError("missing: w")
         await world.manifest(V2)
+        if where == "engine":
+            await world.until_held(V2)
         await world.command(LoadWeights(worker_id=ME, weights=V2))
         (failed,) = await world.events(1)
         assert isinstance(failed, WeightsFailed)

@@ -2,24 +2,30 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from orchestrator.core.broadcast import Links, Peer, Source, plan_broadcast, reattach, routes
-from orchestrator.loop.routes import plan_routes, route_weights
+from orchestrator.loop.routes import plan_of, plan_routes, route_weights
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Entry, LogEntry
-from transport.contracts.messages import WeightManifest, WeightRoutes, WorkerStatus, encode, routes_decoder
+from transport.contracts.messages import (
+    STARTING,
+    WeightManifest,
+    WeightRoutes,
+    WorkerStatus,
+    encode,
+    routes_decoder,
+)
 from transport.contracts.types import RunName, WeightIdentity, WorkerId, WorkerKind
 from transport.process.clock import MonotonicClock
 from transport.tensors.manifest import plan_layout
-from workers.weights import updates as updates_module
 from workers.weights.updates import WeightUpdates
 
 peers = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=40).map(
@@ -63,10 +69,25 @@ def test_the_first_child_of_a_dead_worker_takes_its_place() -> None:
         assert routes(plan)[name] == ((tree.root,) if name == heir else (tree.root, heir))
 
 
-def status(worker: str, host_id: str, relay: str = "", kind: WorkerKind = WorkerKind.GENERATE) -> WorkerStatus:
+def status(
+    worker: str, host_id: str, relay: str = "", kind: WorkerKind = WorkerKind.GENERATE, site: str = ""
+) -> WorkerStatus:
     return WorkerStatus(
-        worker_id=WorkerId(worker), kind=kind, host=host_id, pid=1, protocol=1, host_id=host_id, relay=relay
+        worker_id=WorkerId(worker),
+        kind=kind,
+        host=host_id,
+        pid=1,
+        protocol=1,
+        host_id=host_id,
+        relay=relay,
+        site=site,
+        doing="waiting",
     )
+
+
+def way(manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> dict[WorkerId, tuple[str, ...]]:
+    plan = plan_of(manifest, statuses)
+    return plan_routes(plan, manifest.weights, statuses) if plan is not None else {}
 
 
 def test_workers_of_other_hosts_are_told_whom_to_ask_where_that_one_listens() -> None:
@@ -76,14 +97,39 @@ def test_workers_of_other_hosts_are_told_whom_to_ask_where_that_one_listens() ->
     here = [status("generate-0.1", "here"), status("train-0.1", "here", kind=WorkerKind.TRAIN)]
     there = [status(f"generate-{n}.1", f"there-{n}", f"tcp://10.0.0.{n}:7000") for n in range(1, 5)]
     statuses = {one.worker_id: one for one in (*here, *there)}
-    planned = plan_routes(manifest, statuses)
+    planned = way(manifest, statuses)
     assert planned.keys() == {one.worker_id for one in there}
     assert 1 <= sum(not sources for sources in planned.values()) < len(there)
     listening = {f"{one.relay}/1.3.ab" for one in there}
     assert {source for sources in planned.values() for source in sources} <= listening
     silent = {worker: replace(one, relay="") for worker, one in statuses.items()}
-    assert not any(plan_routes(manifest, silent).values())
-    assert plan_routes(manifest, {one.worker_id: one for one in here}) == {}
+    assert not any(way(manifest, silent).values())
+    assert way(manifest, {one.worker_id: one for one in here}) == {}
+    deaf = {one.worker_id: replace(one, site="far") for one in (replace(there[0], relay=""), *there[1:])}
+    assert sum(not sources for sources in way(manifest, deaf).values()) == 1, "one that does not listen feeds nobody"
+    starting = {**statuses, there[0].worker_id: replace(there[0], doing=STARTING)}
+    assert way(manifest, starting).keys() == {one.worker_id for one in there[1:]}
+
+
+@given(st.data())
+def test_whoever_joins_gets_a_version_from_those_of_its_site_that_have_it(data: st.DataObject) -> None:
+    """And whoever waits for a relay waits for one that is there, or was."""
+    manifest = WeightManifest(
+        weights=WeightIdentity(epoch=1, version=3), tensors=(), total_bytes=1 << 20, sources=(), host="here"
+    )
+    plan, there, told = None, dict[WorkerId, WorkerStatus](), dict[WorkerId, tuple[str, ...]]()
+    for number in data.draw(st.permutations(range(12))):
+        worker = WorkerId(f"generate-{number}.1")
+        there[worker] = status(worker, f"host-{number // 2}", f"tcp://10.0.0.{number}:7000", site="far")
+        if len(there) > 2 and data.draw(st.booleans()):
+            del there[data.draw(st.sampled_from(sorted(there.keys() - {worker})))]
+        plan = plan_of(manifest, there, plan)
+        assert plan is not None
+        planned = plan_routes(plan, manifest.weights, there)
+        assert planned.keys() == there.keys()
+        assert sum(not sources for sources in planned.values()) == 1
+        told |= {name: sources for name, sources in planned.items() if name not in told}
+    assert sum(not sources for sources in told.values()) == 1, "the link between the sites carries it once"
 
 
 class World:
@@ -92,10 +138,12 @@ class World:
     def __init__(self) -> None:
         self.broker = MemoryBroker(MemoryServer(), RunName("routed"))
 
-    async def publish(self, version: int) -> WeightManifest:
+    async def publish(self, version: int, *, total_bytes: int = 4096) -> WeightManifest:
         specs = plan_layout([("t", (1024,), "float32")])
         weights = WeightIdentity(epoch=1, version=version, digest="ab")
-        manifest = WeightManifest(weights=weights, tensors=specs, total_bytes=4096, sources=("trainer",), host="there")
+        manifest = WeightManifest(
+            weights=weights, tensors=specs, total_bytes=total_bytes, sources=("trainer",), host="there"
+        )
         await self.broker.append(keys.WEIGHTS, Entry(payload=encode(manifest)))
         return manifest
 
@@ -134,6 +182,27 @@ async def test_a_worker_that_joins_is_told_and_the_way_of_the_others_stays() -> 
         assert (await world.planned(2))[0] == first
         second = (await world.planned(2))[1]
         assert (second.weights, second.routes.keys()) == (first.weights, {"generate-3.1"})
+        assert second.routes[WorkerId("generate-3.1")], "it is at this site by now"
+
+
+async def test_of_a_version_that_is_there_before_its_workers_each_is_told_as_it_comes() -> None:
+    world = World()
+    await world.publish(0)
+    async with planning(world):  # as after a restart: nobody publishes it once more
+        for number in (2, 0, 1):
+            await world.beat(f"generate-{number}.1", f"tcp://10.0.0.{number}:7000")
+            told = (await world.planned({2: 1, 0: 2, 1: 3}[number]))[-1].routes
+            assert told.keys() == {f"generate-{number}.1"}
+            assert bool(told[WorkerId(f"generate-{number}.1")]) == (number != 2)
+
+
+async def test_a_version_that_cannot_be_planned_is_left_to_the_trainer_and_the_next_is_planned() -> None:
+    world = World()
+    async with planning(world):
+        await world.beat("generate-0.1", "tcp://10.0.0.1:7000")
+        await world.publish(1, total_bytes=0)
+        await world.publish(2)
+        assert [one.weights.version for one in await world.planned(1)] == [2]
 
 
 class Pulls:
@@ -145,7 +214,9 @@ class Pulls:
         self.way = ""
 
     @contextlib.contextmanager
-    def pull(self, manifest: WeightManifest) -> Iterator[dict[str, torch.Tensor]]:
+    def pull(
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
         self._loop.call_soon_threadsafe(self.asked.put_nowait, manifest.sources)
         yield {}
 
@@ -154,12 +225,10 @@ class NoEngine:
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
-async def test_a_worker_asks_along_its_route_and_the_trainer_where_none_is_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_asks_along_its_route_and_the_trainer_where_none_is_planned() -> None:
     me = WorkerId("generate-1.1")
     world, puller = World(), Pulls()
-    updates = WeightUpdates(world.broker, NoEngine(), puller, me, MonotonicClock(), awaits_route=lambda: True)
+    updates = WeightUpdates(world.broker, NoEngine(), puller, me, MonotonicClock(), route_wait_s=30.0)
     ahead = asyncio.create_task(updates.prefetch())
 
     async def tell(manifest: WeightManifest, worker: WorkerId, source: str) -> None:
@@ -176,7 +245,7 @@ async def test_a_worker_asks_along_its_route_and_the_trainer_where_none_is_plann
             await world.broker.append(keys.ROUTES, Entry(payload=b"\xc1"))
             await tell(second, me, "another mate")
             assert await puller.asked.get() == ("another mate", "trainer")
-            monkeypatch.setattr(updates_module, "ROUTE_WAIT_S", 0.05)
+            updates._route_wait_s = 0.05
             await world.publish(3)
             assert await puller.asked.get() == ("trainer",)
     finally:

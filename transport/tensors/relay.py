@@ -2,8 +2,9 @@
 
     trainer ──► worker ──► worker ──► worker      each link carries each byte once, all of them at the same time
 
-A relay begins to listen when its own first bytes come over a network, at the address that faces their source: it needs
-no setting of its own, and where nothing comes over a network it does not listen.
+A relay begins to listen when its worker starts, at the address that faces the broker: it needs no setting of its own,
+and passes on the first version too. A worker whose broker is on its own host learns no address from that: its relay
+begins when first bytes come over a network, at the address that faces their source.
 
 Owns: what may be sent of a version, and until when. Never: who pulls from whom (``orchestrator/core/broadcast.py``), or
 a checksum. Invariants: no byte is sent before it was verified here; memory that is being sent is not written to.
@@ -12,6 +13,7 @@ a checksum. Invariants: no byte is sent before it was verified here; memory that
 from __future__ import annotations
 
 import bisect
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +21,7 @@ from dataclasses import replace
 from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
-from transport.tensors.base import Deadline, Endpoint, TimeLimit
+from transport.tensors.base import Deadline, Endpoint, TimeLimit, is_loopback
 from transport.tensors.receive import Memory
 from transport.tensors.tcp import read_range_decoder, serve_range
 from transport.tensors.ucx import chunks
@@ -148,6 +150,11 @@ class Relay:
             self._server, self.address = server, address
             log.info("passes weights on", address=address)
 
+    def listen_facing(self, peer: str) -> None:
+        """Begin at the address that faces ``peer``, where that is another machine and there is a secret to ask for."""
+        if self._endpoint.secret and (host := facing(peer)):
+            self.listen(host)
+
     def offer(self, relayed: Relayed) -> None:
         """Serve it instead of what was served."""
         with self._lock:
@@ -192,6 +199,22 @@ class Relay:
             relayed.end()
         if server is not None:
             server.close()
+
+
+def facing(peer: str) -> str:
+    """The address that this machine has for ``peer``, host:port; "" for one of its own, or none that can be reached."""
+    host, _, port = peer.rpartition(":")
+    if not host or host.startswith("/"):  # a socket of this host
+        return ""
+    try:
+        for family, kind, _, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as unsent:
+                unsent.connect(there)  # nothing travels: the kernel says which way it would
+                here = str(unsent.getsockname()[0])
+            return "" if is_loopback(here) else here
+    except (OSError, UnicodeError):
+        log.info("no way to the broker is known yet", broker=peer)
+    return ""
 
 
 def _place(segment: str) -> tuple[int, int] | None:

@@ -122,31 +122,29 @@ async def generation_worker(
         )
     log_path = run_dir / "logs" / f"{generation.engine}-{worker_id.partition('.')[0]}.log"
     engine = engine_of(settings, model_dir, log_path, trust_remote_code, server)
-    rows = open_rows(broker, settings, secret=secret)
-    if generation.engine == "emulated":
-        from workers.generation.emulated import EmulatedLink
-
-        link = EmulatedLink(
-            settings.emulated.transfer_s * settings.emulated.time_scale,
-            secret=secret,
-            limit=limit_of(settings.tensors),
-        )
-        return GenerationWorker(broker, engine, settings, worker_id, link, clock, rows=rows, lengths=lengths)
     from transport.tensors.relay import Relay
-    from workers.models import stop_token_ids
     from workers.weights.pull import WeightPuller
 
     limit, ucx = limit_of(settings.tensors), wants_ucx(settings.tensors.ucx)
     relay = Relay(secret=secret, limit=limit, ucx=ucx) if settings.tensors.relay else None
+    puller, stop = WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx), ()
+    if generation.engine == "emulated":
+        from workers.generation.emulated import EmulatedLink
+
+        puller = EmulatedLink(settings.emulated.transfer_s * settings.emulated.time_scale, puller)
+    else:
+        from workers.models import stop_token_ids
+
+        stop = stop_token_ids(model_dir)
     return GenerationWorker(
         broker,
         engine,
         settings,
         worker_id,
-        WeightPuller(secret=secret, limit=limit, relay=relay, ucx=ucx),
+        puller,
         clock,
-        rows=rows,
-        stop_token_ids=stop_token_ids(model_dir),
+        rows=open_rows(broker, settings, secret=secret),
+        stop_token_ids=stop,
         lengths=lengths,
         relay=relay,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ from transport.contracts.messages import WeightManifest
 from transport.contracts.settings import EmulatedSettings
 from transport.contracts.types import FinishReason, GroupId, VersionSpan, WeightIdentity
 from transport.process.clock import Clock
-from transport.tensors.base import TimeLimit
 from workers.generation.engine import (
     ABORTED_UNSTARTED,
     BASE_WEIGHTS,
@@ -190,17 +189,22 @@ class EmulatedEngine:
 
 
 class EmulatedLink:
-    """A Puller (workers/weights): every version takes ``transfer_s`` (ours), and its bytes are checked."""
+    """A Puller (workers/weights): a version comes as to any worker, passed on or not, and ``transfer_s`` later (ours).
 
-    def __init__(self, transfer_s: float, *, secret: bytes = b"", limit: TimeLimit | None = None) -> None:
+    Not modelled: that a link is shared, or a version longer; ``transfer_s`` is the same for every worker.
+    """
+
+    def __init__(self, transfer_s: float, puller: WeightPuller | None = None) -> None:
         self._transfer_s = transfer_s
-        self._puller = WeightPuller(secret=secret, limit=limit)
+        self._puller = puller or WeightPuller()
         self.way = ""
 
     @contextmanager
-    def pull(self, manifest: WeightManifest) -> Iterator[Mapping[str, torch.Tensor]]:
+    def pull(
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
-        time.sleep(self._transfer_s)
-        with self._puller.opened(manifest):
+        (given_up or threading.Event()).wait(self._transfer_s)
+        with self._puller.opened(manifest, given_up=given_up):
             self.way = self._puller.way
             yield {}

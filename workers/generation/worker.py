@@ -62,7 +62,7 @@ from transport.rows.columns import RowStore, decode_array, encode_array
 from transport.tensors.relay import Relay
 from workers.generation.engine import Completion, EngineFailure, EngineInfo, GenerationEngine, GenerationRequest, Result
 from workers.leases.lifecycle import Activity, Leases
-from workers.weights.updates import Puller, WeightUpdates
+from workers.weights.updates import ROUTE_WAIT_S, Puller, WeightUpdates
 
 log = structlog.get_logger(__name__)
 
@@ -275,7 +275,8 @@ class GenerationWorker:
             broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
         )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
         self._plans = HeldPlans()
-        self._updates = WeightUpdates(broker, engine, puller, worker_id, clock, awaits_route=self._passes_on)
+        route_wait_s = settings.liveness.heartbeat_s + ROUTE_WAIT_S if relay is not None else 0.0
+        self._updates = WeightUpdates(broker, engine, puller, worker_id, clock, route_wait_s=route_wait_s)
         self._relay = relay
         self._room = asyncio.Event()
         self._drained = asyncio.Event()
@@ -288,6 +289,8 @@ class GenerationWorker:
         Raises: ModelError, EngineCrashedError, EngineHungError; the broker's errors when it stays away.
         """
         try:
+            if self._relay is not None:  # before it is known of: its first version is passed on, too
+                await asyncio.to_thread(self._relay.listen_facing, (await self._broker.info()).address)
             self._info = await self._engine.start()
             async with asyncio.TaskGroup() as group:
                 named: dict[str, Coroutine[Any, Any, None]] = {
@@ -308,9 +311,6 @@ class GenerationWorker:
             if self._relay is not None:
                 await asyncio.to_thread(self._relay.close)
             await self._engine.close()
-
-    def _passes_on(self) -> bool:
-        return self._relay is not None and bool(self._relay.address)
 
     def activity(self) -> Activity:
         if self._info is None:

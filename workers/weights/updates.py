@@ -5,7 +5,9 @@
 
 A version is on its way as soon as its manifest is there, whatever the worker generates meanwhile; a load waits for what
 is still to come of it, and the switch itself is the engine's. The newest wins: it replaces what was brought in and not
-loaded. Until it is loaded or replaced, a worker holds one version beside the engine's.
+loaded, and what is still on its way is given up for it, unless a load waits for just that: then something is loaded
+also where versions are published faster than they come. Until it is loaded or replaced, a worker holds one version
+beside the engine's.
 
 Owns: which weights the engine serves, as this worker knows it. Never: decides which to load (the core commands it).
 Invariants: WeightsLoaded is reported only once the engine serves what was asked for; one pull at a time.
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -48,7 +51,7 @@ log = structlog.get_logger(__name__)
 MANIFEST_WAIT_S = 30.0  # a load is commanded after its manifest; only a broker that lost its tail has none
 MANIFESTS_LOOKED_AT = 64
 READ_WAIT_S = 1.0
-ROUTE_WAIT_S = 2.0  # the orchestrator plans a version's way within milliseconds of its manifest, where it lives
+ROUTE_WAIT_S = 2.0  # the orchestrator looks each second who is there, and plans within milliseconds, where it lives
 
 LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
 """What leaves the old weights in service and is reported as WeightsFailed; anything else ends the worker."""
@@ -62,7 +65,11 @@ class Puller(Protocol):
 
     way: str
 
-    def pull(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+    def pull(
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """given_up: once it is set, what still comes is not waited for: PeerUnavailableError."""
+        ...
 
 
 class TakesWeights(Protocol):
@@ -95,9 +102,9 @@ class WeightUpdates:
         worker_id: WorkerId,
         clock: Clock,
         *,
-        awaits_route: Callable[[], bool] = lambda: False,
+        route_wait_s: float = 0.0,
     ) -> None:
-        """awaits_route: whether this worker is one of those that pass versions on."""
+        """route_wait_s: for so long it waits to be told whom to ask; 0: workers of this run pass nothing on."""
         self._broker = broker
         self._engine = engine
         self._puller = puller
@@ -105,7 +112,11 @@ class WeightUpdates:
         self._clock = clock
         self._pulling = asyncio.Lock()
         self._ahead: Pulled | None = None
-        self._awaits_route = awaits_route
+        self._route_wait_s = route_wait_s
+        self._newest: WeightManifest | None = None
+        self._announced = asyncio.Event()
+        self._coming: tuple[WeightIdentity, threading.Event] | None = None  # ahead, and what gives it up
+        self._awaited: WeightIdentity | None = None  # what a load is to make the engine serve
         self.served: WeightIdentity | None = None
         self.loading = False
 
@@ -116,24 +127,43 @@ class WeightUpdates:
 
     async def prefetch(self) -> None:
         """Bring in each newest version, forever. What fails here is reported when it is to be loaded."""
-        cursor = ZERO_ID
-        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
         try:
-            while True:
-                cursor = entries[-1].entry_id if entries else cursor
-                if manifests := [manifest for entry in entries if (manifest := read_manifest(entry))]:
-                    await self._bring(manifests[-1])
-                entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow_manifests(), name="manifests")
+                group.create_task(self._bring_newest(), name="bring")
         finally:
             self._drop()
 
-    async def _along(self, manifest: WeightManifest) -> WeightManifest:
-        """``manifest`` with the sources of this worker's route first, if that is planned in time."""
-        if manifest.host == host_id() or not self._awaits_route():
-            return manifest
-        deadline_s = self._clock.now_s() + ROUTE_WAIT_S
-        cursor, entries = ZERO_ID, await self._broker.tail(keys.ROUTES, count=MANIFESTS_LOOKED_AT)
+    async def _follow_manifests(self) -> None:
+        cursor = ZERO_ID
+        entries = await self._broker.tail(keys.WEIGHTS, count=MANIFESTS_LOOKED_AT)
         while True:
+            cursor = entries[-1].entry_id if entries else cursor
+            if manifests := [manifest for entry in entries if (manifest := read_manifest(entry))]:
+                self._newest = manifests[-1]
+                self._announced.set()
+                self._give_up_unless(self._newest.weights, self._awaited)
+            entries = await self._broker.read(keys.WEIGHTS, cursor, count=MANIFESTS_LOOKED_AT, wait_s=READ_WAIT_S)
+
+    async def _bring_newest(self) -> None:
+        while True:
+            await self._announced.wait()
+            self._announced.clear()
+            if self._newest is not None:
+                await self._bring(self._newest)
+
+    def _give_up_unless(self, *wanted: WeightIdentity | None) -> None:
+        """Let what is brought in ahead not come any further, where it is none of ``wanted``."""
+        if self._coming is not None and self._coming[0] not in wanted:
+            self._coming[1].set()
+
+    async def _along(self, manifest: WeightManifest, given_up: threading.Event) -> WeightManifest:
+        """``manifest`` with the sources of this worker's route first, if that is planned in time."""
+        if manifest.host == host_id() or not self._route_wait_s:
+            return manifest
+        deadline_s = self._clock.now_s() + self._route_wait_s
+        cursor, entries = ZERO_ID, await self._broker.tail(keys.ROUTES, count=MANIFESTS_LOOKED_AT)
+        while not given_up.is_set():
             for entry in reversed(entries):
                 if (planned := read_routes(entry)) is None:
                     continue
@@ -146,6 +176,7 @@ class WeightUpdates:
             cursor = entries[-1].entry_id if entries else cursor
             wait_s = min(left_s, READ_WAIT_S)
             entries = await self._broker.read(keys.ROUTES, cursor, count=MANIFESTS_LOOKED_AT, wait_s=wait_s)
+        return manifest
 
     async def _bring(self, manifest: WeightManifest) -> None:
         async with self._pulling:
@@ -153,22 +184,29 @@ class WeightUpdates:
             if manifest.weights in (self.served, held):
                 return
             self._drop()
+            given_up = threading.Event()
+            self._coming = manifest.weights, given_up
             try:
-                self._ahead = await self._pull(await self._along(manifest))
+                self._ahead = await self._pull(manifest, given_up)
             except LOAD_FAILURES as error:
-                log.info("weights not brought in ahead", weights=str(manifest.weights), reason=str(error))
+                reason = "others are wanted" if given_up.is_set() else str(error)
+                log.info("weights not brought in ahead", weights=str(manifest.weights), reason=reason)
+            finally:
+                self._coming = None
 
-    async def _pull(self, manifest: WeightManifest) -> Pulled:
+    async def _pull(self, manifest: WeightManifest, given_up: threading.Event) -> Pulled:
         """A thread cannot be stopped: what one brings in after its task was is given back then."""
+        manifest = await self._along(manifest, given_up)
         pulled, context = Pulled(manifest.weights), contextvars.copy_context()
 
         def enter() -> Mapping[str, torch.Tensor]:
-            return context.run(pulled.stack.enter_context, self._puller.pull(manifest))
+            return context.run(pulled.stack.enter_context, self._puller.pull(manifest, given_up=given_up))
 
         entering = asyncio.get_running_loop().run_in_executor(None, enter)  # no task, which would be left over
         try:
             pulled.tensors = await asyncio.shield(entering)
         except asyncio.CancelledError:
+            given_up.set()
             entering.add_done_callback(lambda done: done.cancelled() or done.exception() or pulled.close())
             raise
         return pulled
@@ -188,10 +226,15 @@ class WeightUpdates:
     async def load(self, weights: WeightIdentity) -> WeightsLoaded | WeightsFailed:
         """Make the engine serve ``weights``. Returns the event to report, also where it is served already."""
         started_s, self.loading = self._clock.now_s(), True
+        self._awaited = weights
+        if self._coming is not None and self._coming[0] < weights:
+            self._give_up_unless(weights)
         try:
             async with self._pulling:
                 if weights != self.served:
-                    pulled = self._take(weights) or await self._pull(await self._along(await self._manifest(weights)))
+                    pulled = self._take(weights)
+                    if pulled is None:
+                        pulled = await self._pull(await self._manifest(weights), threading.Event())
                     try:
                         await self._engine.load_weights(weights, pulled.tensors)
                     finally:
@@ -202,7 +245,7 @@ class WeightUpdates:
             log.warning("weights not loaded", weights=str(weights), reason=str(error))
             return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
         finally:
-            self.loading = False
+            self.loading, self._awaited = False, None
         return WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=self._clock.now_s() - started_s)
 
     async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
