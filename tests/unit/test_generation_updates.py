@@ -3,23 +3,31 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
 from tests.fakes.generation_world import ME, V1, V2, V3, World, running
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.contracts.messages import (
     LoadWeights,
     RolloutFinished,
+    WeightManifest,
     WeightsFailed,
     WeightsLoaded,
     WorkerReported,
 )
+from transport.contracts.settings import Settings
+from transport.contracts.types import RunName, WeightIdentity
 from transport.errors import ChecksumError, PeerUnavailableError
 from transport.tensors import relay as relay_module
 from transport.tensors.base import TimeLimit
+from transport.tensors.manifest import digest_tensors
 from transport.tensors.relay import Relay
+from workers.commands.build import ServerChoice, generation_worker
 from workers.errors import WeightsMismatchError
+from workers.generation.emulated import EmulatedLink
 from workers.weights import updates as updates_module
 
 
@@ -115,6 +123,23 @@ async def test_a_relay_does_not_listen_where_the_broker_says_nothing_of_its_netw
     relay = Relay(secret=b"a secret of more than sixteen bytes", limit=TimeLimit())
     await asyncio.to_thread(relay.listen_facing, broker)
     assert relay.address == ""
+
+
+async def test_an_emulated_worker_brings_versions_in_as_a_real_one(tmp_path):
+    """Its relay passes them on, and a journey that is given up ends."""
+    settings = msgspec.convert({"generation": {"engine": "emulated"}, "emulated": {"transfer_s": 600.0}}, Settings)
+    broker = MemoryBroker(MemoryServer(), RunName("emulated"))
+    worker = await generation_worker(
+        broker, settings, ME, tmp_path, run_dir=tmp_path, trust_remote_code=False, secret=b"", server=ServerChoice()
+    )
+    link, given_up = worker._updates._puller, threading.Event()
+    assert isinstance(link, EmulatedLink)
+    assert link._puller._relay is worker._relay is not None
+    nothing = WeightIdentity(epoch=1, version=1, digest=digest_tensors(()))
+    manifest = WeightManifest(weights=nothing, tensors=(), total_bytes=64, sources=("tcp://x:9/v",), host="there")
+    given_up.set()
+    with pytest.raises(PeerUnavailableError), link.pull(manifest, given_up=given_up):
+        pass
 
 
 async def test_what_was_brought_in_is_given_back_when_the_worker_ends():
