@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 
 def used_bytes() -> int:
@@ -22,23 +21,23 @@ def used_bytes() -> int:
     return anonymous + sum(found.values())
 
 
-@dataclass(slots=True)
 class Peak:
     """num_bytes: above what was used at the beginning."""
 
-    num_bytes: int = 0
+    def __init__(self) -> None:
+        self._before, self.num_bytes = used_bytes(), 0
+
+    def look(self) -> None:
+        self.num_bytes = max(self.num_bytes, used_bytes() - self._before)
 
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[Peak]:
-    before, peak, done = used_bytes(), Peak(), threading.Event()
-
-    def look() -> None:
-        peak.num_bytes = max(peak.num_bytes, used_bytes() - before)
+    peak, done = Peak(), threading.Event()
 
     def watch() -> None:
         while not done.wait(0.002):
-            look()
+            peak.look()
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -47,4 +46,4 @@ def peak_memory() -> Iterator[Peak]:
     finally:
         done.set()
         watching.join()
-        look()
+        peak.look()

@@ -1,6 +1,5 @@
 """Weights over a network that breaks, lies or stalls: what came stays, what was wrong comes again, no memory grows."""
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.fakes.engine import FakeEngine
+from tests.fakes.host_memory import peak_memory
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_server import MemoryServer
 from transport.broker import keys
@@ -450,43 +450,19 @@ def test_nothing_is_left_of_pulls_that_went_well_or_ill(manifest: WeightManifest
     assert len(os.listdir("/proc/self/fd")) <= len(before) + 1  # the server's end of the last connection may close late
 
 
-def used_bytes() -> int:
-    """Anonymous memory of this process and, mapped or not, that of its files without a name."""
-    with open("/proc/self/status") as file:
-        anonymous = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-    found = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that lists them, or closed meanwhile
-            if "memfd:" in os.readlink(f"/proc/self/fd/{fd}"):
-                status = os.stat(f"/proc/self/fd/{fd}")
-                found[status.st_ino] = status.st_blocks * 512
-    return anonymous + sum(found.values())
-
-
 def peak_of(manifest: bytes, result: "multiprocessing.SimpleQueue[float]", keep: bool) -> None:
     """Pull three versions; the most memory meanwhile over bytes of a version."""
-    wanted, most, done = manifest_decoder.decode(manifest), 0, threading.Event()
-    before = used_bytes()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.002):
-            most = max(most, used_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    puller, held = WeightPuller(), None
-    for _ in range(3):
-        with puller.pull(wanted) as tensors:
-            now = hold(wanted.weights, tensors) if keep else None
-            most = max(most, used_bytes())
-        del tensors
-        if held:
-            held.close()
-        held = now
-    done.set()
-    thread.join()
-    result.put((most - before) / wanted.total_bytes)
+    wanted, puller, held = manifest_decoder.decode(manifest), WeightPuller(), None
+    with peak_memory() as peak:
+        for _ in range(3):
+            with puller.pull(wanted) as tensors:
+                now = hold(wanted.weights, tensors) if keep else None
+                peak.look()
+            del tensors
+            if held:
+                held.close()
+            held = now
+    result.put(peak.num_bytes / wanted.total_bytes)
 
 
 @pytest.mark.parametrize(("keep", "limit"), [(False, 1.2), (True, 2.2)], ids=["embedded", "server"])
