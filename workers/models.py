@@ -54,6 +54,9 @@ LOCK_TIMEOUT_S = 600.0
 """Another process may be converting the same model: 10-25 s on an idle machine, minutes on one that is overloaded."""
 LOCK_POLL_S = 0.1
 
+MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""Weights of a model directory, or what names the files that hold them."""
+
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -189,18 +192,22 @@ def _read(path: Path, kind: type[T]) -> T:
         raise ModelError(str(error)) from error
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files that hold a model directory's weights. Raises ModelError: what names them is broken."""
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return [MODEL_FILE]
+    weight_map = _read_json(index, needed="it names the shards").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} is broken: it names no shards")
+    return sorted({str(shard) for shard in weight_map.values()})
+
+
 def _check_weights(directory: Path) -> None:
     """Reads headers only; their byte ranges must cover the files, so a cut-off copy is noticed."""
     from safetensors import SafetensorError, safe_open
 
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index, needed="it names the shards").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} is broken: it names no shards")
-        shards = sorted({str(shard) for shard in weight_map.values()})
-    else:
-        shards = ["model.safetensors"]
+    shards = weight_files(directory)
     if not (directory / shards[0]).is_file() and any(directory.glob("*.bin")):
         raise ModelError(f"{directory} has only pickled weights (*.bin), which are not read: save it as safetensors")
     for path in (directory / shard for shard in shards):

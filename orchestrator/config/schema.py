@@ -437,11 +437,6 @@ def _broken_by_adapters(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if lora.publish == "adapters" and not lora.rank:
         yield "trainer.lora.publish trainer.lora.rank", "needs trainer.lora.rank above 0: there are no adapters"
-    if lora.publish == "adapters" and s.generation.engine != "embedded":
-        yield (
-            "trainer.lora.publish generation.engine",
-            'needs generation.engine "embedded": the others take whole weights, trainer.lora.publish "merged"',
-        )
 
 
 def _broken_in_set(s: Settings, one: EvalSet) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -22,6 +23,8 @@ from workers.trainer.policy.ranks import RankGroup
 
 LIMIT_S = 240.0
 """They are done within seconds on an idle machine."""
+OTHERS_S = 5.0
+"""For what the others say once one has failed."""
 PRELOADED = ["tests.fakes.sharded", "workers.trainer.policy.pipeline"]
 """Imported once for all ranks of a test session: 10 s of a core each otherwise. Imports start no threads."""
 
@@ -46,14 +49,17 @@ def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeou
             process.start()
         try:
             found: dict[int, Any] = {}
-            for _ in processes:
-                rank, error, answer = answers.get(timeout=LIMIT_S)
-                if error:
-                    raise RuntimeError(f"rank {rank}: {error}")
-                found[rank] = answer
-            return [found[rank] for rank in range(layout.num_ranks)]
-        except Empty:
-            raise RuntimeError(f"not all ranks of {layout} ended") from None
+            errors: dict[int, str] = {}
+            with suppress(Empty):
+                while len(found) + len(errors) < len(processes):
+                    # One that fails takes the others with it, which may speak first.
+                    rank, error, answer = answers.get(timeout=OTHERS_S if errors else LIMIT_S)
+                    (errors if error else found)[rank] = error or answer
+            if len(found) == len(processes):
+                return [found[rank] for rank in range(layout.num_ranks)]
+            silent = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in found | errors}
+            said = "\n".join(f"rank {rank}: {error}" for rank, error in errors.items())
+            raise RuntimeError(f"ranks of {layout} failed; without a word, by their exit codes: {silent}\n{said}")
         finally:
             for process in processes:
                 process.kill()

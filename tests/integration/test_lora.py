@@ -29,11 +29,11 @@ from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
 from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
 from workers.generation.embedded.engine import EmbeddedEngine
-from workers.models import character_tokenizer, prepare_model
+from workers.models import character_tokenizer, prepare_model, weight_files
 from workers.trainer.policy.lora import adapted_layers, initialise
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.parallel import SingleRank
-from workers.weights.adapters import AdaptedWeights, Merging, is_adapter
+from workers.weights.adapters import AdaptedWeights, Merging, StoredWeights, is_adapter
 from workers.weights.parts import shard_of
 
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -287,6 +287,23 @@ async def test_an_engine_serves_its_base_with_the_newest_adapters(tmp_path: Path
         assert all(torch.equal(served[name], tensor) for name, tensor in expected.items())
     finally:
         await engine.close()
+
+
+def test_a_server_gets_the_model_of_the_directory_with_the_adapters(tmp_path: Path) -> None:
+    """In several files, cast as engines have it, each tensor once."""
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(weight_files(tmp_path)) > 1
+    policy = moved(PolicyModel(tiny_model(), dtype=torch.float32, temperature=1.0, lora=LORA))
+    merging = policy.merging()
+    expected = {name: merging(name, shard_of(tensor)) for name, tensor in policy.published.items()}
+    with StoredWeights(tmp_path) as base:
+        adapted = AdaptedWeights(base, adapters_of(policy), LORA, whole=True, cast=torch.bfloat16)
+        assert {name: one.tolist() for name, one in adapted.items()} == {
+            name: one.bfloat16().tolist() for name, one in expected.items()
+        }
+    (tmp_path / weight_files(tmp_path)[-1]).unlink()
+    with pytest.raises(ModelError, match=r"safetensors cannot be read"):
+        StoredWeights(tmp_path)
 
 
 def test_adapters_of_another_rank_do_not_fit() -> None:

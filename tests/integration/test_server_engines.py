@@ -7,6 +7,7 @@ they are.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,7 @@ from tests.fakes.served_samples import (
 )
 from tests.fakes.tiny_models import VOCAB, full_logprobs, tiny_model, two_phase_logprobs
 from transport.contracts.messages import WeightManifest
+from transport.contracts.settings import LoraSettings
 from transport.contracts.types import FinishReason, GroupId, SamplingParams, WeightIdentity
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
@@ -51,6 +53,7 @@ from workers.generation.server.engine import KINDS, ServerEngine
 from workers.generation.server.loader import LoadOrder
 from workers.generation.server.upkeep import PACKAGES, hold
 from workers.generation.server.vllm import CUTS_THE_TAIL
+from workers.weights.adapters import A, B
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
 
@@ -286,6 +289,33 @@ class _Sample:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_adapters_alone_are_served_on_the_model_of_the_directory(served: Served) -> None:
+    """Each version's are added to the base, whatever the server held: also one of other weights."""
+    lora = LoraSettings(rank=2, alpha=6.0)
+    settings = replace(served.settings(), lora=lora)
+    engine = ServerEngine(KINDS[served.kind], settings, MonotonicClock())
+    linear = {n: p for n, p in served.model.named_parameters() if "_proj" in n}
+    async with serving(engine):
+        for identity, seed in ((OLD, 1), (NEW, 2)):
+            random = torch.Generator().manual_seed(seed)
+            adapters: dict[str, torch.Tensor] = {}
+            model = copy.deepcopy(served.model)
+            for name, weight in linear.items():
+                layer = name.removesuffix(".weight")
+                down, up = (
+                    torch.randn(shape, generator=random) / 8 for shape in ((2, weight.shape[1]), (len(weight), 2))
+                )
+                adapters |= {layer + A: down, layer + B: up}
+                model.get_parameter(name).data += 3.0 * up @ down
+            await engine.load_weights(identity, adapters)
+            found = await completions(engine, request("0/0", prompt(seed)))
+            assert spans_of(found["0/0", 0]) == [(0, 24, identity)]
+            assert_logprobs(model, prompt(seed), found["0/0", 0], 1.0)
+        halves = {name: one for name, one in adapters.items() if name.endswith(A)}
+        with pytest.raises(WeightsMismatchError, match="not adapters alone"):
+            await engine.load_weights(OLD, halves)
 
 
 async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: ServerEngine, served: Served) -> None:

@@ -360,10 +360,6 @@ def test_out_of_range(argument: str, message: str):
             "buckets = [512] needs trainer.parallel.pi",
         ),
         (["trainer.lora.publish=adapters"], 'trainer.lora.publish = "adapters" needs trainer.lora.rank above 0'),
-        (
-            ["trainer.lora.publish=adapters", "trainer.lora.rank=8", "generation.engine=sglang"],
-            'needs generation.engine "embedded": the others take whole weights, trainer.lora.publish "merged"',
-        ),
         (["trainer.lora.rank=-1"], "trainer.lora.rank must be a whole number >= 0, not -1"),
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),

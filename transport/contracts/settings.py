@@ -205,7 +205,7 @@ class LoraSettings(Section, frozen=True, kw_only=True):
     targets: list[str] = msgspec.field(
         default_factory=lambda: ["all-linear"]
     )  # ends of names of linear layers, as q_proj; all-linear: all but the output embedding
-    publish: Literal["merged", "adapters"] = "merged"  # what engines get: whole weights; embedded: or adapters alone
+    publish: Literal["merged", "adapters"] = "merged"  # what travels to workers: whole weights, or adapters alone
 
 
 class TrainerSettings(Section, frozen=True, kw_only=True):

@@ -155,6 +155,7 @@ def engine_of(
 ) -> GenerationEngine:
     """The engine that ``generation.engine`` names. server, log_path: for one that speaks to a server."""
     generation, clock = settings.generation, MonotonicClock()
+    lora = settings.trainer.lora if settings.trainer.lora.publish == "adapters" else None
     if generation.engine == "emulated":
         from workers.generation.emulated import EmulatedEngine
 
@@ -162,7 +163,6 @@ def engine_of(
     if generation.engine == "embedded":
         from workers.generation.embedded.engine import EmbeddedEngine
 
-        lora = settings.trainer.lora if settings.trainer.lora.publish == "adapters" else None
         return EmbeddedEngine(generation, model_dir, clock, trust_remote_code=trust_remote_code, lora=lora)
     from workers.generation.server.client import ServerSettings
     from workers.generation.server.engine import KINDS, ServerEngine
@@ -184,6 +184,7 @@ def engine_of(
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,
         request_s=settings.pipeline.rollout_timeout_s,
+        lora=lora,
     )
     return ServerEngine(kind, made_of, clock)
 

@@ -25,6 +25,7 @@ from workers.generation.server.sender import SampleSender
 from workers.generation.server.sglang import SGLANG
 from workers.generation.server.upkeep import HeldWeights, ServerUpkeep, hold
 from workers.generation.server.vllm import VLLM
+from workers.weights.adapters import AdaptedWeights, StoredWeights
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ class ServerEngine:
 
     async def load_weights(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightsMismatchError, PeerUnavailableError (the server cannot get them): it serves what it served."""
-        held = await asyncio.to_thread(hold, weights, tensors)
+        held = await asyncio.to_thread(self._hold, weights, tensors)
         try:
             async with asyncio.timeout(UPDATE_S + self._settings.startup_s), self._updating:
                 await self._results.until(self._update(held))
@@ -94,6 +95,17 @@ class ServerEngine:
         """End the server if it is ours; what still runs is dropped."""
         await self._results.end_serving()
         await self.server.close()
+
+    def _hold(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
+        """What the server is to have, all of it, whatever of it came."""
+        lora, directory = self._settings.lora, self._settings.directory
+        if lora is None:
+            return hold(weights, tensors)
+        import torch
+
+        cast = getattr(torch, self._settings.dtype)
+        with StoredWeights(directory) as base:
+            return hold(weights, AdaptedWeights(base, tensors, lora, whole=True, cast=cast))
 
     async def _update(self, held: HeldWeights) -> None:
         """Have the server take ``held``, if need be the next server."""

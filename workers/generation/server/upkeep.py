@@ -17,7 +17,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,14 @@ from transport.contracts.types import WeightIdentity
 from transport.process.clock import Clock
 from transport.process.programs import ending_with_this_process
 from transport.tensors.base import choose_sources, host_id
-from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
+from transport.tensors.manifest import (
+    aligned,
+    checksum,
+    digest_tensors,
+    layout_bytes,
+    plan_layout,
+    with_checksums,
+)
 from transport.tensors.shm import held_address
 from workers.errors import (
     EngineCrashedError,
@@ -115,15 +122,22 @@ def _shared_file(manifest: WeightManifest) -> int | None:
 def _copied(weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
     import torch
 
-    layout = plan_layout((name, t.shape, str(t.dtype).removeprefix("torch.")) for name, t in tensors.items())
     fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
-    os.ftruncate(fd, layout_bytes(layout))
+    kinds: list[tuple[str, Sequence[int], str]] = []
     checksums: list[str] = []
-    for spec in layout:
-        data = tensors[spec.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        _write(fd, spec.offset, data)
-        checksums.append(checksum(data))
-    specs = with_checksums(layout, checksums)
+    end = 0
+    try:
+        for name, tensor in tensors.items():  # each once: it may be made just now
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            kinds.append((name, tensor.shape, str(tensor.dtype).removeprefix("torch.")))
+            checksums.append(checksum(data))
+            _write(fd, aligned(end), data)
+            end = aligned(end) + data.nbytes
+        specs = with_checksums(plan_layout(kinds), checksums)
+        os.ftruncate(fd, layout_bytes(specs))
+    except BaseException:
+        os.close(fd)
+        raise
     manifest = WeightManifest(
         weights=replace(weights, digest=digest_tensors(specs)),
         tensors=specs,

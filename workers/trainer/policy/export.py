@@ -28,9 +28,10 @@ from transport.contracts.settings import LoraSettings
 from transport.process import faults
 from transport.process.storage import Place
 from workers.errors import CheckpointError, ModelError, TensorFileError
+from workers.models import INDEX_FILE, weight_files
 from workers.trainer.checkpoint import META_FILE, MODEL_FILE, CheckpointMeta, model_files, shard_name
 from workers.trainer.policy import lora as lora_layers
-from workers.trainer.policy.loading import INDEX_FILE, empty_module, stored_names, weight_files
+from workers.trainer.policy.loading import empty_module, stored_names
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
 from workers.trainer.tensor_files import file_content
 from workers.weights.adapters import Merging

@@ -17,20 +17,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from workers.errors import ModelError, TensorFileError
-from workers.models import check_model_dir
-from workers.trainer.checkpoint import MODEL_FILE
+from workers.models import check_model_dir, weight_files
 from workers.trainer.policy.stored import StoredTensors
 from workers.weights.adapters import is_adapter
 from workers.weights.parts import Shard, shard_of
 
-INDEX_FILE = "model.safetensors.index.json"
 NOT_BUILT = (
     *(OSError, ValueError, RuntimeError, LookupError, ImportError),
     *(ArithmeticError, TypeError, AttributeError, StrictDataclassError),
@@ -63,7 +60,7 @@ def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.devi
     materialise(module, device or torch.device("cpu"))
     try:
         stored = StoredTensors.open(model_dir, weight_files(model_dir))
-    except (OSError, TensorFileError, msgspec.MsgspecError) as error:
+    except (OSError, TensorFileError) as error:
         raise ModelError(f"cannot read weights: {error}") from error
     try:
         stored.read(_wanted(module, model_dir, stored.shapes))
@@ -72,18 +69,6 @@ def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.devi
     finally:
         stored.close()
     _compute_buffers(module)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def weight_files(model_dir: Path) -> list[str]:
-    """Names of the files that hold a model directory's weights. Raises OSError, msgspec.MsgspecError."""
-    index = model_dir / INDEX_FILE
-    if not index.is_file():
-        return [MODEL_FILE]
-    return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
 
 
 def _wanted(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
