@@ -298,7 +298,8 @@ async def test_adapters_alone_are_served_on_the_model_of_the_directory(served: S
     engine = ServerEngine(KINDS[served.kind], settings, MonotonicClock())
     linear = {n: p for n, p in served.model.named_parameters() if "_proj" in n}
     async with serving(engine):
-        for identity, seed in ((OLD, 1), (NEW, 2)):
+        for seed in (1, 2):
+            identity = WeightIdentity(epoch=2, version=seed, digest="cc")  # of no other test: KV is kept by it
             random = torch.Generator().manual_seed(seed)
             adapters: dict[str, torch.Tensor] = {}
             model = copy.deepcopy(served.model)
@@ -315,7 +316,7 @@ async def test_adapters_alone_are_served_on_the_model_of_the_directory(served: S
             assert_logprobs(model, prompt(seed), found["0/0", 0], 1.0)
         halves = {name: one for name, one in adapters.items() if name.endswith(A)}
         with pytest.raises(WeightsMismatchError, match="not adapters alone"):
-            await engine.load_weights(OLD, halves)
+            await engine.load_weights(identity, halves)
 
 
 async def test_an_update_in_flight_aborts_and_recomputes_nothing(engine: ServerEngine, served: Served) -> None:
