@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workers.models import character_tokenizer
-from workers.trainer.policy.loading import INDEX_FILE, empty_module, load_weights
+from workers.models import INDEX_FILE, character_tokenizer
+from workers.trainer.policy.loading import empty_module, load_weights
 
 RANKS = 4
 FILES = 16
