@@ -148,7 +148,7 @@ def num_rounds(turns: int) -> Counter[str]:
 
 
 def figures(turns: int = 6) -> dict[str, float]:
-    seconds = run_layout(Layout(data=RANKS), take_turns, turns)[0]
+    seconds = run_layout(Layout(data=RANKS), take_turns, turns, limit_s=1800.0)[0]
 
     def ratio(way: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[way], seconds["whole"], strict=True))

@@ -29,10 +29,12 @@ PRELOADED = ["tests.fakes.sharded", "workers.trainer.policy.pipeline"]
 """Imported once for all ranks of a test session: 10 s of a core each otherwise. Imports start no threads."""
 
 
-def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_layout(
+    layout: Layout, work: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, limit_s: float = LIMIT_S
+) -> list[Any]:
     """What ``work(ranks, *arguments)``, a function of a module, returns on each rank.
 
-    timeout_s: of a collective.  Raises RuntimeError: a rank failed, or did not end; it says what each said.
+    timeout_s: of a collective.  limit_s: of each rank's answer.  Raises RuntimeError: a rank failed, or did not end; it says what each said.
     """
     if layout.num_ranks == 1:
         return [work(SingleRank(), *arguments)]
@@ -53,7 +55,7 @@ def run_layout(layout: Layout, work: Callable[..., Any], *arguments: Any, timeou
             with suppress(Empty):
                 while len(found) + len(errors) < len(processes):
                     # One that fails takes the others with it, which may speak first.
-                    rank, error, answer = answers.get(timeout=OTHERS_S if errors else LIMIT_S)
+                    rank, error, answer = answers.get(timeout=OTHERS_S if errors else limit_s)
                     (errors if error else found)[rank] = error or answer
             if len(found) == len(processes):
                 return [found[rank] for rank in range(layout.num_ranks)]
