@@ -140,7 +140,7 @@ class WeightPuller:
     ) -> None:
         """relay: passes on what is received.  ucx: bytes of other hosts may come by it."""
         self.way = ""
-        """How the last bytes came: "mapped", "tcp" or "ucx"."""
+        """How the last bytes came: "inproc", "mapped", "tcp" or "ucx"."""
         self._ucx = ucx
         self._secret = secret  # shared with the publisher
         self._limit = limit or TimeLimit()  # of one pull over all its sources and attempts
@@ -364,7 +364,7 @@ class WeightPuller:
             segment = self._open(address, part.total_bytes, wish.deadline, reach_s)
             opened.callback(segment.close)
             if segment.buffer is not None:
-                self.way = "mapped"
+                self.way = "mapped" if address.scheme == "shm" else address.scheme
                 mapped = [OpenedPiece(piece, wish.bytes_of(piece, segment.buffer)) for piece in pieces]
                 if wish.are_right(mapped):
                     stack.enter_context(opened.pop_all())
@@ -481,7 +481,7 @@ def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
 def _is_mapped_here(manifest: WeightManifest) -> bool:
     """Whether all of it costs nothing."""
     sources = choose_sources(manifest.sources, manifest.host) if manifest.sources else []
-    return any(address.scheme == "shm" for address in sources)
+    return any(address.scheme != "tcp" for address in sources)
 
 
 def _checked(manifest: WeightManifest, wanted: Mapping[str, Box] | None) -> Mapping[int, Box] | None:
