@@ -158,9 +158,9 @@ def _published(publisher: WeightPublisher, version: int, policy: PolicyModel) ->
 
 def _pulled(puller: WeightPuller, manifest: WeightManifest, rollouts: Rollouts | None) -> float:
     """As a worker of another host does it; seconds until the tensors may be loaded, which ``rollouts`` then does."""
-    delta = manifest.delta and replace(manifest.delta, sources=manifest.delta.sources[1:])
+    delta = manifest.delta and replace(manifest.delta, sources=manifest.delta.sources[1:2])
     started_s = time.perf_counter()
-    with puller.pull(replace(manifest, sources=manifest.sources[1:], delta=delta)) as tensors:
+    with puller.pull(replace(manifest, sources=manifest.sources[1:2], delta=delta)) as tensors:
         seconds = time.perf_counter() - started_s
         if rollouts:
             rollouts.decoder.load_weights(manifest.weights, tensors)

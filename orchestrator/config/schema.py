@@ -75,8 +75,8 @@ def value_of(settings: Settings, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), settings)
 
 
-UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
-"""A unit is the end of a setting's name."""
+UNITS = {"_mb_s": "MB/s", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
+"""A unit is the end of a setting's name, the longest that fits first."""
 
 
 def expected_type(key: str) -> str:
@@ -468,8 +468,8 @@ Made from [transport/contracts/settings.py](../transport/contracts/settings.py) 
 `streamrl-orchestrator settings`; do not edit it here.
 
 A run takes them from a preset, from TOML files (`--config`), and from `--set section.key=value`; the later wins. Names
-end in their unit: `_s` seconds, `_bytes` bytes, `_tokens` tokens. A secret comes from its variable, or from the file
-that the variable with `_FILE` after it names.
+end in their unit: `_s` seconds, `_mb_s` megabytes a second, `_bytes` bytes, `_tokens` tokens. A secret comes from its
+variable, or from the file that the variable with `_FILE` after it names.
 """
 
 

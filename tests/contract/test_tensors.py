@@ -66,18 +66,25 @@ class TcpOnlyStore(ServedStore):
     """A served store that tells of its network address alone."""
 
     def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
-        return super().addresses(writer)[1:]
+        return super().addresses(writer)[1:2]
+
+
+class InprocOnlyStore(ShmStore):
+    """A store that only this process can read."""
+
+    def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
+        return super().addresses(writer)[-1:]
 
 
 def make_store(scheme: str, directory: Path) -> ShmStore:
-    if scheme == "shm":
-        return ShmStore("contract", (directory,))
+    if scheme in ("inproc", "shm"):
+        return (ShmStore if scheme == "shm" else InprocOnlyStore)("contract", (directory,))
     store = TcpOnlyStore("contract", (directory,), Endpoint(ucx=scheme == "ucx"))
     store.start()
     return store
 
 
-@pytest.fixture(params=["shm", "tcp", pytest.param("ucx", marks=needs_ucx)])
+@pytest.fixture(params=["inproc", "shm", "tcp", pytest.param("ucx", marks=needs_ucx)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ShmStore]:
     store = make_store(request.param, tmp_path)
     yield store
@@ -134,6 +141,14 @@ def test_another_size_than_expected_is_refused(store: ShmStore) -> None:
             pull(address, nbytes)
 
 
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, -1), (len(CONTENT) - 1, 2), (1 << 60, 1), (0, 1 << 40)])
+def test_a_range_that_is_not_there_is_refused(store: ShmStore, offset: int, nbytes: int) -> None:
+    parsed = parse_address(publish(store, "ranges"))
+    segment = reader_for(parsed, b"", ucx=is_installed()).open(parsed, len(CONTENT), Deadline(10))
+    with contextlib.closing(segment), pytest.raises(ChecksumError, match=r"ha(s|ve) "):
+        segment.ask(offset, nbytes)
+
+
 def test_a_reader_keeps_the_bytes_of_a_dropped_segment(store: ShmStore) -> None:
     parsed = parse_address(publish(store, "dropped"))
     segment = reader_for(parsed, b"", ucx=is_installed()).open(parsed, len(CONTENT), Deadline(10))
@@ -168,6 +183,52 @@ def test_nothing_is_served_after_close(store: ShmStore) -> None:
     store.close()
     with pytest.raises(PeerUnavailableError):
         pull(address)
+
+
+# --- within one process -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_reads_its_own_stores_where_they_have_it_open(tmp_path: Path) -> None:
+    one, other = ShmStore("one", (tmp_path,)), ServedStore("other", (tmp_path,), Endpoint())
+    other.start()
+    publish(one, "v1")
+    writer = other.create("v1", len(CONTENT))
+    writer.write(0, memoryview(CONTENT[::-1]))
+    sources = writer.seal()
+    assert [address.scheme for address in choose_sources(sources, host_id())] == ["inproc", "shm", "tcp"]
+    for path in tmp_path.iterdir():
+        path.unlink()  # it needs no name
+    best = choose_sources(sources, host_id())[0]
+    assert pull(str(best)) == CONTENT[::-1]
+    one.close()
+    other.close()
+    with pytest.raises(PeerUnavailableError, match="in this process"):
+        pull(str(best))
+
+
+def test_writing_to_what_was_read_within_a_process_changes_nobody_elses_bytes(tmp_path: Path) -> None:
+    store = InprocOnlyStore("private", (tmp_path,))
+    parsed = parse_address(publish(store, "v1"))
+    with contextlib.closing(reader_for(parsed, b"").open(parsed, len(CONTENT), Deadline(1))) as segment:
+        assert segment.buffer is not None
+        segment.buffer[:4] = b"mine"
+        assert pull(str(parsed)) == CONTENT
+    store.close()
+
+
+def test_another_process_takes_another_way(tmp_path: Path) -> None:
+    store = ShmStore("forked", (tmp_path,))
+    writer = store.create("v1", 8)
+    sources = writer.seal()
+    chosen = "from transport.tensors.base import *; import sys; print(*choose_sources(sys.argv[1:], host_id()))"
+    command = [sys.executable, "-c", chosen, *sources]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [sources[0]]
+    if not (child := os.fork()):  # which has the store, too, and would not hear that a segment is dropped
+        os._exit(int([str(address) for address in choose_sources(sources, host_id())] != [sources[0]]))
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def _opened() -> Iterator[Check]:
         stack.callback(store.close)
         writer = store.create("weights", len(CONTENT))
         writer.write(0, memoryview(CONTENT))
-        weights = parse_address(writer.seal()[-1])
+        weights = parse_address(writer.seal()[1])
         unit = StorageUnit(max_bytes=MAX_BYTES, endpoint=Endpoint(secret=SECRET), directory=directory)
         servers = Servers(parse_address(unit.start()), weights)
         stack.callback(unit.close)

@@ -375,7 +375,9 @@ def test_weights_are_published_and_awaited(connect: Connect) -> None:
     assert sampler.wait_weights(newer_than=4, timeout_s=0.0) is None
     manifest = sampler.wait_weights(newer_than=3, timeout_s=WAIT_S)
     assert manifest is not None
-    with WeightPuller().pull(manifest) as pulled:
+    puller = WeightPuller()
+    with puller.pull(manifest) as pulled:
+        assert puller.way == "inproc", "both are clients of one program"
         assert all(torch.equal(pulled[name], tensor) for name, tensor in tensors.items())
     sampler.weight_sync_notify(tensors, version=5)
     with pytest.raises(FencedError):

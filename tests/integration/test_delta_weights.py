@@ -74,8 +74,8 @@ def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
 
 def travelling(manifest: WeightManifest) -> WeightManifest:
     """As a worker of another host reads it."""
-    delta = manifest.delta and replace(manifest.delta, sources=manifest.delta.sources[1:])
-    return manifest_decoder.decode(encode(replace(manifest, sources=manifest.sources[1:], delta=delta)))
+    delta = manifest.delta and replace(manifest.delta, sources=manifest.delta.sources[1:2])
+    return manifest_decoder.decode(encode(replace(manifest, sources=manifest.sources[1:2], delta=delta)))
 
 
 def delta_of(manifest: WeightManifest) -> WeightDelta:

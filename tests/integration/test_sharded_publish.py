@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +22,20 @@ from torch.nn import Linear, Module
 
 from tests.fakes.parallel_ranks import run_layout, shard
 from tests.fakes.tiny_models import VOCAB, tiny_model
-from transport.contracts.messages import WeightManifest
+from transport.contracts.messages import WeightManifest, WeightPart
 from transport.contracts.settings import GenerationSettings
 from transport.contracts.training_memory import Layout
 from transport.contracts.types import GroupId, SamplingParams, WeightIdentity
 from transport.errors import MessageError
 from transport.process.clock import MonotonicClock
-from transport.tensors.base import TimeLimit
+from transport.tensors.base import Address, Segment, TimeLimit
+from transport.tensors.tcp import TcpReader
 from workers.generation.embedded.engine import EmbeddedEngine
 from workers.generation.engine import Completion, GenerationRequest, serving
 from workers.models import random_model
 from workers.trainer.policy.parallel import Ranks
 from workers.weights.parts import shard_of
-from workers.weights.publish import WeightPublisher
+from workers.weights.publish import DELTA, WeightPublisher
 from workers.weights.pull import WeightPuller
 
 
@@ -94,7 +98,58 @@ def split_unevenly(ranks: Ranks, directory: Path) -> None:
         shard_of(unsummed)
 
 
+def tell_changes(ranks: Ranks, directory: Path) -> None:
+    """Rows and columns of a matrix on four ranks, of which a few elements change: a receiver of another host hears just
+    those from each rank.
+    """
+    model = tiny_model(seed=1)
+    shard(model, data=2, tensor=2)
+    held = dict(model.named_parameters())
+    publisher = WeightPublisher("changes-test", directory / str(ranks.rank), delta_share=0.5)
+    puller = WeightPuller(limit=TimeLimit(60))
+    for version in range(3):
+        manifest = publisher.publish(1, version, held, torch.bfloat16, ranks)
+        expected = {name: parameter.full_tensor().bfloat16() for name, parameter in held.items()}
+        if ranks.rank == 0:
+            parts = [part.delta for part in manifest.parts]
+            assert [part is not None for part in parts] == [version > 0] * 4
+            with spied(puller) as opened, puller.pull(elsewhere(manifest)) as pulled:
+                assert all(torch.equal(pulled[name], tensor) for name, tensor in expected.items())
+                assert len(opened) == 4
+                assert all(address.endswith(DELTA) for address in opened) == (version > 0)
+        for parameter in held.values():
+            parameter.to_local().detach().reshape(-1)[::97] += 1.0
+        dist.barrier()
+    publisher.close()
+
+
+def elsewhere(manifest: WeightManifest) -> WeightManifest:
+    """As a worker of another host reads it."""
+
+    def over_tcp(part: WeightPart) -> WeightPart:
+        changed = part.delta and replace(part.delta, sources=part.delta.sources[1:2])
+        return replace(part, sources=part.sources[1:2], delta=changed)
+
+    return replace(manifest, parts=tuple(map(over_tcp, manifest.parts)))
+
+
+@contextmanager
+def spied(puller: WeightPuller) -> Iterator[list[str]]:
+    """The addresses that it opens."""
+    opened: list[str] = []
+    reader = puller._readers.setdefault("tcp", TcpReader())
+
+    def watched(address: Address, *more: Any) -> Segment:
+        opened.append(str(address))
+        return type(reader).open(reader, address, *more)  # pyright: ignore
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(reader, "open", watched)
+        yield opened
+
+
 def four_ranks(ranks: Ranks, directory: Path) -> None:
+    tell_changes(ranks, directory / "changes")
     split_model(ranks, directory / "model", 2, 2)
     split_unevenly(ranks, directory / "uneven")
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.fakes.rank_threads import ThreadRank, on_ranks
-from transport.contracts.messages import WeightManifest, encode, manifest_decoder
-from transport.errors import ChecksumError, PeerUnavailableError, SegmentSpaceError
-from transport.tensors.base import TimeLimit, host_id
+from transport.contracts.messages import WeightManifest, WeightPart, encode, manifest_decoder
+from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
+from transport.tensors import tcp
+from transport.tensors.base import SCHEMES, TimeLimit, host_id
+from transport.tensors.manifest import check_manifest
 from transport.tensors.pieces import Box, whole
+from transport.tensors.tcp import ReadRange
+from transport.tensors.wire import Channel
 from workers.generation.server.upkeep import hold
 from workers.weights import publish
 from workers.weights.parts import Shard
-from workers.weights.publish import WeightPublisher
+from workers.weights.publish import DELTA, WeightPublisher
 from workers.weights.pull import WeightPuller, check_tensors
 
 Held = Mapping[str, "torch.Tensor | Shard"]
@@ -67,8 +72,11 @@ def split(tensors: Mapping[str, torch.Tensor]) -> list[Held]:
 class Fleet:
     """Publishers of four ranks of one host."""
 
-    def __init__(self, directory: Path, count: int = 4, keep: int = 2) -> None:
-        self.publishers = [WeightPublisher("parts-test", directory / str(rank), keep=keep) for rank in range(count)]
+    def __init__(self, directory: Path, count: int = 4, keep: int = 2, delta_share: float = 0.0) -> None:
+        self.publishers = [
+            WeightPublisher("parts-test", directory / str(rank), keep=keep, delta_share=delta_share)
+            for rank in range(count)
+        ]
 
     def publish(self, held: Sequence[Held], *, version: int = 0, dtype: torch.dtype = torch.bfloat16) -> WeightManifest:
         """Every rank has the same manifest, of the epoch of rank 0."""
@@ -124,7 +132,7 @@ def test_what_ranks_hold_arrives_whole_and_each_byte_is_published_once(fleet: Fl
     expect(pulled(over(manifest, scheme)), dense(), torch.bfloat16)
     elements = sum(math.prod(piece.shape) for one in manifest.parts for piece in one.pieces)
     assert elements == sum(tensor.numel() for tensor in dense().values())
-    assert len({address for one in manifest.parts for address in one.sources}) == 8
+    assert len({address for one in manifest.parts for address in one.sources}) == 4 * len(SCHEMES)
 
 
 def test_the_digest_is_that_of_one_rank_alone(fleet: Fleet, tmp_path: Path) -> None:
@@ -271,3 +279,160 @@ def test_parts_serve_where_the_manifests_own_source_does_not(fleet: Fleet) -> No
 def test_chunks_end_anywhere_in_a_row(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHUNK_ELEMENTS", 5)
     expect(pulled(fleet.publish(split(dense()))), dense(), torch.bfloat16)
+
+
+# --- what changed -----------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A policy of four ranks whose tensors change a little each step, and a puller of another host."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.puller, self.version = fleet, WeightPuller(limit=TimeLimit(5.0)), -1
+        self._random = torch.Generator().manual_seed(0)
+        self.tensors = {
+            "embedding": torch.randn(13, 3000, generator=self._random),
+            "columns": torch.randn(600, 80, generator=self._random),
+            "both": torch.randn(600, 80, generator=self._random),
+            "norm": torch.randn(6, generator=self._random),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0, 3),
+            "steps": torch.arange(5, dtype=torch.int64),
+        }
+
+    def step(self) -> None:
+        for name in ("embedding", "columns", "both"):
+            tensor = self.tensors[name]
+            self.tensors[name] = torch.where(torch.rand(tensor.shape, generator=self._random) < 0.02, -tensor, tensor)
+
+    def held(self) -> list[Held]:
+        ranks = [dict(rank) for rank in split(self.tensors)]
+        for rank, one in enumerate(ranks):
+            up, left = divmod(rank, 2)
+            one["columns"] = part(self.tensors["columns"], slice(0, 600), slice(rank * 20, rank * 20 + 20))
+            one["both"] = part(self.tensors["both"], slice(up * 300, up * 300 + 300), slice(left * 40, left * 40 + 40))
+        return ranks
+
+    def publish(self) -> WeightManifest:
+        self.version += 1
+        if self.version:
+            self.step()
+        return elsewhere(self.fleet.publish(self.held(), version=self.version))
+
+    def pull(self, manifest: WeightManifest) -> None:
+        with self.puller.pull(manifest) as tensors:
+            expect(tensors, self.tensors, torch.bfloat16)
+
+
+def elsewhere(manifest: WeightManifest) -> WeightManifest:
+    """As a worker of another host reads it."""
+
+    def only(sources: Sequence[str]) -> tuple[str, ...]:
+        return tuple(source for source in sources if source.startswith("tcp://"))
+
+    def changed(one: WeightPart) -> WeightPart:
+        return replace(one, delta=one.delta and replace(one.delta, sources=only(one.delta.sources)))
+
+    return replace(over(manifest, "tcp://"), parts=tuple(map(changed, over(manifest, "tcp://").parts)))
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Iterator[Steps]:
+    fleet = Fleet(tmp_path, delta_share=0.5)
+    yield Steps(fleet)
+    fleet.close()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What servers in this process were asked for: segment and bytes."""
+    asked: list[tuple[str, int]] = []
+    serve = tcp.serve_range
+
+    def watched(channel: Channel, request: ReadRange, *more: Any) -> None:
+        asked.append((request.segment, request.nbytes))
+        serve(channel, request, *more)
+
+    monkeypatch.setattr(tcp, "serve_range", watched)
+    return asked
+
+
+def take(sent: list[tuple[str, int]]) -> tuple[set[str], int]:
+    """(segments, bytes) that were asked for since."""
+    taken, sent[:] = list(sent), []
+    return {segment for segment, _ in taken}, sum(nbytes for _, nbytes in taken)
+
+
+def test_each_rank_tells_what_changed_in_its_part(steps: Steps, sent: list[tuple[str, int]]) -> None:
+    first = steps.publish()
+    steps.pull(first)
+    assert [one.delta for one in first.parts] == [None] * 4
+    whole_bytes = take(sent)[1]
+    for version in (1, 2, 3):
+        steps.pull(steps.publish())
+        segments, nbytes = take(sent)
+        assert segments == {f"e3v{version}r{rank}{DELTA}" for rank in range(4)}
+        assert 0 < nbytes < 0.1 * whole_bytes
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_whose_changes_are_lost_or_wrong_gives_its_part_whole(
+    steps: Steps, sent: list[tuple[str, int]], rank: int
+) -> None:
+    steps.pull(steps.publish())
+    for version, harm in ((1, "withdrawn"), (2, "wrong"), (3, "none"), (4, "swapped")):
+        manifest = steps.publish()
+        changed = manifest.parts[rank].delta
+        assert changed is not None
+        if harm == "withdrawn":
+            steps.fleet.publishers[rank]._store.drop(f"e3v{version}r{rank}{DELTA}")
+        elif harm == "wrong":
+            first, *others = changed.patches
+            changed = replace(changed, patches=(replace(first, checksum="crc32:00000000"), *others))
+        elif harm == "swapped":
+            first, second, *others = changed.patches
+            swapped = (replace(first, tensor=second.tensor), replace(second, tensor=first.tensor))
+            changed = replace(changed, patches=(*swapped, *others))
+        else:
+            changed = None
+        parts = [*manifest.parts[:rank], replace(manifest.parts[rank], delta=changed), *manifest.parts[rank + 1 :]]
+        take(sent)
+        steps.pull(replace(manifest, parts=tuple(parts)))
+        segments, nbytes = take(sent)
+        assert {name for name in segments if not name.endswith(DELTA)} == {f"e3v{version}r{rank}"}
+        assert nbytes < 1.5 * manifest.parts[rank].total_bytes
+    steps.pull(steps.publish())
+    assert take(sent)[0] == {f"e3v5r{rank}{DELTA}" for rank in range(4)}
+
+
+def test_a_rank_that_began_anew_has_no_base_and_the_others_have(
+    steps: Steps, sent: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    steps.pull(steps.publish())
+    steps.fleet.publishers[1].close()
+    steps.fleet.publishers[1] = WeightPublisher("parts-test", tmp_path / "1", keep=2, delta_share=0.5)
+    manifest = steps.publish()
+    assert [one.delta is None for one in manifest.parts] == [False, True, False, False]
+    take(sent)
+    steps.pull(manifest)
+    assert take(sent)[0] == {"e3v1r1"} | {f"e3v1r{rank}{DELTA}" for rank in (0, 2, 3)}
+
+
+def test_ranks_that_split_anew_offer_no_changes(steps: Steps) -> None:
+    steps.publish()
+    steps.version += 1
+    turned = steps.held()
+    turned[0]["columns"], turned[1]["columns"] = turned[1]["columns"], turned[0]["columns"]  # pyright: ignore
+    manifest = steps.fleet.publish(turned, version=steps.version)
+    assert [one.delta is None for one in manifest.parts] == [True, True, False, False]
+
+
+def test_what_contradicts_a_part_is_refused(steps: Steps) -> None:
+    steps.publish()
+    manifest = steps.publish()
+    one = manifest.parts[0]
+    assert one.delta is not None
+    for patch in (replace(one.delta.patches[0], tensor=len(one.pieces)), replace(one.delta.patches[0], nbytes=1 << 40)):
+        changed = replace(one.delta, patches=(patch, *one.delta.patches[1:]))
+        with pytest.raises(MessageError, match="changes since"):
+            check_manifest(replace(manifest, parts=(replace(one, delta=changed), *manifest.parts[1:])))

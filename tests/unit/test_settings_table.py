@@ -25,6 +25,7 @@ def test_every_setting_stands_in_the_table_with_default_unit_and_reason():
     assert len(rows) == len(FIELDS | ENTRIES)
     lease = next(row for row in rows if "a worker silent for so long" in row)
     assert lease.startswith("| `lease_s` | `10.0` | a number > 0 (seconds) | a worker silent")
+    assert expected_type("tensors.min_mb_s") == "a number > 0 (MB/s)"
     assert "(environment: STREAMRL_BROKER_PASSWORD)" in next(row for row in rows if "`password`" in row)
     assert not [row for row in rows if row.endswith("\\ |")]
 

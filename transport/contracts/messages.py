@@ -632,17 +632,10 @@ class Piece(Struct, frozen=True, array_like=True):
     checksum: Name
 
 
-class WeightPart(Struct, frozen=True, kw_only=True):
-    """What one rank holds of a version: a segment of its own, with sources of its own. host: that rank's."""
-
-    pieces: tuple[Piece, ...]
-    total_bytes: Count
-    sources: Addresses
-    host: Name
-
-
 class TensorPatch(Struct, frozen=True, array_like=True):
-    """What changed in one tensor (``tensors.delta``). tensor: its index in the manifest.  checksum: of the patch."""
+    """What changed in a tensor (``tensors.delta``), or a piece. tensor: its index in the manifest, or in the part.
+    checksum: of the patch.
+    """
 
     tensor: Count
     offset: Count
@@ -653,13 +646,26 @@ class TensorPatch(Struct, frozen=True, array_like=True):
 class WeightDelta(Struct, frozen=True, kw_only=True):
     """What changed against an earlier version, of the same layout. patches: a tensor without one is as it was.
 
-    sources: of all patches in one range, on the manifest's host.
+    sources: of all patches in one range, on the host of the manifest or part.
     """
 
     base: WeightIdentity
     patches: tuple[TensorPatch, ...]
     total_bytes: Count
     sources: Addresses
+
+
+class WeightPart(Struct, frozen=True, kw_only=True):
+    """What one rank holds of a version: a segment of its own, with sources of its own. host: that rank's.
+
+    delta: of this part, a patch for each of ``pieces`` that changed.
+    """
+
+    pieces: tuple[Piece, ...]
+    total_bytes: Count
+    sources: Addresses
+    host: Name
+    delta: WeightDelta | None = None
 
 
 class WeightManifest(Struct, frozen=True, kw_only=True):
@@ -713,7 +719,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     counters: dict[str, float] = msgspec.field(default_factory=dict[str, float])  # by name: tokens, samples, ...
     kv_use: float = 0.0  # part of its KV memory in use, 0 to 1, where its engine says so (generate)
-    way: Name = ""  # how its weights came: mapped, tcp or ucx (generate)
+    way: Name = ""  # how its weights came: inproc, mapped, tcp or ucx (generate)
     relay: Name = ""  # tcp://host:port where it passes on the weights that came to it over a network (generate)
     gpus: tuple[Name, ...] = ()  # that it took for itself: "<the driver's id> <what it is>"
     unit: Name = ""  # tcp://host:port where it keeps columns of rows, counters["retained_bytes"] of them (store)

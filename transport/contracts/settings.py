@@ -315,7 +315,7 @@ class TensorSettings(Section, frozen=True, kw_only=True):
     wait_s: Positive = 30.0  # a peer that is silent for so long is given up, and another source goes on for it
     min_mb_s: Positive = 10.0  # the slowest transfer that is borne with: a version may take wait_s and its MB over this
     delta: bool = (
-        False  # a trainer of one rank also offers what changed, for workers of other hosts; made before announced
+        False  # trainer ranks also offer what changed, for workers of other hosts; made before a version is announced
     )
     delta_share: Share = 0.5  # largest share of a version's bytes at which what changed is offered
     relay: bool = True  # workers of other hosts pass a version on while it comes to them, on a port of their own

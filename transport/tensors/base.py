@@ -3,15 +3,18 @@
 A **segment** is one immutable range of bytes with a name, e.g. one version of the weights. Its owner creates it, writes
 it, seals it and later drops it; readers open it by an address. A reader that holds a dropped segment keeps its bytes.
 
+    inproc://<process>/<segment>        what a store of this very process has open (inproc.py)
     shm://<host id>/<absolute path>     a file that readers on that host map
     tcp://<host>:<port>/<segment>       a server that sends it, over that connection or, where both ends want it, UCX
 
-One contract (``tests/contract/test_tensors.py``) over shared memory, TCP and UCX:
+An owner names all of its addresses, and each reader takes the cheapest that it can reach.
+One contract (``tests/contract/test_tensors.py``) over inproc, shared memory, TCP and UCX:
 
 - what is read are exactly the sealed bytes, or it raises; what was read before it raised is right, too, and a receiver
   goes on behind it, at another source (``receive.py``);
 - a segment that does not exist, was dropped, or whose owner went away: PeerUnavailableError (try another source);
-- one of another size than the caller expects: ChecksumError, before anything is allocated on the peer's word;
+- one of another size than the caller expects: ChecksumError, before anything is allocated on the peer's word, and so a
+  range that it does not have;
 - a peer that talks nonsense: MessageError; one that does not know the secret: PeerRejectedError;
 - nothing waits longer than the deadline, nor longer than ``TimeLimit.wait_s`` for the next byte.
 
@@ -24,7 +27,9 @@ import functools
 import hashlib
 import ipaddress
 import math
+import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -40,13 +45,14 @@ from transport.errors import MessageError, SecretError
 from transport.process.secret import check_strength
 
 MAX_CHARACTERS = 8192  # of an address: a path has 4,096
-SCHEMES = ("shm", "tcp")  # the cheapest first
+SCHEMES = ("inproc", "shm", "tcp")  # the cheapest first
 _DEFAULT = TensorSettings()
+_TOKEN = secrets.token_hex(8)  # numbers of processes come again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """place: host id or host name.  port: tcp only, else 0.  path: without the leading slash."""
+    """place: host id, host name, or a store of a process.  port: tcp only, else 0.  path: without the leading slash."""
 
     scheme: str
     place: str
@@ -84,6 +90,11 @@ def host_id() -> str:
     except OSError:  # no Linux: the network card's number has to do
         boot_id = str(uuid.getnode())
     return hashlib.blake2b(f"{boot_id} {socket.gethostname()}".encode(), digest_size=8).hexdigest()
+
+
+def process_id() -> str:
+    """Names this process; a fork of it has another."""
+    return f"{host_id()}.{os.getpid()}.{_TOKEN}"
 
 
 def is_loopback(host: str) -> bool:
@@ -184,12 +195,15 @@ def choose_sources(sources: Sequence[str], publisher_host: str) -> list[Address]
     if problems and not addresses:
         raise problems[0]
     on_this_host = publisher_host == host_id()
-    usable = [
-        address
-        for address in addresses
-        if address.place == host_id() or (address.scheme == "tcp" and (on_this_host or not is_loopback(address.place)))
-    ]
-    return sorted(usable, key=lambda address: SCHEMES.index(address.scheme))
+
+    def is_usable(address: Address) -> bool:
+        if address.scheme == "inproc":
+            return address.place.startswith(f"{process_id()}.")
+        if address.scheme == "shm":
+            return address.place == host_id()
+        return on_this_host or not is_loopback(address.place)
+
+    return sorted(filter(is_usable, addresses), key=lambda address: SCHEMES.index(address.scheme))
 
 
 class Segment(Protocol):

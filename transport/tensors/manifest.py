@@ -123,7 +123,13 @@ def single_part(manifest: WeightManifest) -> WeightPart:
         Piece(tensor=index, start=box.start, shape=box.shape, offset=offset, checksum=value)
         for index, offset, box, value in boxes
     )
-    return WeightPart(pieces=pieces, total_bytes=manifest.total_bytes, sources=manifest.sources, host=manifest.host)
+    return WeightPart(
+        pieces=pieces,
+        total_bytes=manifest.total_bytes,
+        sources=manifest.sources,
+        host=manifest.host,
+        delta=manifest.delta,
+    )
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -188,21 +194,21 @@ def check_manifest(manifest: WeightManifest) -> None:
     if manifest.parts:
         _check_parts(manifest)
     if manifest.delta is not None:
-        _check_delta(manifest, manifest.delta)
+        _check_delta(manifest.delta, len(manifest.tensors), manifest.total_bytes)
 
 
-def _check_delta(manifest: WeightManifest, delta: WeightDelta) -> None:
-    """Raises MessageError: its patches overlap or are of no tensor, or it is longer than the version."""
+def _check_delta(delta: WeightDelta, num_tensors: int, most_bytes: int) -> None:
+    """Raises MessageError: its patches overlap or are of no tensor, or it is longer than what it changes."""
     end = 0
     for patch in sorted(delta.patches, key=lambda patch: patch.offset):
-        if not 0 <= patch.tensor < len(manifest.tensors) or patch.offset < end or patch.nbytes < 0:
+        if not 0 <= patch.tensor < num_tensors or patch.offset < end or patch.nbytes < 0:
             raise MessageError(
                 f"the changes since {delta.base} have a patch of tensor {patch.tensor} at {patch.offset}"
             )
         end = patch.offset + patch.nbytes
     if len({patch.tensor for patch in delta.patches}) != len(delta.patches):
         raise MessageError(f"the changes since {delta.base} name a tensor twice")
-    if delta.total_bytes != delta_bytes(delta.patches) or delta.total_bytes > manifest.total_bytes:
+    if delta.total_bytes != delta_bytes(delta.patches) or delta.total_bytes > most_bytes:
         raise MessageError(f"the changes since {delta.base} say {delta.total_bytes} bytes, which they do not have")
 
 
@@ -225,6 +231,8 @@ def _check_parts(manifest: WeightManifest) -> None:
                 raise MessageError(f"tensor {name!r}: a piece of shape {piece.shape} begins at {piece.start}")
         if part.total_bytes != part_bytes(manifest.tensors, part.pieces):
             raise MessageError(f"part {number} says {part.total_bytes} bytes, which its pieces do not have")
+        if part.delta is not None:
+            _check_delta(part.delta, len(part.pieces), part.total_bytes)
     for spec, found in zip(manifest.tensors, pieces, strict=True):
         if problem := why_no_tiling(spec.shape, [box_of(piece) for piece in found]):
             raise MessageError(f"tensor {spec.name!r}: {problem}")

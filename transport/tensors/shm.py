@@ -22,12 +22,13 @@ import re
 import secrets
 import stat
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
-from transport.tensors.base import Address, Deadline, host_id
+from transport.tensors.base import Address, Deadline, host_id, process_id
 
 SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"streamrl-[A-Za-z0-9_.-]+@[0-9]+@[A-Za-z0-9_.-]+")
@@ -172,6 +173,15 @@ class ShmWriter:
         self._store.drop(self.name)
 
 
+_numbers = itertools.count()
+_stores: weakref.WeakValueDictionary[str, ShmStore] = weakref.WeakValueDictionary()
+
+
+def store_of_this_process(place: str) -> ShmStore | None:
+    """That the ``place`` of an inproc:// address names."""
+    return _stores.get(place)
+
+
 class ShmStore:
     """The segments of one owner on this host. Any thread may close it, whatever another one is writing."""
 
@@ -182,6 +192,8 @@ class ShmStore:
         self._lock = threading.Lock()  # or a descriptor could be closed, and given to another file, before it is used
         self._swept = False
         self._closed = False
+        self._place = f"{process_id()}.{next(_numbers)}"
+        _stores[self._place] = self
 
     def create(self, name: str, nbytes: int) -> ShmWriter:
         """Make the file of a new segment; the first call also sweeps what dead owners left behind.
@@ -235,7 +247,7 @@ class ShmStore:
             os.close(fd)
 
     def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
-        return (f"shm://{host_id()}/{str(writer.path).lstrip('/')}",)
+        return (f"shm://{host_id()}/{str(writer.path).lstrip('/')}", f"inproc://{self._place}/{writer.name}")
 
     def write(self, writer: ShmWriter, offset: int, data: memoryview) -> int:
         """As os.pwrite. Raises ValueError for a segment that was dropped meanwhile."""
@@ -292,6 +304,8 @@ class ShmSegment:
         self._asked = self.buffer[:0]
 
     def ask(self, offset: int, nbytes: int) -> None:
+        if min(offset, nbytes) < 0 or offset + nbytes > self.buffer.nbytes:
+            raise ChecksumError(f"the segment has {self.buffer.nbytes} bytes, not {nbytes} at {offset}")
         self._asked = self.buffer[offset : offset + nbytes]
 
     def read(self, view: memoryview) -> int:
@@ -319,8 +333,13 @@ class ShmReader:
         except OSError as error:
             raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
         try:
-            if (size := os.fstat(fd).st_size) != nbytes:
-                raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
-            return ShmSegment(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+            return map_private(fd, nbytes, address)
         finally:
             os.close(fd)
+
+
+def map_private(fd: int, nbytes: int, address: Address) -> ShmSegment:
+    """The segment in an open file, which may be closed then. Raises ChecksumError: it has another size."""
+    if (size := os.fstat(fd).st_size) != nbytes:
+        raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
+    return ShmSegment(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))

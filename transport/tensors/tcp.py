@@ -22,6 +22,7 @@ from transport.contracts.types import Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
 from transport.process.logs import get_logger
 from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
+from transport.tensors.inproc import InprocReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
 from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
@@ -111,7 +112,10 @@ class _HeldFile:
 
 
 class ServedStore(ShmStore):
-    """A shared-memory store whose segments other hosts can read too, while it is started. Addresses: shm, then tcp."""
+    """A shared-memory store whose segments other hosts can read too, while it is started.
+
+    Addresses: shm, tcp, inproc.
+    """
 
     def __init__(self, run: str, directories: Sequence[Path], endpoint: Endpoint) -> None:
         super().__init__(run, directories)
@@ -123,7 +127,8 @@ class ServedStore(ShmStore):
         self._port = self._server.start()
 
     def addresses(self, writer: ShmWriter) -> tuple[str, ...]:
-        return (*super().addresses(writer), self._endpoint.address(self._port, writer.name))
+        shm, *others = super().addresses(writer)
+        return (shm, self._endpoint.address(self._port, writer.name), *others)
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(read_range_decoder)
@@ -211,4 +216,6 @@ class TcpReader:
 
 def reader_for(address: Address, secret: bytes, *, ucx: bool = False) -> SegmentReader:
     """What reads ``address``. secret: of a connection; a file of this host is protected by its mode."""
+    if address.scheme == "inproc":
+        return InprocReader()
     return ShmReader() if address.scheme == "shm" else TcpReader(secret, ucx=ucx)

@@ -24,6 +24,7 @@ from transport.contracts.messages import (
     Piece,
     Shape,
     TensorSpec,
+    WeightDelta,
     WeightManifest,
     WeightPart,
 )
@@ -113,11 +114,12 @@ class Holding(Struct, frozen=True):
 
 
 class Written(Struct, frozen=True, tag=True):
-    """A rank's pieces lie ready. checksums: in the order of the plan."""
+    """A rank's pieces lie ready. checksums: in the order of the plan.  delta: what changed, if that is offered."""
 
     checksums: tuple[Name, ...]
     sources: Addresses
     host: Name
+    delta: WeightDelta | None = None
 
 
 class NotWritten(Struct, frozen=True, tag=True):
@@ -165,6 +167,7 @@ class PartsPlan:
                 total_bytes=part_bytes(self.tensors, pieces),
                 sources=one.sources,
                 host=one.host,
+                delta=one.delta,
             )
             for pieces, one in zip(self.pieces, written, strict=True)
         )

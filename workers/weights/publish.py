@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -31,6 +32,7 @@ from transport.broker import keys
 from transport.broker.base import Ack, Broker, Commit, Delivery
 from transport.broker.events import event_append
 from transport.contracts.messages import (
+    Piece,
     TensorSpec,
     UpdateFailed,
     UpdateRequest,
@@ -52,8 +54,11 @@ from transport.tensors.manifest import (
     digest_layout,
     digest_tensors,
     layout_bytes,
+    part_bytes,
+    piece_bytes,
     plan_layout,
     plan_patches,
+    single_part,
     with_checksums,
 )
 from transport.tensors.pieces import box_checksum
@@ -95,8 +100,8 @@ class WeightPublisher:
 
     run: name of the run.  run_dir: where segments go when /dev/shm is too small.  keep: versions, >= 1; readers of an
     older one keep what they have mapped.  endpoint: where other hosts pull from.  delta_share: where what changed since
-    the version before is at most this share of a version's bytes, it is offered beside them; 0: never, and so with keep
-    1 and of several ranks.  Starts nothing until the first ``publish``, which raises ListenError where nothing can be
+    the version before is at most this share of the bytes that this rank writes, it is offered beside them; 0: never,
+    and so with keep 1.  Starts nothing until the first ``publish``, which raises ListenError where nothing can be
     listened on. Any thread may close it, at any moment.
     """
 
@@ -107,7 +112,7 @@ class WeightPublisher:
             raise ValueError(f"keep={keep}: at least the newest version has to be readable")
         self._keep = keep
         self._delta_share = delta_share
-        self._before: WeightManifest | None = None
+        self._before: _Base | None = None
         self._published: deque[str] = deque()
         self._store = ServedStore(run, segment_directories(run_dir), endpoint or Endpoint())
         self._starting = threading.Lock()
@@ -168,44 +173,49 @@ class WeightPublisher:
             sources=sources,
             host=host_id(),
         )
-        before, self._before = self._before, manifest
-        return replace(manifest, delta=self._delta(before, manifest)) if before and self._delta_share else manifest
+        part = single_part(manifest)
+        changed = self._delta(_name(manifest.weights), specs, part.pieces)
+        self._before = _Base(manifest.weights, _name(manifest.weights), _places(specs, part.pieces))
+        return replace(manifest, delta=changed)
 
-    def _delta(self, before: WeightManifest, manifest: WeightManifest) -> WeightDelta | None:
-        """What changed, in a segment of its own; None where it is too long, cannot be written, or has no base.
+    def _delta(self, name: str, specs: Sequence[TensorSpec], pieces: Sequence[Piece]) -> WeightDelta | None:
+        """What changed in ``pieces``, those of segment ``name``, in a segment of its own; None where it is too long,
+        cannot be written, or has no base.
 
         Until it is written, the process holds its bytes.
         """
-        if digest_layout(before.tensors) != digest_layout(manifest.tensors):
+        base = self._before
+        if base is None or not self._delta_share or base.places != _places(specs, pieces):
             return None
-        name = _name(manifest.weights) + DELTA
         try:
-            patches = self._patches(_name(before.weights), manifest)
+            patches = self._patches(base.name, name, specs, pieces)
             if patches is None:
                 return None
             placed = plan_patches(patches)
-            writer = self._store.create(name, delta_bytes(placed))
+            writer = self._store.create(name + DELTA, delta_bytes(placed))
             for patch, (_, data) in zip(placed, patches, strict=True):
                 writer.write(patch.offset, memoryview(data))
         except (SegmentSpaceError, OSError) as error:  # the version itself is there
-            self._store.drop(name)
-            log.info("what changed is not offered", weights=str(manifest.weights), reason=str(error))
+            self._store.drop(name + DELTA)
+            log.info("what changed is not offered", segment=name, reason=str(error))
             return None
-        return WeightDelta(base=before.weights, patches=placed, total_bytes=delta_bytes(placed), sources=writer.seal())
+        return WeightDelta(base=base.weights, patches=placed, total_bytes=delta_bytes(placed), sources=writer.seal())
 
-    def _patches(self, before: str, manifest: WeightManifest) -> list[tuple[int, bytes]] | None:
-        """(index, patch) of each tensor that changed since the segment ``before``; None where it is no more, or they
-        are too long.
+    def _patches(
+        self, before: str, name: str, specs: Sequence[TensorSpec], pieces: Sequence[Piece]
+    ) -> list[tuple[int, bytes]] | None:
+        """(index, patch) of each piece that changed between two segments; None where the first is no more, or they are
+        too long.
         """
         patches: list[tuple[int, bytes]] = []
-        left = int(self._delta_share * manifest.total_bytes)
+        left = int(self._delta_share * part_bytes(specs, pieces))
         with ExitStack() as stack:
-            base, new = (_mapped(self._store.open_file(name), stack) for name in (before, _name(manifest.weights)))
+            base, new = (_mapped(self._store.open_file(one), stack) for one in (before, name))
             if base is None or new is None:
                 return None
-            for index, spec in enumerate(manifest.tensors):
-                place = slice(spec.offset, spec.offset + spec.nbytes)
-                if patch := delta.encode(base[place], new[place], ITEM_BYTES[spec.dtype]):
+            for index, piece in enumerate(pieces):
+                place = slice(piece.offset, piece.offset + piece_bytes(specs, piece))
+                if patch := delta.encode(base[place], new[place], ITEM_BYTES[specs[piece.tensor].dtype]):
                     patches.append((index, patch))
                     left -= aligned(len(patch))
                 if left < 0:
@@ -226,7 +236,8 @@ class WeightPublisher:
                 plan.nbytes(ranks.rank),
                 lambda writer: [write(writer, plan.tensors[piece.tensor].name, piece.offset) for piece in pieces],
             )
-            said = Written(checksums=tuple(checksums), sources=sources, host=host_id())
+            changed = self._delta(name, plan.tensors, pieces)
+            said = Written(checksums=tuple(checksums), sources=sources, host=host_id(), delta=changed)
         except SegmentSpaceError as error:
             said = NotWritten(nbytes=error.nbytes, reason=error.tried)
         answers = [written_decoder.decode(answer) for answer in ranks.gather(encode(said))]
@@ -234,7 +245,9 @@ class WeightPublisher:
         for rank, answer in enumerate(answers):
             if isinstance(answer, NotWritten):
                 raise SegmentSpaceError(answer.nbytes, f"on rank {rank}: {answer.reason}")
-        return plan.manifest(holding.version, written)
+        manifest = plan.manifest(holding.version, written)
+        self._before = _Base(manifest.weights, name, _places(plan.tensors, pieces))
+        return manifest
 
     def _fill(
         self, name: str, nbytes: int, fill: Callable[[ShmWriter], list[str]]
@@ -263,6 +276,19 @@ class WeightPublisher:
         with self._starting:
             self._closed = True
         self._store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What this rank published last, in the segment ``name``. places: what lies where in it."""
+
+    weights: WeightIdentity
+    name: str
+    places: str
+
+
+def _places(specs: Sequence[TensorSpec], pieces: Sequence[Piece]) -> str:
+    return repr((digest_layout(specs), [(piece.tensor, piece.start, piece.shape, piece.offset) for piece in pieces]))
 
 
 def _name(weights: WeightIdentity) -> str:

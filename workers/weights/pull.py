@@ -10,8 +10,9 @@ decision which version to load. Invariants: what is yielded has the manifest's c
 bytes of all parts are there and verified; a worker never serves anything else; beside the memory of one version a pull
 holds one piece at most, of those that do not lie in a row there (columns), or what changed in one tensor.
 
-What the last pull received is the base of what changed: it is made the next version in place, or in a copy where a
-server reads it. Until it is right again nothing is yielded, and what is wrong is overwritten by whole weights.
+What the last pull received is the base of what changed, part by part where a version has parts: it is made the next
+version in place, or in a copy where a server reads it. Until it is right again nothing is yielded, and what is wrong is
+overwritten by whole weights.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from transport.contracts.messages import Piece, TensorPatch, WeightDelta, WeightManifest, WeightPart
+from transport.contracts.messages import Piece, TensorPatch, WeightManifest, WeightPart
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
@@ -140,7 +142,7 @@ class WeightPuller:
     ) -> None:
         """relay: passes on what is received.  ucx: bytes of other hosts may come by it."""
         self.way = ""
-        """How the last bytes came: "mapped", "tcp" or "ucx"."""
+        """How the last bytes came: "inproc", "mapped", "tcp" or "ucx"."""
         self._ucx = ucx
         self._secret = secret  # shared with the publisher
         self._limit = limit or TimeLimit()  # of one pull over all its sources and attempts
@@ -187,13 +189,15 @@ class WeightPuller:
         check_manifest(manifest)
         boxes = _checked(manifest, wanted)
         self._leave_to_readers()
-        changed = wanted is None and self._change_spare(manifest, given_up)
-        memory = self._memory_of(manifest.total_bytes)
-        content, memory.content = memory.content, ""
+        base = self._spare.content if self._spare is not None else ""
+        changes = _changes_since(base, manifest) if wanted is None else ()
+        memory = self._copy_of_base() if changes else self._memory_of(manifest.total_bytes)
+        content, memory.content = "" if changes else memory.content, ""
         relayed = self._relayed = self._pass_on(manifest, memory) if wanted is None else None
-        deadline = self._limit.deadline(manifest.total_bytes, given_up)
-        wish = _Wish(manifest, verify, boxes, deadline, memory, relayed)
+        wish = _Wish(manifest, verify, boxes, self._limit.deadline(0), memory, relayed)
         try:
+            changed = all([self._change(wish, part, given_up) for part in changes]) and wish.is_all_here()
+            wish = replace(wish, deadline=self._limit.deadline(manifest.total_bytes, given_up))
             stack, pieces = (ExitStack(), wish.whole_pieces()) if changed else self._opened_or_ended(wish)
             if not any(one.whole for one in pieces):
                 memory.content = content
@@ -226,41 +230,39 @@ class WeightPuller:
         self._relay.offer(relayed)
         return relayed
 
-    def _change_spare(self, manifest: WeightManifest, given_up: threading.Event | None) -> bool:
-        """Make what the last pull received the version of ``manifest``, by what changed: True where that is done.
+    def _copy_of_base(self) -> Memory:
+        """What the last pull received, to be changed in place, or where somebody else reads it, a copy."""
+        base, self._spare = self._spare, None
+        assert base is not None
+        if not base.kept:
+            return base
+        memory = Memory(base.buffer.nbytes)
+        memory.buffer[:] = base.buffer
+        return memory
 
-        Else whole weights have to come, into that memory or a new one. What somebody else reads is copied first.
+    def _change(self, wish: _Wish, part: WeightPart, given_up: threading.Event | None) -> bool:
+        """Receive what changed in ``part``, each patch into its piece in the memory, and check all pieces.
+
+        Returns False where no source has that, or it is wrong: whole pieces have to come.
         """
-        delta, base, self._spare = manifest.delta, self._spare, None
-        wants_changes = delta is not None and base is not None and base.content == _content(delta.base, manifest)
-        if not delta or not base or not wants_changes or _is_mapped_here(manifest):
-            self._spare = base
+        delta = part.delta
+        if delta is None:
             return False
-        memory = base
-        if base.kept:
-            memory = Memory(manifest.total_bytes)
-            memory.buffer[:] = base.buffer
-        del base
-        memory.content = ""
-        self._spare = memory
-        return self._apply(manifest, delta, memory, self._limit.deadline(delta.total_bytes, given_up))
-
-    def _apply(self, manifest: WeightManifest, delta: WeightDelta, memory: Memory, deadline: Deadline) -> bool:
-        """Receive the patches, each into its tensor in ``memory``. False: no source has them, or they are wrong."""
-        wish = _Wish(manifest, True, None, deadline, memory)
-        receiving = Receiving([wish.patching(patch) for patch in delta.patches])
+        deadline = self._limit.deadline(delta.total_bytes, given_up)
+        receiving = Receiving([wish.patching(part, patch) for patch in delta.patches])
         try:
-            for address in choose_sources(delta.sources, manifest.host):
+            for address in choose_sources(delta.sources, part.host):
                 with (
                     suppress(PeerUnavailableError),
                     closing(self._open(address, delta.total_bytes, deadline)) as segment,
                 ):
                     receiving.take(segment)
-                    for one in wish.whole_pieces():
-                        verify_piece(manifest, one.piece, one.view)
+                    for piece in part.pieces:
+                        wish.verify_in_memory(piece)
                     return True
         except PULL_FAILURES as error:
-            log.warning("changes not used, whole weights are", weights=str(manifest.weights), reason=str(error))
+            weights = str(wish.manifest.weights)
+            log.warning("changes not used, whole weights are", weights=weights, reason=str(error))
         return False
 
     def _open(self, address: Address, nbytes: int, deadline: Deadline, reach_s: float = math.inf) -> Segment:
@@ -325,7 +327,7 @@ class WeightPuller:
     ) -> Sequence[OpenedPiece]:
         """From one source after another, and all of them again for as long as that brings bytes."""
         failures: list[StreamError] = []
-        receiving = Receiving([wish.stretch(piece) for piece in pieces if not wish.is_here(piece.tensor)])
+        receiving = Receiving([wish.stretch(piece) for piece in pieces if not wish.has_come(piece)])
         if pieces and receiving.is_done:
             return wish.received(pieces)
         found = choose_sources(part.sources, part.host)
@@ -364,7 +366,7 @@ class WeightPuller:
             segment = self._open(address, part.total_bytes, wish.deadline, reach_s)
             opened.callback(segment.close)
             if segment.buffer is not None:
-                self.way = "mapped"
+                self.way = "mapped" if address.scheme == "shm" else address.scheme
                 mapped = [OpenedPiece(piece, wish.bytes_of(piece, segment.buffer)) for piece in pieces]
                 if wish.are_right(mapped):
                     stack.enter_context(opened.pop_all())
@@ -394,7 +396,7 @@ class _Wish:
     deadline: Deadline
     memory: Memory
     relayed: Relayed | None = None
-    came: dict[int, int] = field(default_factory=dict[int, int])  # by tensor: elements that were verified
+    came: dict[int, set[Box]] = field(default_factory=dict[int, "set[Box]"])  # by tensor: what was verified of it
 
     def has(self, piece: Piece) -> bool:
         if self.wanted is None:
@@ -413,8 +415,14 @@ class _Wish:
 
     def is_here(self, tensor: int) -> bool:
         """Whether all of it was received and verified, by whichever way."""
-        spec = self.manifest.tensors[tensor]
-        return bool(spec.nbytes) and self.came.get(tensor, 0) * ITEM_BYTES[spec.dtype] == spec.nbytes
+        boxes, shape = self.came.get(tensor, set()), self.manifest.tensors[tensor].shape
+        return whole(shape) in boxes or sum(box.num_elements for box in boxes) == math.prod(shape) > 0
+
+    def is_all_here(self) -> bool:
+        return all(not spec.nbytes or self.is_here(tensor) for tensor, spec in enumerate(self.manifest.tensors))
+
+    def has_come(self, piece: Piece) -> bool:
+        return box_of(piece) in self.came.get(piece.tensor, ()) or self.is_here(piece.tensor)
 
     def received(self, pieces: Sequence[Piece]) -> Sequence[OpenedPiece]:
         """Pieces whose tensors lie in ``memory``."""
@@ -432,45 +440,71 @@ class _Wish:
         """All tensors, in ``memory``."""
         return self.received(single_part(self.manifest).pieces)
 
-    def patching(self, patch: TensorPatch) -> Stretch:
-        """The patch, and once it is there its tensor, changed."""
-        spec = self.manifest.tensors[patch.tensor]
+    def patching(self, part: WeightPart, patch: TensorPatch) -> Stretch:
+        """The patch, and once it is there its piece, changed."""
+        piece = part.pieces[patch.tensor]
+        spec = self.manifest.tensors[piece.tensor]
 
         def finish(data: memoryview) -> None:
             if checksum(data) != patch.checksum:
                 raise ChecksumError(f"{self.manifest.weights}: what changed in tensor {spec.name!r} came wrong")
-            apply(data, self.memory.buffer[spec.offset : spec.offset + spec.nbytes], ITEM_BYTES[spec.dtype])
+            row = self._row_of(piece)
+            apply(data, row, ITEM_BYTES[spec.dtype])
+            if self._place_of(piece) is None:
+                self._put(piece, row)
 
         return Stretch(patch.offset, patch.nbytes, lambda: memoryview(bytearray(patch.nbytes)), finish)
 
+    def verify_in_memory(self, piece: Piece) -> None:
+        """Raises ChecksumError."""
+        verify_piece(self.manifest, piece, self._row_of(piece))
+        self._note(piece)
+
+    def _row_of(self, piece: Piece) -> memoryview:
+        """Its bytes: in ``memory``, or where they do not lie in a row there, a copy."""
+        if (place := self._place_of(piece)) is not None:
+            return place
+        elements = self._elements_of(piece)[box_of(piece).slices((0,) * len(piece.start))]
+        return np.ascontiguousarray(elements).reshape(-1).data
+
+    def _place_of(self, piece: Piece) -> memoryview | None:
+        """Where its bytes lie in ``memory``, if that is in a row."""
+        spec, box = self.manifest.tensors[piece.tensor], box_of(piece)
+        elements, starts = runs(box, spec.shape)
+        if elements != box.num_elements:
+            return None
+        first = next(starts, 0) * ITEM_BYTES[spec.dtype]
+        return self.tensor_of(piece)[first : first + piece_bytes(self.manifest.tensors, piece)]
+
+    def _elements_of(self, piece: Piece) -> NDArray[np.uint8]:
+        """[shape of its tensor, bytes of an element] in ``memory``."""
+        spec = self.manifest.tensors[piece.tensor]
+        return np.frombuffer(self.tensor_of(piece), np.uint8).reshape(*spec.shape, ITEM_BYTES[spec.dtype])
+
+    def _put(self, piece: Piece, data: memoryview) -> None:
+        """``data``, in a row, to where its piece lies in ``memory``."""
+        box = box_of(piece)
+        place = self._elements_of(piece)[box.slices((0,) * len(box.start))]
+        place[...] = np.frombuffer(data, np.uint8).reshape(place.shape)
+
     def stretch(self, piece: Piece) -> Stretch:
         """The piece, received where it lies in its tensor, or where it does not lie in a row there, put there then."""
-        spec, box = self.manifest.tensors[piece.tensor], box_of(piece)
-        nbytes, item = piece_bytes(self.manifest.tensors, piece), ITEM_BYTES[spec.dtype]
-        elements, starts = runs(box, spec.shape)
-        in_a_row = elements == box.num_elements
-        first = next(starts, 0) * item if in_a_row else 0
-
-        def place() -> memoryview:
-            return self.tensor_of(piece)[first : first + nbytes] if in_a_row else memoryview(bytearray(nbytes))
+        place = self._place_of(piece)
+        nbytes = piece_bytes(self.manifest.tensors, piece)
 
         def finish(data: memoryview) -> None:
             verify_piece(self.manifest, piece, data)
-            if not in_a_row:
-                whole_tensor = np.frombuffer(self.tensor_of(piece), np.uint8).reshape(*spec.shape, item)
-                whole_tensor[box.slices((0,) * len(box.start))] = np.frombuffer(data, np.uint8).reshape(
-                    *box.shape, item
-                )
+            if place is None:
+                self._put(piece, data)
             self._note(piece)
 
-        return Stretch(piece.offset, nbytes, place, finish)
+        return Stretch(piece.offset, nbytes, lambda: memoryview(bytearray(nbytes)) if place is None else place, finish)
 
     def _note(self, piece: Piece) -> None:
-        """It is verified. The range of the manifest and the parts may both bring it: a tensor is noted when one did."""
-        spec, came = self.manifest.tensors[piece.tensor], box_of(piece).num_elements
-        self.came[piece.tensor] = came + (self.came.get(piece.tensor, 0) if piece.shape != spec.shape else 0)
+        """It is verified. Changes, the range of the manifest and the parts may each bring it."""
+        self.came.setdefault(piece.tensor, set()).add(box_of(piece))
         if self.relayed is not None and self.is_here(piece.tensor):
-            self.relayed.verified([spec.offset])
+            self.relayed.verified([self.manifest.tensors[piece.tensor].offset])
 
 
 def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
@@ -478,10 +512,12 @@ def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
     return f"{weights.digest} {digest_layout(manifest.tensors)}"
 
 
-def _is_mapped_here(manifest: WeightManifest) -> bool:
-    """Whether all of it costs nothing."""
-    sources = choose_sources(manifest.sources, manifest.host) if manifest.sources else []
-    return any(address.scheme == "shm" for address in sources)
+def _changes_since(base: str, manifest: WeightManifest) -> Sequence[WeightPart]:
+    """The parts of which there is what changed since the content ``base``; none where all of it costs nothing."""
+    parts = manifest.parts or (single_part(manifest),)
+    if all(any(one.scheme != "tcp" for one in choose_sources(part.sources, part.host)) for part in parts):
+        return ()
+    return [part for part in parts if part.delta is not None and _content(part.delta.base, manifest) == base]
 
 
 def _checked(manifest: WeightManifest, wanted: Mapping[str, Box] | None) -> Mapping[int, Box] | None:

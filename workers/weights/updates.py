@@ -122,7 +122,7 @@ class WeightUpdates:
 
     @property
     def way(self) -> str:
-        """How the last weights came: "mapped", "tcp" or "ucx"."""
+        """How the last weights came: "inproc", "mapped", "tcp" or "ucx"."""
         return self._puller.way
 
     async def prefetch(self) -> None:
