@@ -159,7 +159,7 @@ def _loss_difference(
 ) -> float:
     objective = replace(OBJECTIVE, aggregation=aggregation)
     batch = pack(groups, aggregation)
-    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
+    scale = normaliser(objective, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
     return abs(policy.backward([batch], objective).loss / scale - reference.loss(pad_groups(groups), objective).item())
 
 

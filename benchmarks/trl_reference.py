@@ -72,8 +72,15 @@ class TrlReference:
     def loss(self, padded: PaddedGroups, objective: Objective) -> Tensor:
         """TRL's loss of the whole batch, with gradients to its model. Equal objectives, TRL's names for them."""
         trainer = self.trainer
-        trainer.loss_type = "dapo" if objective.aggregation == "token_mean" else "grpo"
+        if objective.loss == "sequence_clip":
+            return self._loss_of_sequences(padded, objective)
+        by_aggregation = {"token_mean": "dapo", "sequence_mean": "grpo", "fixed_length": "dr_grpo"}
+        trainer.loss_type = "cispo" if objective.loss == "cispo" else by_aggregation[objective.aggregation]
+        trainer.importance_sampling_level = "sequence" if objective.loss == "gspo" else "token"
+        trainer.max_completion_length = objective.max_length
         trainer.epsilon_low, trainer.epsilon_high = objective.clip_low, objective.clip_high
+        if objective.loss == "cispo":
+            trainer.epsilon_high += 1.0  # the bound itself
         trainer.beta = objective.kl_coef
         trainer.temperature = 1.0
         trainer.args.use_bias_correction_kl = False  # the plain k3 estimate
@@ -84,9 +91,21 @@ class TrlReference:
         inputs = padded.trl_inputs()
         if trainer.use_vllm:
             difference = padded.old_logprobs - padded.rollout_logprobs
-            inputs["importance_sampling_ratio"] = difference.exp().clamp(max=objective.importance_cap)
+            ratio, cap = difference.exp(), objective.importance_cap
+            kept = ratio.clamp(max=cap) if objective.importance == "truncate" else ratio.masked_fill(ratio > cap, 0.0)
+            inputs["importance_sampling_ratio"] = kept
         inputs["old_per_token_logps"] = padded.old_logprobs if recomputed else padded.rollout_logprobs
         return trainer._compute_loss(trainer.model, inputs)
+
+    def _loss_of_sequences(self, padded: PaddedGroups, objective: Objective) -> Tensor:
+        """As its trainer of RLOO has it, whose loss knows no KL, no mask of tools and no correction of the engine's."""
+        from trl.trainer.rloo_trainer import RLOOTrainer
+
+        inputs = padded.trl_inputs()
+        old = padded.old_logprobs if objective.old_logprobs == "recomputed" else padded.rollout_logprobs
+        inputs["old_logps"] = (old * padded.completion_mask).sum(1)
+        self.trainer.epsilon_low, self.trainer.epsilon_high = objective.clip_low, objective.clip_high
+        return RLOOTrainer._compute_loss(self.trainer, self.trainer.model, inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """From presets, files, ``--set`` and the environment to one checked ``Settings``, and back to TOML.
 
-    defaults  <  preset  <  files, in order  <  --set, in order  <  environment (secrets only)
+    defaults < preset < those of algorithm.name < files, in order < --set, in order < environment (secrets only)
 
 Every value keeps its origin, for errors. Invariant: what ``resolve`` returns is complete, of the right types, in range
 and possible; a password is in no message.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -41,7 +41,7 @@ from orchestrator.config.schema import (
 from orchestrator.core.model.settings import chosen_dispatch
 from orchestrator.errors import ConfigError
 from transport.broker.base import without_password
-from transport.contracts.settings import Section, Settings
+from transport.contracts.settings import Algorithm, Section, Settings
 from transport.process.files import read_own
 from transport.process.secret import read_secret
 
@@ -83,7 +83,7 @@ class Resolved:
 def is_chosen(resolved: Resolved, key: str) -> bool:
     """Whether the user gave ``key`` a value; a default or a preset is no choice."""
     origin = resolved.origins[key]
-    return origin != "default" and not origin.startswith("preset ")
+    return origin != "default" and not origin.startswith(("preset ", "algorithm "))
 
 
 def preset_names() -> list[str]:
@@ -115,6 +115,8 @@ def resolve(
             named.append([Setting(path=tuple(key.split(".")), value=secret, where=f"environment {variable}")])
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
+    # A stored run has all values of its own, over those of its algorithm; another one that is named now goes over it.
+    below = [*below[:1], _of_algorithm(below), *below[1:], _of_algorithm(named)]
     for layer in (*below, *named):
         _apply(layer, values, origins)
     settings = _hide_password(_build(values), origins)
@@ -146,6 +148,16 @@ def read_preset(name: str) -> list[Setting]:
         )
     path = importlib.resources.files("orchestrator.config.presets").joinpath(f"{name}.toml")
     return read_document(path.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def _of_algorithm(layers: Sequence[Sequence[Setting]]) -> list[Setting]:
+    """What the algorithm that ``layers`` name last sets; nothing for a name that is none, which is refused later."""
+    named = [setting.value for layer in layers for setting in layer if setting.path == ("algorithm", "name")]
+    name = named[-1] if named else ""
+    if name not in get_args(Algorithm):
+        return []
+    path = importlib.resources.files("orchestrator.config.algorithms").joinpath(f"{name}.toml")
+    return read_document(path.read_text(encoding="utf-8"), f"algorithm {name}")
 
 
 def _read_file(path: Path, *, own: bool = False) -> list[Setting]:

@@ -244,6 +244,11 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what '
             "the clip is there to stop",
         )
+    if s.algorithm.advantage == "batch_std" and s.algorithm.kl_coef:
+        yield (
+            "algorithm.kl_coef algorithm.advantage",
+            'must be 0 with algorithm.advantage "batch_std", which divides the whole gradient by the deviation',
+        )
     if s.trainer.micro_batch_tokens < s.sampling.max_new_tokens:
         yield (
             "trainer.micro_batch_tokens sampling.max_new_tokens",

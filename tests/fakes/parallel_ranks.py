@@ -34,7 +34,8 @@ def run_layout(
 ) -> list[Any]:
     """What ``work(ranks, *arguments)``, a function of a module, returns on each rank.
 
-    timeout_s: of a collective.  limit_s: of each rank's answer.  Raises RuntimeError: a rank failed, or did not end; it says what each said.
+    timeout_s: of a collective.  limit_s: of each rank's answer.
+    Raises RuntimeError: a rank failed, or did not end; it says what each said.
     """
     if layout.num_ranks == 1:
         return [work(SingleRank(), *arguments)]

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.fakes.manual_clock import ManualClock
 from tests.fakes.memory_broker import MemoryBroker, MemoryServer
@@ -34,6 +35,7 @@ from transport.contracts.types import (
 )
 from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.__main__ import exit_code
+from workers.algorithms.advantage import group_advantages
 from workers.errors import RewardSetupError
 from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
@@ -114,6 +116,24 @@ def worker_for(
 
 
 # --- the whole worker -------------------------------------------------------------------------------------------------
+
+
+async def test_what_long_responses_lose_is_in_the_advantages_and_not_in_the_rewards(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    """All rewards agree; one response is longer than what costs nothing."""
+    settings = settings_for()
+    shaped = replace(settings.algorithm, overlong_share=0.5, overlong_penalty=1.0)
+    settings = replace(settings, algorithm=shaped, sampling=replace(settings.sampling, max_new_tokens=10))
+    await admit(broker, {"answer": "12"})
+    await generate(broker, tokenize("dunno"), tokenize("dunno"), tokenize("dunno now"))
+    async with running(worker_for(broker, settings, model_dir, clock)):
+        _, event = await next_event(broker)
+    assert isinstance(event, GroupScored)
+    assert (event.rewards, event.response_tokens, event.signal) == ((0.0,) * 3, (5, 5, 9), True)
+    rows = await broker.read_rows([row_id(GROUP, sample) for sample in range(3)], list(Column))
+    advantages = [decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) for row in rows]
+    assert advantages == pytest.approx(group_advantages([0.0, 0.0, -0.8]).tolist(), abs=1e-5)
 
 
 async def test_a_group_is_scored_and_told_exactly(

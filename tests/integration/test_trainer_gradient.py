@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trl_reference import pad_groups
+from orchestrator.config.load import resolve
 from tests.fakes.tiny_models import tiny_model
 from tests.fakes.training import make_groups
-from transport.contracts.settings import GenerationSettings, Settings, TrainerSettings
+from transport.contracts.settings import Algorithm, GenerationSettings, Settings, TrainerSettings
 from transport.tensors.base import Endpoint
-from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, loss_sum, loss_terms, normaliser
+from workers.algorithms.loss import Objective, OldLogprobs, loss_sum, loss_terms, normaliser
 from workers.errors import ModelError, RowsChangedError
 from workers.models import random_model
 from workers.trainer.policy import attention
@@ -27,7 +28,7 @@ from workers.trainer.policy.gradients import global_norm
 from workers.trainer.policy.model import PolicyModel, check_packing, load_module, packed_logprobs, reference_logprobs
 from workers.trainer.policy.offload import OffloadedAdamW
 from workers.trainer.policy.packing import PromptGroup, pack
-from workers.trainer.policy.policy_learner import PolicyLearner, TrainStep
+from workers.trainer.policy.policy_learner import PolicyLearner, TrainStep, objective_of
 from workers.weights.publish import WeightPublisher
 
 CPU = torch.device("cpu")
@@ -58,7 +59,14 @@ def padded_gradient(directory: Path, groups: Sequence[PromptGroup], objective: O
     batch = pack(groups, objective.aggregation)
     loss_sum(logprobs[padded.loss_mask.bool()], batch.tokens, objective, loss_terms(objective)).backward()
     gradient = nn.utils.parameters_to_vector(p.grad for p in model.parameters() if p.grad is not None)
-    return gradient / normaliser(objective.aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
+    return gradient / size_of(groups, objective)
+
+
+def size_of(groups: Sequence[PromptGroup], objective: Objective) -> float:
+    rows = [sample for group in groups for sample in group.samples]
+    tokens = sum(sample.num_loss_tokens for sample in rows)
+    squares = sum(sample.advantage**2 for sample in rows)
+    return normaliser(objective, num_rows=len(rows), num_tokens=tokens, advantage_squares=squares)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -66,11 +74,13 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recomputed"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
 def test_streamed_and_packed_equals_padded_and_whole(
-    tmp_path: Path, aggregation: Aggregation, old_logprobs: OldLogprobs
+    tmp_path: Path, algorithm: Algorithm, old_logprobs: OldLogprobs
 ) -> None:
-    objective = Objective(kl_coef=0.05, aggregation=aggregation, old_logprobs=old_logprobs, clip_high=0.28)
+    chosen = resolve(None, [], [f"algorithm.name={algorithm}", f"algorithm.old_logprobs={old_logprobs}"], {}).settings
+    kl_coef = 0.05 if chosen.algorithm.advantage != "batch_std" else 0.0
+    objective = replace(objective_of(chosen), kl_coef=kl_coef)
     directory = save_tiny(tmp_path)
     groups = make_groups(masked=True, all_columns=True)
     if old_logprobs == "rollout":
@@ -81,9 +91,7 @@ def test_streamed_and_packed_equals_padded_and_whole(
     }
     for piece in (groups[2:], groups[:1], groups[1:2]):  # rounds come in the order of generation
         step.accumulate(piece)
-    rows = [sample for group in groups for sample in group.samples]
-    tokens = sum(sample.num_loss_tokens for sample in rows)
-    streamed = step.policy.gradient / normaliser(aggregation, num_rows=len(rows), num_tokens=tokens)
+    streamed = step.policy.gradient / size_of(groups, objective)
     assert relative_error(streamed, padded_gradient(directory, groups, objective)) < 1e-5
 
 

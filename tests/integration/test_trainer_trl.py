@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 
 from benchmarks.trl_reference import VERSION, TrlReference, pad_groups
+from orchestrator.config.load import resolve
 from tests.fakes.training import make_groups
+from transport.contracts.settings import Algorithm
 from workers.algorithms.advantage import group_advantages
-from workers.algorithms.loss import Aggregation, Objective, OldLogprobs, normaliser
+from workers.algorithms.loss import Objective, OldLogprobs, normaliser
 from workers.models import prepare_model
 from workers.trainer.policy.model import PolicyModel, load_module
 from workers.trainer.policy.packing import pack
+from workers.trainer.policy.policy_learner import objective_of
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'streamrl[bench]'")
 pytestmark = [
@@ -48,19 +52,31 @@ def test_advantages_equal(reference: TrlReference) -> None:
     reference.trainer.scale_rewards = "group"
 
 
+OF_TOKENS = [Objective(aggregation=one, clip_high=0.28) for one in ("token_mean", "sequence_mean")]
+NAMED = [objective_of(resolve(None, [], [f"algorithm.name={name}"], {}).settings) for name in get_args(Algorithm)]
+MASKED = Objective(old_logprobs="recomputed", importance="mask", importance_cap=1.2)
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recomputed"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("objective", [*OF_TOKENS, *NAMED, MASKED], ids=repr)
 def test_loss_and_gradient_equal(
-    reference: TrlReference, model_dir: Path, aggregation: Aggregation, old_logprobs: OldLogprobs, kl_coef: float
+    reference: TrlReference, model_dir: Path, objective: Objective, old_logprobs: OldLogprobs, kl_coef: float
 ) -> None:
-    objective = Objective(aggregation=aggregation, old_logprobs=old_logprobs, kl_coef=kl_coef, clip_high=0.28)
-    groups = make_groups(all_columns=True, masked=True)
+    if objective is MASKED and old_logprobs == "rollout":
+        pytest.skip("TRL has no mask there")
+    objective = replace(objective, old_logprobs=old_logprobs, kl_coef=kl_coef)
+    by_sequences = objective.loss == "sequence_clip"
+    if by_sequences:  # all that TRL's has
+        objective = replace(objective, kl_coef=0.0, importance_cap=0.0)
+    groups = make_groups(all_columns=True, masked=not by_sequences)
     if old_logprobs == "rollout":
         groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
     policy = PolicyModel(load_module(model_dir, device=torch.device("cpu")), dtype=torch.float32, temperature=1.0)
-    batch = pack(groups, aggregation)
-    scale = normaliser(aggregation, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
+    batch = pack(groups, objective.aggregation)
+    scale = normaliser(
+        replace(objective, advantage="group_std"), num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths)
+    )
     ours = policy.backward([batch], objective).loss / scale
     theirs = reference.loss(pad_groups(groups), objective)
     assert ours == pytest.approx(theirs.item(), abs=1e-6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from workers.algorithms.advantage import group_advantages, has_signal
+from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal, overlong_penalty
 
 
 def test_group_std_centres_and_scales() -> None:
@@ -19,8 +21,18 @@ def test_mean_only_keeps_the_rewards_scale() -> None:
     assert group_advantages([1.0, 0.0, 0.5, 0.5], "mean_only") == pytest.approx([0.5, -0.5, 0.0, 0.0])
 
 
+def test_rloo_compares_with_the_others() -> None:
+    assert group_advantages([1.0, 0.0, 0.5], "rloo") == pytest.approx([0.75, -0.75, 0.0])
+
+
+def test_a_response_near_its_limit_loses_reward_linearly() -> None:
+    lost = overlong_penalty([10, 80, 90, 100, 120], max_tokens=100, share=0.2, penalty=2.0)
+    assert lost.tolist() == [0.0, 0.0, -1.0, -2.0, -2.0]
+    assert not overlong_penalty([100], max_tokens=100, share=0.0, penalty=2.0).any()
+
+
 @pytest.mark.parametrize("size", [1, 3, 8, 64])
-@pytest.mark.parametrize("kind", ["group_std", "mean_only"])
+@pytest.mark.parametrize("kind", get_args(AdvantageKind))
 def test_equal_rewards_give_exactly_zero_advantage(size: int, kind: str) -> None:
     rewards = np.full(size, 0.1, dtype=np.float32)  # its float32 mean is not always 0.1
     assert not has_signal(rewards)

@@ -8,7 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from orchestrator.config.load import (
     RENAMED,
     Resolved,
     check_resume,
+    is_chosen,
     key_lines,
     preset_names,
     read_document,
@@ -28,7 +29,7 @@ from orchestrator.config.load import (
 from orchestrator.config.schema import FIELD_WORDS, FIELDS, SECTIONS, to_toml
 from orchestrator.core.model.settings import core_settings
 from orchestrator.errors import ConfigError
-from transport.contracts.settings import ParallelSettings, Section, Settings, eval_sets
+from transport.contracts.settings import Algorithm, ParallelSettings, Section, Settings, eval_sets
 from transport.process.secret import BROKER_PASSWORD
 
 
@@ -193,6 +194,27 @@ def test_every_preset_resolves():
 def test_presets_say_where_each_value_stands():
     lines = {setting.key: setting.where for setting in read_preset("tiny")}
     assert lines["run.name"] == "preset tiny:5"
+
+
+def test_an_algorithm_sets_what_the_user_does_not(tmp_path: Path):
+    chosen = with_set("algorithm.name=dapo", "algorithm.overlong_share=0.5", preset="smollm2")
+    algorithm, pipeline = chosen.settings.algorithm, chosen.settings.pipeline
+    assert (algorithm.clip_high, algorithm.overlong_share, pipeline.drop_no_signal) == (0.28, 0.5, True)
+    assert chosen.origins["algorithm.clip_high"] == "algorithm dapo:4"
+    assert not is_chosen(chosen, "algorithm.clip_high")
+    stored = tmp_path / "config.toml"
+    stored.write_text(render(chosen), encoding="utf-8")
+    stored.chmod(0o600)
+    same = resolve("smollm2", [], [], {}, stored=stored).settings
+    assert same == chosen.settings
+    other = resolve("smollm2", [], ["algorithm.name=cispo"], {}, stored=stored).settings.algorithm
+    assert (other.loss, other.clip_high) == ("cispo", 4.0)
+
+
+def test_every_algorithm_resolves():
+    for name in get_args(Algorithm):
+        assert with_set(f"algorithm.name={name}").settings.algorithm.name == name
+    assert "algorithm.name must be one of" in error_of("algorithm.name=grop")
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

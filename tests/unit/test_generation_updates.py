@@ -23,7 +23,7 @@ from transport.contracts.types import RunName, WeightIdentity
 from transport.errors import ChecksumError, PeerUnavailableError
 from transport.tensors import relay as relay_module
 from transport.tensors.base import TimeLimit
-from transport.tensors.manifest import digest_tensors
+from transport.tensors.manifest import digest_tensors, plan_layout, with_checksums
 from transport.tensors.relay import Relay
 from workers.commands.build import ServerChoice, generation_worker
 from workers.errors import WeightsMismatchError
@@ -135,8 +135,9 @@ async def test_an_emulated_worker_brings_versions_in_as_a_real_one(tmp_path):
     link, given_up = worker._updates._puller, threading.Event()
     assert isinstance(link, EmulatedLink)
     assert link._puller._relay is worker._relay is not None
-    nothing = WeightIdentity(epoch=1, version=1, digest=digest_tensors(()))
-    manifest = WeightManifest(weights=nothing, tensors=(), total_bytes=64, sources=("tcp://x:9/v",), host="there")
+    tensors = with_checksums(plan_layout([("a", (16,), "float32")]), ["0" * 16])
+    weights = WeightIdentity(epoch=1, version=1, digest=digest_tensors(tensors))
+    manifest = WeightManifest(weights=weights, tensors=tensors, total_bytes=64, sources=("tcp://x:9/v",), host="there")
     given_up.set()
     with pytest.raises(PeerUnavailableError), link.pull(manifest, given_up=given_up):
         pass

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from workers.algorithms.advantage import STD_EPSILON
 from workers.algorithms.loss import (
     LossMetrics,
     Objective,
     TokenBatch,
-    clipped_policy_N,
     k3_kl_N,
     loss_metrics,
     loss_sum,
     loss_terms,
     normaliser,
+    policy_loss_N,
     token_weight,
 )
 
@@ -45,7 +46,7 @@ def tokens_of(
 def gradient_of(ratios: list[float], tokens: TokenBatch, objective: Objective) -> list[float]:
     """d loss / d logprob at logprobs that make these ratios against logprobs of -1."""
     logprobs_N = (torch.tensor(ratios).log() - 1.0).requires_grad_()
-    clipped_policy_N(logprobs_N, tokens, objective).sum().backward()
+    policy_loss_N(logprobs_N, tokens, objective).sum().backward()
     assert logprobs_N.grad is not None
     return logprobs_N.grad.tolist()
 
@@ -129,6 +130,9 @@ def test_metrics_count_what_the_clip_removed() -> None:
 
 
 def test_normalisers() -> None:
-    assert normaliser("token_mean", num_rows=3, num_tokens=40) == 40
-    assert normaliser("sequence_mean", num_rows=3, num_tokens=40) == 3
+    assert normaliser(Objective(), num_rows=3, num_tokens=40) == 40
+    assert normaliser(Objective(aggregation="sequence_mean"), num_rows=3, num_tokens=40) == 3
+    assert normaliser(Objective(aggregation="fixed_length", max_length=32), num_rows=3, num_tokens=40) == 96
+    whitened = normaliser(Objective(advantage="batch_std"), num_rows=3, num_tokens=40, advantage_squares=8.0)
+    assert whitened == pytest.approx(40 * (2.0 + STD_EPSILON))
     assert token_weight(8, "sequence_mean") == pytest.approx(1 / 8)

@@ -169,16 +169,27 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"]
+
+
 class AlgorithmSettings(Section, frozen=True, kw_only=True):
     """The policy-gradient objective."""
 
-    name: Literal["grpo"] = "grpo"  # policy gradient with a clipped ratio; advantages within the group, no critic
-    advantage: Literal["group_std", "mean_only"] = "group_std"  # reward - mean of its group; divided by its deviation
+    name: Algorithm = "grpo"  # what the others are where they are not set: see docs/algorithms.md
+    advantage: Literal["group_std", "mean_only", "rloo", "batch_std"] = (
+        "group_std"  # reward - mean of its group, divided by its deviation; - mean of the others; by the batch's
+    )
+    loss: Literal["ppo_clip", "cispo", "gspo", "sequence_clip"] = "ppo_clip"  # ratio clipped: of tokens, or of rows
     clip_low: Share = 0.2  # the ratio new / old probability counts down to 1 - clip_low
     clip_high: Positive = 0.2  # the ratio counts up to 1 + clip_high; DAPO: 0.28
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # all tokens weigh alike, or all samples do
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = (
+        "token_mean"  # all tokens weigh alike, or all samples do; or the sum is divided by sampling.max_new_tokens
+    )
     kl_coef: NotNegative = 0.0  # factor of the KL to the reference model in the loss; 0: none is loaded
     importance_cap: NotNegative = 2.0  # cap of the importance ratio of trainer to rollout probability; 0: off
+    importance: Literal["truncate", "mask"] = "truncate"  # a ratio above the cap is cut to it, or its token left out
+    overlong_share: ShareOrNone = 0.0  # last part of sampling.max_new_tokens in which the reward falls; 0: it does not
+    overlong_penalty: NotNegative = 1.0  # factor of that fall: what the longest response loses of its reward
     mismatch_limit: NotNegative = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: off
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-AdvantageKind = Literal["group_std", "mean_only"]
+AdvantageKind = Literal["group_std", "mean_only", "rloo", "batch_std"]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation; TRL's value, so that results compare."""
@@ -38,10 +38,13 @@ def group_advantages(rewards_G: ArrayLike, kind: AdvantageKind = "group_std") ->
 
     Args:    rewards_G: [G] rewards, finite, G >= 1.
              kind: "group_std" divides by the group's standard deviation (G - 1 degrees of freedom); "mean_only" does
-             not, which removes the bias towards groups of low variance.
+             not, which removes the bias towards groups of low variance. "rloo": the baseline is the mean of the others,
+             so it is G / (G - 1) times that. "batch_std": "mean_only", which the trainer divides by the deviation in
+             its mini-batch when it closes: the loss is proportional to it, so rows need not wait for each other.
     Returns: [G] float32; all zero when the group has no signal (a group of one never has).
     Raises:  ValueError: empty, not one-dimensional, or not finite.
-    Source:  GRPO (arXiv 2402.03300 sec. 4.1.2); mean_only from Dr. GRPO (arXiv 2503.20783). Equal to TRL 1.16's
+    Source:  GRPO (arXiv 2402.03300 sec. 4.1.2); mean_only from Dr. GRPO (arXiv 2503.20783); RLOO (arXiv 2402.14740);
+             batch_std from REINFORCE++ with a group's baseline (arXiv 2501.03262). Equal to TRL 1.16's
              ``scale_rewards`` "group" and "none" wherever the rewards differ; where they do not, TRL's are rounding
              noise and ours are zero.
     """
@@ -51,7 +54,24 @@ def group_advantages(rewards_G: ArrayLike, kind: AdvantageKind = "group_std") ->
     centred = rewards - rewards.mean()
     if kind == "group_std":
         centred = centred / (rewards.std(ddof=1) + STD_EPSILON)
+    elif kind == "rloo":
+        centred = centred * rewards.size / (rewards.size - 1)
     return centred.astype(np.float32)
+
+
+def overlong_penalty(num_tokens_G: ArrayLike, *, max_tokens: int, share: float, penalty: float) -> NDArray[np.float32]:
+    """What responses that come near their limit lose: nothing before its last part, there linearly more.
+
+    Args:    num_tokens_G: [G] of each response.  share: the last part of ``max_tokens``, in [0, 1]; 0: nothing is lost.
+             penalty: at the limit.
+    Returns: [G] in [-penalty, 0], to be added to rewards.
+    Source:  soft overlong punishment of DAPO (arXiv 2503.14476 eq. 13).
+    """
+    tokens = np.asarray(num_tokens_G, dtype=np.float64)
+    if not share * max_tokens:
+        return np.zeros(tokens.shape, dtype=np.float32)
+    begin = (1.0 - share) * max_tokens
+    return (-penalty * np.clip((tokens - begin) / (share * max_tokens), 0.0, 1.0)).astype(np.float32)
 
 
 def _as_group(rewards_G: ArrayLike) -> NDArray[np.float64]:

@@ -3,6 +3,13 @@
 A mini-batch arrives in pieces, so every term is a per-token loss times a weight, summed; the sum is divided once, when
 the mini-batch closes and its size is known. The gradient then equals that of the whole batch in one piece. A term that
 cannot be written so (one that whitens over the batch) declares ``additive=False`` and the trainer refuses to stream it.
+Most terms are sums over tokens; a policy loss that looks at whole rows is one over rows, which are never cut.
+
+    policy loss      ratio of                 what its bounds do
+    ppo_clip         each token               the gradient ends beyond them               PPO (1707.06347), GRPO, DAPO
+    cispo            each token               the weight stops growing, no token is lost  MiniMax-M1 (2506.13585)
+    gspo             a row: mean of its logs  as ppo_clip                                 GSPO (2507.18071)
+    sequence_clip    a row: sum of its logs   as ppo_clip                                 RLOO (2402.14740)
 
 Owns: the arithmetic on log-probabilities. Never: a model, padding, I/O.
 
@@ -13,6 +20,7 @@ logprob is that of the sampled token under log_softmax(logits / temperature).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -22,20 +30,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+from workers.algorithms.advantage import STD_EPSILON, AdvantageKind
+
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 OldLogprobs = Literal["rollout", "recomputed"]
+PolicyLoss = Literal["ppo_clip", "cispo", "gspo", "sequence_clip"]
+Importance = Literal["truncate", "mask"]
+BY_ROW: frozenset[PolicyLoss] = frozenset({"gspo", "sequence_clip"})
+"""Those whose terms look at all tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which objective. Field meanings and defaults: transport.contracts.settings.AlgorithmSettings."""
+    """Which objective. Field meanings and defaults: transport.contracts.settings.AlgorithmSettings.
 
+    max_length: tokens that a response can have, by which "fixed_length" divides.
+    """
+
+    advantage: AdvantageKind = "group_std"
+    loss: PolicyLoss = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
     importance_cap: float = 2.0
+    importance: Importance = "truncate"
     aggregation: Aggregation = "token_mean"
     old_logprobs: OldLogprobs = "rollout"
+    max_length: int = 0
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing. Raises ValueError."""
@@ -43,6 +64,13 @@ class Objective:
             raise ValueError(
                 f"importance_cap {self.importance_cap} must exceed 1 + clip_high ({1 + self.clip_high}) or be 0 (off)"
             )
+        if self.aggregation == "fixed_length" and self.max_length < 1:
+            raise ValueError("fixed_length divides by max_length, which must be above 0")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a term looks at all tokens of a row."""
+        return self.loss in BY_ROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +81,7 @@ class TokenBatch:
     old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
     reference_logprobs_N: of the reference model; None without KL.
     advantages_N: its row's advantage.  weights_N: from ``token_weight``.
+    row_N: number of its row, int64, ascending; None where only sums over tokens are computed.
     """
 
     rollout_logprobs_N: Tensor
@@ -60,9 +89,10 @@ class TokenBatch:
     weights_N: Tensor
     old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
+    row_N: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> TokenBatch:
-        """Tokens [start, stop): any additive term over the parts sums to the term over the whole."""
+        """Tokens [start, stop): a term that is a sum over tokens sums over the parts to that over the whole."""
         columns = {one.name: getattr(self, one.name) for one in fields(self)}
         parts: dict[str, Any] = {name: all_N[start:stop] for name, all_N in columns.items() if all_N is not None}
         return TokenBatch(**parts)
@@ -72,49 +102,81 @@ def token_weight(num_loss_tokens: int, aggregation: Aggregation) -> float:
     """Weight of each token of a row with ``num_loss_tokens`` of them.
 
     token_mean: 1, so that every token of the mini-batch counts alike (DAPO). sequence_mean: 1 / tokens of its row, so
-    that every row counts alike (GRPO).
+    that every row counts alike (GRPO). fixed_length: 1, and the sum is divided by what does not depend on lengths, so
+    that a token counts alike whatever else is in its row and its mini-batch (Dr. GRPO, arXiv 2503.20783).
     """
-    return 1.0 if aggregation == "token_mean" else 1.0 / max(num_loss_tokens, 1)
+    return 1.0 / max(num_loss_tokens, 1) if aggregation == "sequence_mean" else 1.0
 
 
-def normaliser(aggregation: Aggregation, *, num_rows: int, num_tokens: int) -> float:
-    """What the summed loss of a whole mini-batch is divided by: its loss tokens, or its rows."""
-    return float(max(num_tokens if aggregation == "token_mean" else num_rows, 1))
+def normaliser(objective: Objective, *, num_rows: int, num_tokens: int, advantage_squares: float = 0.0) -> float:
+    """What the summed loss of a whole mini-batch is divided by: its loss tokens, its rows, or all that they could have.
 
-
-def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, cap: float) -> Tensor:
-    """min(exp(old - rollout), cap): corrects for the engine's numbers not being the trainer's. A constant.
-
-    Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl; TRL's "token_truncate".
+    advantage_squares: sum over its rows, by whose deviation a "batch_std" is divided besides: their mean is 0.
     """
-    return torch.exp(old_logprobs_N - rollout_logprobs_N).clamp(max=cap).detach()
+    size = {
+        "token_mean": num_tokens,
+        "sequence_mean": num_rows,
+        "fixed_length": num_rows * objective.max_length,
+    }[objective.aggregation]
+    deviation = math.sqrt(advantage_squares / max(num_rows - 1, 1)) + STD_EPSILON
+    return max(size, 1) * (deviation if objective.advantage == "batch_std" else 1.0)
 
 
-def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch) -> Tensor:
-    """pi_now / pi_old, where old is the rollout's own logprobs or the trainer's recomputed ones."""
+def importance_weight_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, objective: Objective) -> Tensor:
+    """exp(old - rollout), cut at the cap: corrects for the engine's numbers not being the trainer's. A constant.
+
+    Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl; TRL's "token_truncate", and "mask":
+    "token_mask", where what is above the cap does not count at all.
+    """
+    weight_N, cap = torch.exp(old_logprobs_N - rollout_logprobs_N).detach(), objective.importance_cap
+    return weight_N.clamp(max=cap) if objective.importance == "truncate" else weight_N * (weight_N <= cap)
+
+
+def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    """pi_now / pi_old of each token or, the same at all of them, of its row; old: the rollout's or the recomputed."""
     old_N = tokens.rollout_logprobs_N if tokens.old_logprobs_N is None else tokens.old_logprobs_N
-    return torch.exp(logprobs_N - old_N)
+    log_ratio_N = logprobs_N - old_N
+    if objective.by_row:
+        log_ratio_N = _over_row_N(log_ratio_N, tokens, mean=objective.loss == "gspo")
+    return torch.exp(log_ratio_N)
 
 
-def clipped_policy_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
-    """-min(ratio * A, clip(ratio) * A), with the importance correction. [N], not yet weighted.
+def _over_row_N(values_N: Tensor, tokens: TokenBatch, *, mean: bool) -> Tensor:
+    """Sum, or mean, of its row's values, at each token."""
+    row_N = tokens.row_N
+    if row_N is None:
+        raise ValueError("a loss of whole rows needs to know them")
+    if not len(row_N):
+        return values_N
+    sums = values_N.new_zeros(int(row_N[-1]) + 1).index_add(0, row_N, values_N)
+    return (sums / row_N.bincount(minlength=len(sums)).clamp(min=1) if mean else sums)[row_N]
+
+
+def policy_loss_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    """-min(ratio * A, clip(ratio) * A), or with "cispo" -clip(ratio) * A * logprob, the ratio a constant there; with
+    the importance correction. [N], not yet weighted; one of whole rows says at each token what its row has.
 
     Where ``importance_cap`` c > 0 applies:
     - old "rollout": the ratio's denominator *is* the sampling policy, so the ratio already is the importance weight and
       a second one would count it twice. c bounds it on the side that clipping leaves open (A < 0, ratio large):
-      ratio -> min(ratio, c), as two-sided clipping does (INTELLECT-2, arXiv 2505.07291; TRL's ``delta``).
+      ratio -> min(ratio, c), as two-sided clipping does (INTELLECT-2, arXiv 2505.07291; TRL's ``delta``), and with
+      "mask" leaves out what is above it.
     - old "recomputed": the ratio is between two sets of trainer weights; what lies between them and the engine (other
       kernels, older weights) is corrected by the constant factor ``importance_weight_N``.
     """
-    ratio_N = policy_ratio_N(logprobs_N, tokens)
+    ratio_N = policy_ratio_N(logprobs_N, tokens, objective)
     clipped_N = ratio_N.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    cap = objective.importance_cap
+    cap, kept_N = objective.importance_cap, None
     if tokens.old_logprobs_N is None and cap > 0:
+        kept_N = ratio_N.detach() <= cap if objective.importance == "mask" else None
         ratio_N = ratio_N.clamp(max=cap)
-    loss_N = -torch.minimum(ratio_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
+    if objective.loss == "cispo":
+        loss_N = -clipped_N.detach() * tokens.advantages_N * logprobs_N
+    else:
+        loss_N = -torch.minimum(ratio_N * tokens.advantages_N, clipped_N * tokens.advantages_N)
     if tokens.old_logprobs_N is not None and cap > 0:
-        loss_N = loss_N * importance_weight_N(tokens.old_logprobs_N, tokens.rollout_logprobs_N, cap)
-    return loss_N
+        kept_N = importance_weight_N(tokens.old_logprobs_N, tokens.rollout_logprobs_N, objective)
+    return loss_N if kept_N is None else loss_N * kept_N
 
 
 def k3_kl_N(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
@@ -141,7 +203,7 @@ class LossTerm:
 
 def loss_terms(objective: Objective) -> tuple[LossTerm, ...]:
     """The terms that this objective sums."""
-    policy = LossTerm(name="policy", additive=True, per_token=clipped_policy_N)
+    policy = LossTerm(name="policy", additive=True, per_token=policy_loss_N)
     kl = LossTerm(name="kl", additive=True, per_token=reference_kl_N)
     return (policy, kl) if objective.kl_coef > 0 else (policy,)
 
@@ -159,7 +221,8 @@ class LossMetrics:
     loss: weighted sum.  tokens: N.  clipped_low, clipped_high: tokens whose gradient the clip removed.  kl: to the
     reference.  mismatch, mismatch_max: |trainer - rollout logprob|.  mismatch_k3, mismatch_tv: KL and total variation
     between the two, as the rollout's tokens estimate them.  rows, loss_tokens: all that were handed over, also those
-    that have no gradient and were not computed: the normalisers.  entropy: over all of those, see ``rollout_entropy``.
+    that have no gradient and were not computed: the normalisers.  advantage_squares: of those rows.  entropy: over all
+    of those, see ``rollout_entropy``.
     """
 
     loss: float = 0.0
@@ -174,6 +237,7 @@ class LossMetrics:
     mismatch_tv: float = 0.0
     rows: float = 0.0
     loss_tokens: float = 0.0
+    advantage_squares: float = 0.0
 
     def __add__(self, other: LossMetrics) -> LossMetrics:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -223,7 +287,7 @@ def rollout_entropy(rollout_logprobs: NDArray[np.float32], loss_mask: NDArray[np
 @torch.no_grad()
 def loss_metrics(loss: Tensor, logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> LossMetrics:
     """What one piece adds to the metrics. logprobs_N: of the weights that computed ``loss``."""
-    ratio_N = policy_ratio_N(logprobs_N, tokens)
+    ratio_N = policy_ratio_N(logprobs_N, tokens, objective)
     negative_N, positive_N = tokens.advantages_N < 0, tokens.advantages_N > 0
     reference_N = tokens.reference_logprobs_N
     mismatch_N = (logprobs_N - tokens.rollout_logprobs_N).abs()

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from transport.broker.base import Commit, RowWrite
 from transport.broker.events import event_append
 from transport.contracts.messages import GroupScored, RowsMissing, rollout_info_decoder
+from transport.contracts.settings import AlgorithmSettings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
-from workers.algorithms.advantage import AdvantageKind, group_advantages, has_signal
+from workers.algorithms.advantage import group_advantages, has_signal, overlong_penalty
 from workers.models import Detokenize
 from workers.scoring.reward_pool import RewardPool
 from workers.trainer.learner import PromptGroup, TrainingSample
@@ -78,13 +79,22 @@ class RewardTask:
 
 
 class AdvantageTask:
-    """kind: how a reward is compared with its group's.  max_group_size: samples a group can have."""
+    """max_group_size: samples a group can have.  max_tokens: that a response can have."""
 
-    def __init__(self, rows: RowStore, worker_id: WorkerId, *, kind: AdvantageKind, max_group_size: int) -> None:
+    def __init__(
+        self,
+        rows: RowStore,
+        worker_id: WorkerId,
+        algorithm: AlgorithmSettings,
+        *,
+        max_group_size: int,
+        max_tokens: int,
+    ) -> None:
         self._rows = rows
         self._worker_id = worker_id
-        self._kind: AdvantageKind = kind
+        self._algorithm = algorithm
         self._max_group_size = max_group_size
+        self._max_tokens = max_tokens
 
     async def __call__(self, unit: Unit) -> Commit:
         """Advantages of one whole group. Raises MessageError for rows whose columns do not decode."""
@@ -95,15 +105,21 @@ class AdvantageTask:
             return Commit()  # the group was dropped
         rewards = [decode_scalar(Column.REWARD, columns[Column.REWARD]) for columns in rows.values()]
         infos = [rollout_info_decoder.decode(columns.get(Column.ROLLOUT_INFO, b"")) for columns in rows.values()]
+        shaped = np.asarray(rewards, np.float32) + overlong_penalty(
+            [info.response_tokens for info in infos],
+            max_tokens=self._max_tokens,
+            share=self._algorithm.overlong_share,
+            penalty=self._algorithm.overlong_penalty,
+        )
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=has_signal(rewards),
+            signal=has_signal(shaped),
             components=_mean_components([*rows.values()]),
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
-        advantages = group_advantages(np.asarray(rewards, np.float32), self._kind)
+        advantages = group_advantages(shaped, self._algorithm.advantage)
         writes = [
             RowWrite(
                 row_id=row,

@@ -125,8 +125,9 @@ class ScoringWorker:
             "advantages": AdvantageTask(
                 self._rows,
                 self._worker_id,
-                kind=settings.algorithm.advantage,
+                settings.algorithm,
                 max_group_size=settings.pipeline.group_size,
+                max_tokens=settings.sampling.max_new_tokens,
             ),
         }
         if settings.algorithm.kl_coef > 0:

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transport.contracts.settings import LoraSettings, Settings
 from transport.contracts.types import GroupId, RowId
-from workers.algorithms.loss import LossMetrics, LossTerm, Objective, loss_metrics, loss_sum, loss_terms
+from workers.algorithms.loss import LossMetrics, LossTerm, Objective, TokenBatch, loss_metrics, loss_sum, loss_terms
 from workers.errors import ModelError
 from workers.models import choose_device
 from workers.trainer.learner import PromptGroup, TrainingSample
@@ -231,12 +231,26 @@ class LossCall:
         self.batch = batch
         self.objective = objective
         self._terms = terms
+        self._gradient: Tensor | None = None
         self.metrics = LossMetrics()
 
+    @property
+    def wants_rows(self) -> bool:
+        """Whether ``look_at_rows`` has to come first."""
+        return self.objective is not None and self.objective.by_row
+
+    def look_at_rows(self, logprobs_N: Tensor) -> None:
+        """Take the gradient of all tokens from what they are together. One pass of the head more than by tokens."""
+        self._gradient = self._gradient_of(logprobs_N, self.batch.tokens)
+
     def token_gradient(self, logprobs: Tensor, part: slice) -> Tensor:
-        """d(loss)/d(logprobs) of some tokens: what an additive objective can say piece by piece."""
+        """d(loss)/d(logprobs) of some tokens: what a sum over tokens can say piece by piece."""
+        if self._gradient is not None:
+            return self._gradient[part]
+        return self._gradient_of(logprobs, self.batch.tokens.slice(part.start, part.stop))
+
+    def _gradient_of(self, logprobs: Tensor, tokens: TokenBatch) -> Tensor:
         assert self.objective is not None
-        tokens = self.batch.tokens.slice(part.start, part.stop)
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()
             loss = loss_sum(leaf, tokens, self.objective, self._terms)
@@ -273,6 +287,8 @@ class PolicyStage(nn.Module):
         predictors = whole_rows(out)[0].index_select(0, batch.predictor_N)
         if call.objective is None:
             return target_logprobs(predictors, batch.target_N, head)
+        if call.wants_rows:
+            call.look_at_rows(target_logprobs(predictors, batch.target_N, head))
         weight = head.weight if self.head_gradient is None else head.weight.detach()  # autograd has none to hand on
         return HeadLoss.apply(predictors, weight, batch.target_N, head, call.token_gradient, self.head_gradient)
 

@@ -145,8 +145,7 @@ class PolicyLearner:
             lora=settings.trainer.lora,
             seed=settings.run.seed,
         )
-        objective = Objective(**{one.name: getattr(settings.algorithm, one.name) for one in fields(Objective)})
-        step = TrainStep(policy, settings.trainer, objective)
+        step = TrainStep(policy, settings.trainer, objective_of(settings))
         if checkpoint is not None:
             step.restore(read_state(checkpoint, policy.masters, gather=self._ranks.gather))
         self._loaded = step
@@ -219,6 +218,12 @@ def _beside_compute(device: torch.device) -> Iterator[None]:
         yield
 
 
+def objective_of(settings: Settings) -> Objective:
+    """Of a run."""
+    chosen = {one.name: getattr(settings.algorithm, one.name) for one in fields(Objective) if one.name != "max_length"}
+    return Objective(**chosen, max_length=settings.sampling.max_new_tokens)
+
+
 class TrainStep:
     """The trainer's arithmetic for one rank: sum, sum, sum, then scale once and step. Synchronous torch, no I/O."""
 
@@ -271,7 +276,10 @@ class TrainStep:
         num_tokens = sum(row.num_loss_tokens for row in rows)
         if self.policy.reads_rows:
             entropy = sum(rollout_entropy(row.rollout_logprobs, row.loss_mask) for row in rows)
-            self._metrics += LossMetrics(rows=len(rows), loss_tokens=num_tokens, entropy=entropy)
+            squares = sum(row.advantage**2 for row in rows)
+            self._metrics += LossMetrics(
+                rows=len(rows), loss_tokens=num_tokens, entropy=entropy, advantage_squares=squares
+            )
         num_computed = sum(len(group.samples) for group in computed)
         return PieceDone(num_rows=len(rows), num_tokens=num_tokens, computed_rows=num_computed)
 
@@ -358,7 +366,8 @@ class TrainStep:
                 said_rows=num_rows,
                 said_tokens=num_tokens,
             )
-        scale = 1.0 / normaliser(self._objective.aggregation, num_rows=held_rows, num_tokens=held_tokens)
+        squares = metrics.advantage_squares
+        scale = 1.0 / normaliser(self._objective, num_rows=held_rows, num_tokens=held_tokens, advantage_squares=squares)
         policy.scale(scale)
         grad_norm = policy.gradient_norm()
         rate = learning_rate(
