@@ -35,6 +35,12 @@ def policy(version: int) -> dict[str, torch.Tensor]:
     return {f"t{n}": torch.randn(TENSOR_BYTES // 4, generator=generator) for n in range(NUM_TENSORS)}
 
 
+@pytest.fixture(autouse=True)
+def hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for workers of several hosts: nobody maps another's memory (tests/integration/test_shared_weights.py)."""
+    monkeypatch.setattr(Channel, "is_local", False)
+
+
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
     publisher = WeightPublisher("relayed", tmp_path, endpoint=Endpoint(limit=LIMIT))
