@@ -6,8 +6,11 @@ A relay begins to listen when its worker starts, at the address that faces the b
 and passes on the first version too. A worker whose broker is on its own host learns no address from that: its relay
 begins when first bytes come over a network, at the address that faces their source.
 
-Owns: what may be sent of a version, and until when. Never: who pulls from whom (``orchestrator/core/broadcast.py``), or
-a checksum. Invariants: no byte is sent before it was verified here; memory that is being sent is not written to.
+A worker of the same host is sent nothing: it maps the memory that the version comes into.
+
+Owns: what may be sent or mapped of a version, and until when. Never: who pulls from whom
+(``orchestrator/core/broadcast.py``), or a checksum. Invariants: no byte is sent before it was verified here; memory
+that is being sent is not written to.
 """
 
 from __future__ import annotations

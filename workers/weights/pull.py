@@ -5,13 +5,16 @@
                                                └─ elsewhere: received, piece by piece, into one memory that is laid out
                                                   as the manifest says and serves version after version
 
+What another worker of this host receives is mapped, too, once it is whole there.
+
 Owns: choice of source, verification, the views, the memory. Never: the engine (the worker hands it the views) or the
 decision which version to load. Invariants: what is yielded has the manifest's checksums; nothing is yielded before the
 bytes of all parts are there and verified; a worker never serves anything else; beside the memory of one version a pull
 holds one piece at most, of those that do not lie in a row there (columns), or what changed in one tensor.
 
 What the last pull received is the base of what changed: it is made the next version in place, or in a copy where a
-server reads it. Until it is right again nothing is yielded, and what is wrong is overwritten by whole weights.
+server or another worker of this host reads it. Until it is right again nothing is yielded, and what is wrong is
+overwritten by whole weights.
 """
 
 from __future__ import annotations
