@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,16 +15,22 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from transport.contracts.messages import MessageDecoder, WeightManifest, encode, manifest_decoder
-from transport.contracts.types import WeightIdentity
+from tests.fakes.engine import FakeEngine
+from tests.fakes.memory_broker import MemoryBroker, MemoryServer
+from transport.broker import keys
+from transport.broker.base import Entry
+from transport.contracts.messages import MessageDecoder, WeightManifest, WeightsLoaded, encode, manifest_decoder
+from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import PeerUnavailableError
+from transport.process.clock import MonotonicClock
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Memory
 from transport.tensors.relay import Relay, Relayed, relayed_address
-from transport.tensors.tcp import RangeFollows, ReadRange, TcpReader
+from transport.tensors.tcp import RangeFollows, ReadRange, TcpReader, Waits
 from transport.tensors.wire import Channel, ChannelServer
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
+from workers.weights.updates import WeightUpdates
 
 NUM_TENSORS, TENSOR_BYTES = 16, 1 << 20
 WAIT_S = 60.0
@@ -33,6 +40,12 @@ LIMIT = TimeLimit(WAIT_S)
 def policy(version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {f"t{n}": torch.randn(TENSOR_BYTES // 4, generator=generator) for n in range(NUM_TENSORS)}
+
+
+@pytest.fixture(autouse=True)
+def hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for workers of several hosts: nobody maps another's memory (tests/integration/test_shared_weights.py)."""
+    monkeypatch.setattr(Channel, "is_local", False)
 
 
 @pytest.fixture
@@ -353,3 +366,82 @@ def test_a_pull_that_is_given_up_ends_with_the_next_bytes_and_blames_no_source(t
     assert len(slow.asked) == 1
     assert not puller._away
     assert_right(pulled(puller, trainer(2).manifest), 2)
+
+
+@contextlib.contextmanager
+def answering(serve: Callable[[Channel, ReadRange], None]) -> Iterator[str]:
+    """A worker that shakes hands and takes requests, and then does as ``serve`` does."""
+    server = ChannelServer(
+        lambda channel: serve(channel, channel.receive(MessageDecoder(ReadRange))), Endpoint(), request_s=5
+    )
+    try:
+        yield f"tcp://127.0.0.1:{server.start()}"
+    finally:
+        server.close()
+
+
+async def loaded(manifest: WeightManifest, limit: TimeLimit) -> list[tuple[WeightIdentity, Mapping[str, torch.Tensor]]]:
+    """What an engine is given by a worker that is commanded to load it."""
+    broker, engine = MemoryBroker(MemoryServer(), RunName("run")), FakeEngine()
+    await broker.append(keys.WEIGHTS, Entry(fields={}, payload=encode(manifest)))
+    updates = WeightUpdates(broker, engine, WeightPuller(limit=limit), WorkerId("generate-0.1"), MonotonicClock())
+    assert isinstance(await updates.load(manifest.weights), WeightsLoaded)
+    await broker.close()
+    return engine.loaded
+
+
+FAST_MB_S = 1e6  # so fast that bytes buy no time: what there is of it is ``wait_s``
+
+
+@pytest.mark.parametrize("beating", [True, False])
+async def test_a_worker_that_is_silent_is_left_for_the_trainer_by_a_load_too(trainer, beating: bool) -> None:
+    """Also one that says again and again that it waits itself, and nothing else."""
+    over, source = threading.Event(), trainer(1)
+
+    def say_nothing(channel: Channel, request: ReadRange) -> None:
+        with contextlib.suppress(PeerUnavailableError):
+            while not over.wait(0.1 if beating else WAIT_S):
+                channel.send(Waits())
+
+    with answering(say_nothing) as silent:
+        [(_, tensors)] = await loaded(behind(source.manifest, silent), TimeLimit(8.0, FAST_MB_S))
+        over.set()
+    assert_right(dict(tensors), 1)
+    assert source.num_asked_bytes == source.manifest.total_bytes
+
+
+async def test_a_worker_that_sends_drop_by_drop_is_left_and_what_it_sent_is_not_asked_for_again(trainer) -> None:
+    over, source = threading.Event(), trainer(1)
+    half = NUM_TENSORS // 2 * TENSOR_BYTES
+
+    def drip(channel: Channel, request: ReadRange) -> None:
+        channel.send(RangeFollows(nbytes=request.nbytes))
+        channel.send_view(source._content[:half])
+        with contextlib.suppress(PeerUnavailableError):
+            for drop in range(half, request.nbytes):
+                channel.send_view(source._content[drop : drop + 1])
+                if over.wait(0.1):
+                    return
+
+    with answering(drip) as slow:
+        [(_, tensors)] = await loaded(behind(source.manifest, slow), TimeLimit(8.0, FAST_MB_S))
+        over.set()
+    assert_right(dict(tensors), 1)
+    (asked,) = source.asked
+    assert asked.offset > half
+
+
+def test_a_worker_that_waits_for_its_own_source_is_waited_for(trainer, relay) -> None:
+    """The trainer is silent for longer than a worker alone is borne with: nobody else could have more."""
+    one, source = relay(), trainer(1, gate=NUM_TENSORS // 2 * TENSOR_BYTES)
+    one.listen("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(pulled, WeightPuller(limit=LIMIT, relay=one), source.manifest)
+        assert source.stopped.wait(WAIT_S)
+        puller = WeightPuller(limit=TimeLimit(8.0, FAST_MB_S))
+        second = threads.submit(pulled, puller, behind(source.manifest, one.address))
+        time.sleep(6)  # of the 8 s it would bear a silent one for 4
+        source.opened.set()
+        for pull in (first, second):
+            assert_right(pull.result(WAIT_S), 1)
+    assert source.num_asked_bytes == source.manifest.total_bytes

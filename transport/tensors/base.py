@@ -46,6 +46,7 @@ from transport.process.secret import check_strength
 
 MAX_CHARACTERS = 8192  # of an address: a path has 4,096
 SCHEMES = ("inproc", "shm", "tcp")  # the cheapest first
+BEATS = 4  # of a sender that waits itself, while its reader bears silence: three of them may come late
 _DEFAULT = TensorSettings()
 _TOKEN = secrets.token_hex(8)  # numbers of processes come again
 
@@ -115,13 +116,72 @@ class Deadline:
         self._end_s = time.monotonic() + seconds
         self._silent_s = silent_s
         self._given_up = given_up
+        self._to_prolong_s = seconds
         self.seconds = min(seconds, silent_s)
+        self.beat_s = 0.0
+        """How often a sender that waits itself has to say so; 0: it need not."""
 
     def remaining_s(self) -> float:
         """How long the next wait may take."""
         if self._given_up is not None and self._given_up.is_set():
             return 0.0
-        return max(0.0, min(self._silent_s, self._end_s - time.monotonic()))
+        return max(0.0, min(self._silent_s, self.left_s))
+
+    @property
+    def left_s(self) -> float:
+        """For all waits together."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    @property
+    def whole(self) -> Deadline:
+        """That of all sources together."""
+        return self
+
+    def prolong(self, seconds: float) -> bool:
+        """Let it come later, in all by as much as it had at first. Returns False where nothing is left of that."""
+        more_s = min(seconds, self._to_prolong_s)
+        self._end_s, self._to_prolong_s = self._end_s + more_s, self._to_prolong_s - more_s
+        return self._to_prolong_s > 0
+
+    def note_bytes(self, nbytes: int) -> None:
+        """So many came."""
+
+    def note_waiting(self) -> None:
+        """The sender lives, and waits for its own source."""
+
+
+class Patience(Deadline):
+    """How long one source is borne with while others can be asked: ``idle_s`` without progress.
+
+    Bytes are progress as far as they come at ``bytes_per_s``, so a source that sends them drop by drop is left as one
+    that is silent is. One that says that it waits itself begins anew, since nobody else may have more, and the whole
+    pull is given that time once more: sources behind it have what they had.
+    """
+
+    def __init__(self, whole: Deadline, idle_s: float, bytes_per_s: float) -> None:
+        super().__init__(idle_s)
+        self._whole = whole
+        self._idle_s = idle_s
+        self._bytes_per_s = bytes_per_s
+        self._heard_s = time.monotonic()
+        self.beat_s = idle_s / BEATS
+
+    def remaining_s(self) -> float:
+        return min(self._whole.remaining_s(), self.left_s)
+
+    @property
+    def whole(self) -> Deadline:
+        return self._whole
+
+    def note_bytes(self, nbytes: int) -> None:
+        self._heard_s = time.monotonic()
+        self._end_s = min(self._end_s + nbytes / self._bytes_per_s, self._heard_s + self._idle_s)
+
+    def note_waiting(self) -> None:
+        now_s, heard_s = time.monotonic(), self._heard_s
+        self._heard_s = now_s
+        if self._whole.prolong(now_s - heard_s):
+            self._end_s = now_s + self._idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +197,14 @@ class TimeLimit:
 
     def deadline(self, nbytes: int, given_up: threading.Event | None = None) -> Deadline:
         return Deadline(self.wait_s + nbytes / (self.min_mb_s * 1e6), self.wait_s, given_up)
+
+    def patience(self, whole: Deadline, nbytes: int) -> Patience:
+        """With a source of ``nbytes`` that are missing, where others are left: half of the time that there is to spare.
+
+        So however many of them stall, some is left for the last.
+        """
+        spare_s = max(0.0, whole.left_s - nbytes / (self.min_mb_s * 1e6))
+        return Patience(whole, spare_s / 2, self.min_mb_s * 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,11 @@ A relay begins to listen when its worker starts, at the address that faces the b
 and passes on the first version too. A worker whose broker is on its own host learns no address from that: its relay
 begins when first bytes come over a network, at the address that faces their source.
 
-Owns: what may be sent of a version, and until when. Never: who pulls from whom (``orchestrator/core/broadcast.py``), or
-a checksum. Invariants: no byte is sent before it was verified here; memory that is being sent is not written to.
+A worker of the same host is sent nothing: it maps the memory that the version comes into.
+
+Owns: what may be sent or mapped of a version, and until when. Never: who pulls from whom
+(``orchestrator/core/broadcast.py``), or a checksum. Invariants: no byte is sent before it was verified here; memory
+that is being sent is not written to.
 """
 
 from __future__ import annotations
@@ -15,21 +18,28 @@ from __future__ import annotations
 import bisect
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import cast
 
+from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
-from transport.tensors.base import Deadline, Endpoint, TimeLimit, is_loopback
+from transport.tensors.base import Deadline, Endpoint, TimeLimit, host_id, is_loopback
 from transport.tensors.receive import Memory
-from transport.tensors.tcp import read_range_decoder, serve_range
+from transport.tensors.tcp import Follow, RangeFollows, ReadRange, Verified, Waits, check_range, serve_range
 from transport.tensors.ucx import chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused
 
 log = get_logger(__name__)
 
 SEND_BYTES = 4 * 1024 * 1024  # in one call at most, so that a reader that stops is noticed
+MIN_BEAT_S = 0.1  # however often a reader wants to hear that its bytes are waited for
+
+_request_decoder: MessageDecoder[ReadRange | Follow] = MessageDecoder(
+    cast("type[ReadRange | Follow]", ReadRange | Follow)
+)
 
 
 def segment_of(weights: WeightIdentity) -> str:
@@ -43,14 +53,14 @@ class Relayed:
     spans: (offset, bytes) of each tensor there; what lies between them is padding, which nobody checks.
     """
 
-    def __init__(self, weights: WeightIdentity, memory: Memory, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, weights: WeightIdentity, memory: Memory, spans: Iterable[tuple[int, int]]) -> None:
         self.weights = weights
-        self.buffer = memory.buffer
+        self.nbytes = memory.nbytes
         self._memory = memory
-        self.nbytes = memory.buffer.nbytes
-        self._spans = sorted(spans)
+        self._spans = sorted(span for span in spans if span[1])
         self._starts = [start for start, _ in self._spans]
-        self._here = {start for start, nbytes in self._spans if not nbytes}
+        self._all = frozenset(self._starts)
+        self._here: set[int] = set()
         self._changed = threading.Condition()
         self._readers = 0
         self._over = False
@@ -58,43 +68,104 @@ class Relayed:
     def verified(self, offsets: Iterable[int]) -> None:
         """The tensors that begin there are whole and right."""
         with self._changed:
-            self._here.update(offsets)
+            self._here.update(self._all.intersection(offsets))
             self._changed.notify_all()
 
     def until(self, start: int, deadline: Deadline) -> int:
         """Wait for the byte at ``start``. Returns up to where bytes are here. Raises PeerUnavailableError."""
+        while not (end := self._until(start, deadline.remaining_s())):
+            if not deadline.remaining_s():
+                raise self._ended()
+        return end
+
+    def _until(self, start: int, wait_s: float) -> int:
+        """As ``until``; 0: not for so long."""
         with self._changed:
-            while (end := self._end(start)) <= start and not self._over:
-                if not (remaining_s := deadline.remaining_s()):
-                    break
-                self._changed.wait(remaining_s)
-            if end <= start:
-                raise PeerUnavailableError("", f"{self.weights} does not come any further")
-            return end
+            self._changed.wait_for(lambda: self._over or self._end(start) > start, wait_s)
+            if (end := self._end(start)) > start:
+                return end
+            if self._over:
+                raise self._ended()
+            return 0
+
+    def _ended(self) -> PeerUnavailableError:
+        return PeerUnavailableError("", f"{self.weights} does not come any further")
 
     def send(self, channel: Channel, offset: int, nbytes: int) -> None:
         """Send each byte as soon as it is here. Raises PeerUnavailableError."""
         end = offset + nbytes
         while offset < end:
             upto = min(end, offset + SEND_BYTES, self.until(offset, channel.deadline))
-            channel.send_view(self.buffer[offset:upto])
+            channel.send_view(self._memory.buffer[offset:upto])
             offset = upto
+
+    def send_ranges(self, channel: Channel, offset: int, nbytes: int, beat_s: float, limit: TimeLimit) -> None:
+        """The same, and each time that nothing came for ``beat_s``, that it is waited for."""
+        end = offset + nbytes
+        while offset < end:
+            channel.deadline = limit.deadline(end - offset)
+            while upto := min(end, offset + SEND_BYTES, self._until(offset, beat_s)):
+                channel.send(RangeFollows(nbytes=upto - offset), [self._memory.buffer[offset:upto]])
+                if (offset := upto) == end:
+                    return
+            channel.send(Waits())
+        channel.send(RangeFollows(nbytes=0))  # it asked for none
 
     def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same bytes in messages, each as soon as all of it is here."""
         here = offset
-        for chunk in chunks(self.buffer[offset : offset + nbytes]):
+        for chunk in chunks(self._memory.buffer[offset : offset + nbytes]):
             offset += chunk.nbytes
             while here < offset:
                 here = self.until(here, channel.deadline)
             yield chunk
+
+    def address(self, channel: Channel, beat_s: float, limit: TimeLimit) -> str:
+        """Where it can be mapped. Until some of it is here it may still come elsewhere. Raises PeerUnavailableError."""
+        while self._more_than(0, beat_s) is None:
+            channel.deadline = limit.deadline(0)
+            channel.send(Waits())
+        return self._memory.address
+
+    def follow(self, channel: Channel, memory: str, beat_s: float, limit: TimeLimit) -> None:
+        """Say what is here, until all is. Raises PeerUnavailableError."""
+        if memory != self._memory.address:
+            raise PeerUnavailableError(channel.address, "maps other memory")
+        told = frozenset[int]()
+        while True:
+            here = self._more_than(len(told), beat_s)
+            channel.deadline = limit.deadline(0)
+            if here is None:
+                channel.send(Waits())
+                continue
+            channel.send(Verified(offsets=tuple(sorted(here - told)), whole=here == self._all))
+            if here == self._all:
+                return
+            told = here
+
+    def _more_than(self, number: int, wait_s: float) -> frozenset[int] | None:
+        """What is here, once that is more than ``number`` tensors or all; None: not for so long.
+
+        Raises PeerUnavailableError.
+        """
+        with self._changed:
+
+            def is_here() -> bool:
+                return len(self._here) > number or len(self._here) == len(self._all)
+
+            self._changed.wait_for(lambda: self._over or is_here(), wait_s)
+            if is_here():
+                return frozenset(self._here)
+            if self._over:
+                raise self._ended()
+            return None
 
     def _end(self, start: int) -> int:
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
         for offset, nbytes in self._spans[first:]:
             if offset not in self._here and offset + nbytes > start:
                 return offset
-        return self.buffer.nbytes
+        return self.nbytes
 
     def enter(self) -> bool:
         """Count a reader. Returns False where the version is over."""
@@ -129,6 +200,7 @@ class Relay:
         self._lock = threading.Condition()
         self._server: ChannelServer | None = None
         self._relayed: Relayed | None = None
+        self._place: tuple[int, int] | None = None  # of what was offered last
         self._closed = False
         self.address = ""
 
@@ -158,36 +230,66 @@ class Relay:
     def offer(self, relayed: Relayed) -> None:
         """Serve it instead of what was served."""
         with self._lock:
-            self._relayed = relayed
+            self._relayed, self._place = relayed, _place(segment_of(relayed.weights))
             self._lock.notify_all()
 
+    def withdraw(self, relayed: Relayed) -> None:
+        """It is over, and its memory is not held on to."""
+        relayed.end()
+        with self._lock:
+            if self._relayed is relayed:
+                self._relayed = None
+
     def _serve(self, channel: Channel) -> None:
-        request = channel.receive(read_range_decoder)
-        channel.deadline = self._limit.deadline(request.nbytes)
-        relayed = self._await(request.segment, channel.deadline)
+        request = channel.receive(_request_decoder)
+        channel.deadline = self._limit.deadline(0)
+        relayed = self._await(channel, request.segment, request.beat_s and self._beat_s(request))
         if relayed is None or not relayed.enter():
             channel.send(Refused(reason=f"no segment {request.segment!r} here", retry=True))
             return
-        sent = False
+        sent = isinstance(request, Follow)  # who maps holds on to it by itself
         try:
-            serve_range(channel, request, relayed, self._endpoint)
+            self._answer(channel, request, relayed)
             sent = True
         finally:
             relayed.leave(failed=not sent)
 
-    def _await(self, segment: str, deadline: Deadline) -> Relayed | None:
+    def _answer(self, channel: Channel, request: ReadRange | Follow, relayed: Relayed) -> None:
+        """Raises MessageError, after the reader was told; PeerUnavailableError."""
+        if isinstance(request, Follow):
+            relayed.follow(channel, request.memory, self._beat_s(request), self._limit)
+        elif not request.beat_s or (self._endpoint.ucx and request.ucx):
+            serve_range(channel, request, relayed, self._endpoint)
+        else:
+            check_range(channel, request, relayed.nbytes)
+            if request.host == host_id():
+                where = relayed.address(channel, self._beat_s(request), self._limit)
+                channel.send(RangeFollows(nbytes=0, memory=where))
+            else:
+                relayed.send_ranges(channel, request.offset, request.nbytes, self._beat_s(request), self._limit)
+
+    def _beat_s(self, request: ReadRange | Follow) -> float:
+        """As often as the reader wants, within reason."""
+        return min(max(MIN_BEAT_S, request.beat_s), self._limit.wait_s)
+
+    def _await(self, channel: Channel, segment: str, beat_s: float) -> Relayed | None:
         """The version, which may be about to come; None where a newer one came instead, or nothing in time."""
+        deadline = Deadline(self._limit.wait_s)
+        while True:
+            with self._lock:
+                if self._may_come(segment):
+                    self._lock.wait(min(deadline.remaining_s(), beat_s or deadline.remaining_s()))
+                may_come, relayed = self._may_come(segment), self._relayed
+            if not may_come or not deadline.remaining_s():
+                return relayed if relayed is not None and segment_of(relayed.weights) == segment else None
+            if beat_s:
+                channel.deadline = self._limit.deadline(0)
+                channel.send(Waits())
+
+    def _may_come(self, segment: str) -> bool:
+        """Whether it is neither here nor never will be."""
         wanted = _place(segment)
-        with self._lock:
-            while wanted is not None and self._server is not None:
-                at = _place(segment_of(self._relayed.weights)) if self._relayed is not None else None
-                if self._relayed is not None and segment_of(self._relayed.weights) == segment:
-                    return self._relayed
-                remaining_s = deadline.remaining_s()
-                if not remaining_s or (at is not None and at >= wanted):
-                    return None
-                self._lock.wait(remaining_s)
-        return None
+        return self._server is not None and wanted is not None and (self._place is None or self._place < wanted)
 
     def close(self) -> None:
         with self._lock:

@@ -114,6 +114,34 @@ def held_address(fd: int) -> str:
     return f"shm://{host_id()}/proc/{os.getpid()}/fd/{fd}@{os.fstat(fd).st_ino}"
 
 
+def map_held(address: Address, nbytes: int) -> tuple[int, memoryview]:
+    """A descriptor, and private pages, of what another process of this user has open and does not change meanwhile.
+
+    Both keep a shared lock on it, which its owner asks for before it changes anything.
+    Raises MessageError: no such address.  PeerUnavailableError: it is not there, or not seen from here, or about to
+    change.  ChecksumError: it has another size.
+    """
+    path = Path("/") / address.path
+    if address.scheme != "shm" or not _HELD.fullmatch(str(path)):  # a message cannot make us map any file
+        raise MessageError(f"{address} is not memory of a process")
+    try:
+        fd = open_own(path)
+    except OSError as error:
+        raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
+    try:
+        if (size := os.fstat(fd).st_size) != nbytes:
+            raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # The mapping has the same open file, and so the lock, for as long as anyone looks at a page.
+        return fd, memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    except OSError as error:
+        os.close(fd)
+        raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
     """The first directory with room for ``nbytes``. Raises SegmentSpaceError that says how much each has."""
     tried: list[str] = []

@@ -21,7 +21,7 @@ from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
 from transport.process.logs import get_logger
-from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader
+from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader, host_id
 from transport.tensors.inproc import InprocReader
 from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
 from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
@@ -34,6 +34,8 @@ class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
     """Send ``[offset, offset + nbytes)`` of ``segment``, which has ``segment_bytes`` bytes as a whole.
 
     ucx: the reader's address there, if it may be used; chunks then have the tags from ``tag`` on.
+    beat_s: a sender that does not have all of it may send it in ranges one after another, and says as often that it
+    waits for the next; 0: it may not.  host: the reader's, which asks for no bytes but where it can map them.
     """
 
     segment: str
@@ -42,18 +44,46 @@ class ReadRange(Struct, frozen=True, kw_only=True, tag=True):
     nbytes: int
     ucx: UcxAddress | None = None
     tag: Annotated[int, msgspec.Meta(ge=0, lt=2**48)] = 0
+    beat_s: float = 0.0
+    host: str = ""
 
 
 class RangeFollows(Struct, frozen=True, kw_only=True, tag=True):
-    """ucx: the bytes come by UCX, from this address; else they follow this."""
+    """ucx: the bytes come by UCX, from this address; else they follow this.
+
+    memory: where a process of the sender's host can map the segment, while it comes in there.
+    """
 
     nbytes: int
     ucx: UcxAddress | None = None
+    memory: str = ""
+
+
+class Follow(Struct, frozen=True, kw_only=True, tag=True):
+    """Say what of ``segment`` is verified in ``memory``, which is mapped, and each time that more is."""
+
+    segment: str
+    memory: str
+    beat_s: float
+
+
+class Verified(Struct, frozen=True, kw_only=True, tag=True):
+    """More is: the tensors that begin there.  whole: that was all."""
+
+    offsets: tuple[int, ...]
+    whole: bool
+
+
+class Waits(Struct, frozen=True, kw_only=True, tag=True):
+    """Ahead of an answer, or of more of it: the sender waits for the bytes itself."""
 
 
 read_range_decoder = MessageDecoder(ReadRange)
-_answer_decoder: MessageDecoder[RangeFollows | Refused] = MessageDecoder(
-    cast("type[RangeFollows | Refused]", RangeFollows | Refused)
+_answer_decoder: MessageDecoder[RangeFollows | Waits | Refused] = MessageDecoder(
+    cast("type[RangeFollows | Waits | Refused]", RangeFollows | Waits | Refused)
+)
+_progress_decoder: MessageDecoder[Verified | Waits | Refused] = MessageDecoder(
+    cast("type[Verified | Waits | Refused]", Verified | Waits | Refused)
 )
 
 
@@ -73,10 +103,7 @@ class Held(Protocol):
 
 def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endpoint) -> None:
     """Answer ``request`` from ``held``. Raises MessageError, after the reader was told, where it is not inside."""
-    inside = min(request.offset, request.nbytes) >= 0 and request.offset + request.nbytes <= held.nbytes
-    if request.segment_bytes != held.nbytes or not inside:
-        channel.send(Refused(reason=f"segment {request.segment!r} has {held.nbytes} bytes"))
-        raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
+    check_range(channel, request, held.nbytes)
     channel.deadline = endpoint.limit.deadline(request.nbytes)
     ucx = _sending(channel, request.ucx) if endpoint.ucx and request.ucx else None
     channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx.address if ucx else None))
@@ -84,6 +111,14 @@ def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endp
         held.send(channel, request.offset, request.nbytes)
     else:
         ucx.send(request.tag, held.chunks(channel, request.offset, request.nbytes))
+
+
+def check_range(channel: Channel, request: ReadRange, nbytes: int) -> None:
+    """Raises MessageError, after the reader was told: it is not inside of a segment of ``nbytes``."""
+    inside = min(request.offset, request.nbytes) >= 0 and request.offset + request.nbytes <= nbytes
+    if request.segment_bytes != nbytes or not inside:
+        channel.send(Refused(reason=f"segment {request.segment!r} has {nbytes} bytes"))
+        raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
 
 
 def _sending(channel: Channel, reader: UcxAddress) -> UcxSending | None:
@@ -156,6 +191,7 @@ class TcpSegment:
         self._path = address.path
         self._nbytes = nbytes
         self._ucx = ucx
+        self._left = self._in_range = 0  # bytes that were asked for, and those of them that are announced
         self.by_ucx = False
         channel.beside = ucx
 
@@ -166,27 +202,80 @@ class TcpSegment:
 
     def ask(self, offset: int, nbytes: int) -> None:
         """Raises PeerUnavailableError, ChecksumError: the bytes do not follow."""
-        request = ReadRange(
-            segment=self._path,
-            segment_bytes=self._nbytes,
-            offset=offset,
-            nbytes=nbytes,
-            ucx=self._ucx.address if self._ucx else None,
-            tag=self._ucx.next_tag() if self._ucx else 0,
+        self._left = nbytes
+        answer = self._answer_to(
+            ReadRange(
+                segment=self._path,
+                segment_bytes=self._nbytes,
+                offset=offset,
+                nbytes=nbytes,
+                ucx=self._ucx.address if self._ucx else None,
+                tag=self._ucx.next_tag() if self._ucx else 0,
+                beat_s=self._channel.deadline.beat_s,
+            )
         )
-        answer = self._channel.ask(request, _answer_decoder)
+        self.by_ucx = self._ucx is not None and answer.ucx is not None
+        if self._ucx is not None and answer.ucx is not None:
+            self._channel.deadline = self._channel.deadline.whole  # a sender by UCX does not say that it waits
+            self._ucx.expect(nbytes, answer.ucx)
+
+    def _answer_to(self, request: ReadRange) -> RangeFollows:
+        self._channel.send(request)
+        return self._next_range()
+
+    def _next_range(self) -> RangeFollows:
+        """The next of the ranges in which what was asked for comes."""
+        while isinstance(answer := self._channel.receive(_answer_decoder), Waits):
+            self._channel.deadline.note_waiting()
         if isinstance(answer, Refused):
             if answer.retry:
                 raise PeerUnavailableError(self._channel.address, answer.reason)
             raise ChecksumError(f"{self._channel.address}: {answer.reason} instead of {self._nbytes}")
-        if answer.nbytes != nbytes:
-            raise ChecksumError(f"{self._channel.address} sends {answer.nbytes} bytes instead of {nbytes}")
-        self.by_ucx = self._ucx is not None and answer.ucx is not None
-        if self._ucx is not None and answer.ucx is not None:
-            self._ucx.expect(nbytes, answer.ucx)
+        in_ranges = bool(self._channel.deadline.beat_s) and answer.ucx is None
+        if answer.nbytes != self._left and not (in_ranges and 0 < answer.nbytes < self._left):
+            raise ChecksumError(f"{self._channel.address} sends {answer.nbytes} bytes instead of {self._left}")
+        self._in_range = answer.nbytes
+        return answer
 
     def read(self, view: memoryview) -> int:
-        return self._ucx.read(view) if self._ucx is not None and self.by_ucx else self._channel.receive_some(view)
+        if self._ucx is not None and self.by_ucx:
+            return self._ucx.read(view)
+        if not self._in_range:
+            self._next_range()
+        count = self._channel.receive_some(view[: self._in_range])
+        self._in_range -= count
+        self._left -= count
+        self._channel.deadline.note_bytes(count)
+        return count
+
+    def memory(self) -> str:
+        """Where all of it can be mapped once it begins to come there; "": nowhere. Raises PeerUnavailableError."""
+        if not self._channel.is_local:
+            return ""
+        self._left = 0
+        beat_s = self._channel.deadline.beat_s
+        request = ReadRange(
+            segment=self._path, segment_bytes=self._nbytes, offset=0, nbytes=0, beat_s=beat_s, host=host_id()
+        )
+        return self._answer_to(request).memory
+
+    def follow(self, memory: str) -> Iterator[Sequence[int]]:
+        """What is verified there, until all is: offsets of tensors. Raises PeerUnavailableError."""
+        self._channel.send(Follow(segment=self._path, memory=memory, beat_s=self._channel.deadline.beat_s))
+        while True:
+            match self._channel.receive(_progress_decoder):
+                case Refused(reason=reason):
+                    raise PeerUnavailableError(self._channel.address, reason)
+                case Waits():
+                    self._channel.deadline.note_waiting()
+                case Verified(offsets=offsets, whole=whole):
+                    yield offsets
+                    if whole:
+                        return
+
+    def note_bytes(self, nbytes: int) -> None:
+        """So many were found right that lie where they were mapped."""
+        self._channel.deadline.note_bytes(nbytes)
 
     def close(self) -> None:
         self._channel.close()

@@ -199,6 +199,14 @@ class Channel:
             return str(self._socket.getsockname()[0])
 
     @property
+    def is_local(self) -> bool:
+        """Whether the other side is on this very network stack."""
+        try:
+            return self._socket.getsockname()[0] == self._socket.getpeername()[0]
+        except OSError:  # no connection any more
+            return False
+
+    @property
     def own_port(self) -> int:
         return int(self._socket.getsockname()[1])
 

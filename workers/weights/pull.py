@@ -5,14 +5,16 @@
                                                └─ elsewhere: received, piece by piece, into one memory that is laid out
                                                   as the manifest says and serves version after version
 
+What another worker of this host receives is mapped, too, once it is whole there.
+
 Owns: choice of source, verification, the views, the memory. Never: the engine (the worker hands it the views) or the
 decision which version to load. Invariants: what is yielded has the manifest's checksums; nothing is yielded before the
 bytes of all parts are there and verified; a worker never serves anything else; beside the memory of one version a pull
 holds one piece at most, of those that do not lie in a row there (columns), or what changed in one tensor.
 
 What the last pull received is the base of what changed, part by part where a version has parts: it is made the next
-version in place, or in a copy where a server reads it. Until it is right again nothing is yielded, and what is wrong is
-overwritten by whole weights.
+version in place, or in a copy where a server or another worker of this host reads it. Until it is right again nothing
+is yielded, and what is wrong is overwritten by whole weights.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from transport.contracts.messages import Piece, TensorPatch, WeightManifest, Wei
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
-from transport.tensors.base import Address, Deadline, Segment, SegmentReader, TimeLimit, choose_sources
+from transport.tensors.base import (
+    Address,
+    Deadline,
+    Segment,
+    SegmentReader,
+    TimeLimit,
+    choose_sources,
+    parse_address,
+)
 from transport.tensors.delta import apply
 from transport.tensors.manifest import (
     ITEM_BYTES,
@@ -44,7 +54,7 @@ from transport.tensors.manifest import (
 )
 from transport.tensors.pieces import Box, box_of, runs, whole
 from transport.tensors.receive import Memory, Receiving, Stretch
-from transport.tensors.relay import Relay, Relayed
+from transport.tensors.relay import Relay, Relayed, segment_of
 from transport.tensors.tcp import TcpSegment, reader_for
 from workers.errors import WeightsMismatchError
 
@@ -202,18 +212,22 @@ class WeightPuller:
             if not any(one.whole for one in pieces):
                 memory.content = content
             elif wanted is None and all(one.whole for one in pieces):
-                memory.content = _content(manifest.weights, manifest)
-                if relayed is not None:
-                    relayed.verified(spec.offset for spec in manifest.tensors)
+                wish.memory.content = _content(manifest.weights, manifest)
+                if wish.relayed is not None:
+                    wish.relayed.verified(spec.offset for spec in manifest.tensors)
             with stack:
-                yield Opened(pieces, memory)
+                yield Opened(pieces, wish.memory)
         finally:
-            self._spare = memory
+            if wish.memory is memory:
+                self._spare = memory
+            elif self._relay is not None and wish.relayed is not None:  # the memory is another's, and wanted back there
+                self._relay.withdraw(wish.relayed)
+                self._relayed = None if self._relayed is wish.relayed else self._relayed
 
     def _memory_of(self, nbytes: int) -> Memory:
         """What may be received into; what the last pull received is forgotten, unless it may be that."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.buffer.nbytes == nbytes and not spare.kept:
+        if spare is not None and spare.nbytes == nbytes and spare.is_free():
             return spare
         del spare  # of a layout that is no more, or somebody else's by now
         return Memory(nbytes)
@@ -234,7 +248,7 @@ class WeightPuller:
         """What the last pull received, to be changed in place, or where somebody else reads it, a copy."""
         base, self._spare = self._spare, None
         assert base is not None
-        if not base.kept:
+        if base.is_free():
             return base
         memory = Memory(base.buffer.nbytes)
         memory.buffer[:] = base.buffer
@@ -332,16 +346,18 @@ class WeightPuller:
             return wish.received(pieces)
         found = choose_sources(part.sources, part.host)
         addresses, idle = sorted(found, key=self._is_away), 0
+        if not any(wish.may_map(address) for address in addresses):
+            wish.memory.allocate()  # or nobody need be asked
         try:
             while addresses and idle < ROUNDS:
                 received = receiving.nbytes
                 for number, address in enumerate(addresses):
+                    reach_s, deadline = math.inf, wish.deadline
                     if address != found[-1]:  # the publisher, for which time has to be left
                         reach_s = min(REACH_S, wish.deadline.remaining_s() / (2 * (len(addresses) - number)))
-                    else:
-                        reach_s = math.inf
+                        deadline = self._limit.patience(wish.deadline, receiving.missing_bytes)
                     try:
-                        return self._open_at(address, wish, part, pieces, receiving, stack, reach_s)
+                        return self._open_at(address, wish, part, pieces, receiving, stack, reach_s, deadline)
                     except PULL_FAILURES as error:
                         failures.append(error)
                 idle = 0 if receiving.nbytes > received else idle + 1
@@ -360,10 +376,11 @@ class WeightPuller:
         receiving: Receiving,
         stack: ExitStack,
         reach_s: float,
+        deadline: Deadline,
     ) -> Sequence[OpenedPiece]:
         """Map the part, or receive what is missing of it. stack: closes what was mapped."""
         with ExitStack() as opened:
-            segment = self._open(address, part.total_bytes, wish.deadline, reach_s)
+            segment = self._open(address, part.total_bytes, deadline, reach_s)
             opened.callback(segment.close)
             if segment.buffer is not None:
                 self.way = "mapped" if address.scheme == "shm" else address.scheme
@@ -374,6 +391,10 @@ class WeightPuller:
                 del mapped  # the pieces that are right are taken from it all the same
             if self._relay is not None and wish.relayed is not None and isinstance(segment, TcpSegment):
                 self._relay.listen(segment.own_host)
+            if isinstance(segment, TcpSegment) and self._shared(segment, address, wish):
+                self.way = "mapped"
+                return wish.received(pieces)
+            wish.save(receiving, pieces)
             try:
                 receiving.take(segment)
             except PeerUnavailableError:
@@ -383,11 +404,42 @@ class WeightPuller:
             self.way = "ucx" if isinstance(segment, TcpSegment) and segment.by_ucx else address.scheme
         return wish.received(pieces)
 
+    def _shared(self, segment: TcpSegment, address: Address, wish: _Wish) -> bool:
+        """Map what another worker of this host receives, as soon as it is whole there. False: that cannot be had.
 
-@dataclass(frozen=True, slots=True)
+        Each tensor is compared as it comes there. Raises PeerUnavailableError, ChecksumError: what had come until then
+        can still be had of that memory, for as long as ``wish`` is there.
+        """
+        if wish.wanted is not None or not wish.may_map(address) or not (where := segment.memory()):
+            return False
+        try:
+            memory = Memory.of_mate(parse_address(where), wish.manifest.total_bytes)
+        except PULL_FAILURES as error:  # of another container, or about to be used for the next version
+            log.info("memory of another worker is not mapped", reason=str(error))
+            return False
+        came = wish.left_there[memory] = set[int]()
+        pieces = {piece.offset: piece for piece in single_part(wish.manifest).pieces if math.prod(piece.shape)}
+        for offsets in segment.follow(where):
+            for offset in pieces.keys() & set(offsets):
+                nbytes = piece_bytes(wish.manifest.tensors, pieces[offset])
+                if wish.verify:
+                    verify_piece(wish.manifest, pieces[offset], memory.buffer[offset : offset + nbytes])
+                segment.note_bytes(nbytes)
+                came.add(offset)
+        if came != pieces.keys():
+            raise ChecksumError(f"{wish.manifest.weights}: {len(pieces) - len(came)} tensors did not come")
+        wish.left_there.clear()
+        wish.memory = memory
+        if wish.relayed is not None:  # what waits for the rest of what came here so far asks again
+            wish.relayed.end()
+            wish.relayed = self._relayed = self._pass_on(wish.manifest, memory)
+        return True
+
+
+@dataclass(slots=True)
 class _Wish:
     """What one pull is to give. wanted: boxes by the index of their tensor, None for all.  memory: for what comes.
-    relayed: told of each tensor that is whole.
+    relayed: told of each tensor that is whole.  left_there: offsets of those that are right in another's memory.
     """
 
     manifest: WeightManifest
@@ -397,6 +449,11 @@ class _Wish:
     memory: Memory
     relayed: Relayed | None = None
     came: dict[int, set[Box]] = field(default_factory=dict[int, "set[Box]"])  # by tensor: what was verified of it
+    left_there: dict[Memory, set[int]] = field(default_factory=dict[Memory, set[int]])
+
+    def may_map(self, address: Address) -> bool:
+        """Whether the bytes there may be of this host: a segment's, or those of a worker that passes them on."""
+        return address.scheme != "tcp" or address.path == segment_of(self.manifest.weights)
 
     def has(self, piece: Piece) -> bool:
         if self.wanted is None:
@@ -435,6 +492,14 @@ class _Wish:
         except ChecksumError:
             return False
         return True
+
+    def save(self, receiving: Receiving, pieces: Sequence[Piece]) -> None:
+        """Bring here what another of this host had received before it died. Raises ChecksumError."""
+        places = {spec.offset: (number, spec.shape) for number, spec in enumerate(self.manifest.tensors) if spec.nbytes}
+        alike = {one.offset for one in pieces if places.get(one.offset) == (one.tensor, one.shape)}
+        while self.left_there:
+            memory, offsets = self.left_there.popitem()
+            receiving.copy(memory.buffer, alike & offsets)
 
     def whole_pieces(self) -> Sequence[OpenedPiece]:
         """All tensors, in ``memory``."""
