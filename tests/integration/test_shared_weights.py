@@ -335,7 +335,8 @@ def test_a_mate_waits_for_one_that_receives_and_moves_on_where_that_one_fails(tr
         source.opened.set()
         following.join(WAIT_S)
         assert got == [True]
-        assert source.asked[-1].offset == half, "what had come is not asked for again"
+        # The leader may have taken one tensor more before it noticed: that is had, too.
+        assert source.asked[-1].offset >= half, "what had come is not asked for again"
     finally:
         receiving.join(WAIT_S)
         relay.close()
