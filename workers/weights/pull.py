@@ -554,16 +554,19 @@ class _Wish:
 
     def stretch(self, piece: Piece) -> Stretch:
         """The piece, received where it lies in its tensor, or where it does not lie in a row there, put there then."""
-        place = self._place_of(piece)
         nbytes = piece_bytes(self.manifest.tensors, piece)
+
+        def place() -> memoryview:  # only when its bytes come: there is no memory before, and none at all for who maps
+            found = self._place_of(piece)
+            return memoryview(bytearray(nbytes)) if found is None else found
 
         def finish(data: memoryview) -> None:
             verify_piece(self.manifest, piece, data)
-            if place is None:
+            if self._place_of(piece) is None:
                 self._put(piece, data)
             self._note(piece)
 
-        return Stretch(piece.offset, nbytes, lambda: memoryview(bytearray(nbytes)) if place is None else place, finish)
+        return Stretch(piece.offset, nbytes, place, finish)
 
     def _note(self, piece: Piece) -> None:
         """It is verified. Changes, the range of the manifest and the parts may each bring it."""
