@@ -106,8 +106,8 @@ def resolve(
              stored: config.toml in the directory of a run, under all of ``files``; it must be this user's.
     Raises:  ConfigError: the first thing that is wrong, with its key and where it was set.  SecretError, ForeignError.
     """
-    below = [read_preset(preset)] if preset else []
-    below += [_read_file(stored, own=True)] if stored else []
+    presets = [read_preset(preset)] if preset else []
+    kept = [_read_file(stored, own=True)] if stored else []
     named = [_read_file(path) for path in files]
     named.append([parse_override(argument) for argument in overrides])
     for key, variable in FROM_ENVIRONMENT.items():
@@ -116,8 +116,7 @@ def resolve(
     values: dict[str, object] = {}
     origins = dict.fromkeys(FIELDS, "default")
     # A stored run has all values of its own, over those of its algorithm; another one that is named now goes over it.
-    below = [*below[:1], _of_algorithm(below), *below[1:], _of_algorithm(named)]
-    for layer in (*below, *named):
+    for layer in (*presets, _of_algorithm([*presets, *kept]), *kept, _of_algorithm(named), *named):
         _apply(layer, values, origins)
     settings = _hide_password(_build(values), origins)
     for keys, problem in violations(settings):

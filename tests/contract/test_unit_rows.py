@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
 from msgspec.structs import replace
 
 from tests.fakes.stored_rows import BOTH, GROUP, admit, ids_of, new_unit, response
+from tests.fakes.waiting import until
 from transport.broker import keys
 from transport.broker.base import ZERO_ID, Broker, Commit, Fence
 from transport.contracts.messages import RowsMissing, WorkerStatus, encode, event_decoder
@@ -26,7 +26,6 @@ from transport.tensors.manifest import checksum
 from transport.tensors.wire import connect
 from workers.storage.worker import StorageWorker
 
-T = TypeVar("T")
 RIGHT = b"the right secret"
 NO_SEGMENT = "1@000000000000"
 
@@ -157,14 +156,6 @@ def test_puts_that_are_announced_and_not_sent_take_no_memory_and_hold_no_room_fo
     until(lambda: isinstance(client.put([GROUP], [bytes(20 << 20)]), str))
     assert units[0].retained_bytes == 20 << 20
     client.close()
-
-
-def until(look: Callable[[], T | None]) -> T:
-    """What ``look`` gives once it gives something."""
-    deadline = Deadline(60)
-    while not (found := look()):
-        assert deadline.remaining_s(), "in vain"
-    return found
 
 
 def test_a_full_unit_says_what_it_has_room_for_and_goes_on(units: list[StorageUnit]) -> None:

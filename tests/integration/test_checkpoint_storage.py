@@ -32,9 +32,8 @@ from transport.process import storage
 from transport.process.storage import ObjectPath, Place, creating, place_of, prepare
 from transport.tensors.manifest import checksum_of, file_checksum
 from workers.errors import CheckpointError
-from workers.models import character_tokenizer
+from workers.models import MODEL_FILE, character_tokenizer
 from workers.trainer.checkpoint import (
-    MODEL_FILE,
     OPTIMIZER_FILE,
     CheckpointStore,
     model_files,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,14 +28,18 @@ from transport.contracts.training_memory import Layout, state_bytes
 from transport.contracts.training_memory import Training as MemoryOf
 from transport.contracts.types import WeightIdentity
 from transport.process.clock import MonotonicClock
+from workers.commands.build import adapted_model
 from workers.errors import ModelError, ResumeMismatchError, WeightsMismatchError
 from workers.generation.embedded.engine import EmbeddedEngine
+from workers.generation.server.client import ServerSettings
+from workers.generation.server.engine import KINDS, ServerEngine
 from workers.models import character_tokenizer, prepare_model, weight_files
 from workers.trainer.policy.lora import adapted_layers, initialise
 from workers.trainer.policy.model import PolicyModel
 from workers.trainer.policy.parallel import SingleRank
-from workers.weights.adapters import AdaptedWeights, Merging, StoredWeights, is_adapter
+from workers.weights.adapters import AdaptedWeights, Merging, is_adapter
 from workers.weights.parts import shard_of
+from workers.weights.pull import WeightPuller
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 
@@ -290,20 +295,29 @@ async def test_an_engine_serves_its_base_with_the_newest_adapters(tmp_path: Path
 
 
 def test_a_server_gets_the_model_of_the_directory_with_the_adapters(tmp_path: Path) -> None:
-    """In several files, cast as engines have it, each tensor once."""
+    """Whose weights are in several files; all of them, cast as its engine has them."""
     tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    character_tokenizer().save_pretrained(tmp_path)
     assert len(weight_files(tmp_path)) > 1
     policy = moved(PolicyModel(tiny_model(), dtype=torch.float32, temperature=1.0, lora=LORA))
     merging = policy.merging()
     expected = {name: merging(name, shard_of(tensor)) for name, tensor in policy.published.items()}
-    with StoredWeights(tmp_path) as base:
-        adapted = AdaptedWeights(base, adapters_of(policy), LORA, whole=True, cast=torch.bfloat16)
-        assert {name: one.tolist() for name, one in adapted.items()} == {
-            name: one.bfloat16().tolist() for name, one in expected.items()
-        }
+    settings = ServerSettings(directory=tmp_path, log=tmp_path / "log", dtype="bfloat16")
+    complete = adapted_model(tmp_path, LORA, trust_remote_code=False)
+    engine = ServerEngine(KINDS["sglang"], settings, MonotonicClock(), complete=complete)
+    weights = WeightIdentity(epoch=1, version=1, digest="")
+    with (
+        closing(engine._hold(weights, adapters_of(policy))) as held,
+        WeightPuller().pull(held.offer(same_host=True)) as served,
+    ):
+        found = {name: one.tolist() for name, one in served.items()}
+    assert found == {name: one.bfloat16().tolist() for name, one in expected.items()}
+    halves = {name: one for name, one in adapters_of(policy).items() if name.endswith("lora_A.weight")}
+    with pytest.raises(WeightsMismatchError, match="not adapters alone"):
+        engine._hold(weights, halves)
     (tmp_path / weight_files(tmp_path)[-1]).unlink()
-    with pytest.raises(ModelError, match=r"safetensors cannot be read"):
-        StoredWeights(tmp_path)
+    with pytest.raises(ModelError, match=r"safetensors is missing: it holds weights"):
+        engine._hold(weights, adapters_of(policy))
 
 
 def test_adapters_of_another_rank_do_not_fit() -> None:

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,7 @@ from transport.contracts.types import FinishReason, GroupId, SamplingParams, Wei
 from transport.errors import PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from transport.tensors.base import host_id
+from workers.commands.build import adapted_model
 from workers.errors import WeightsMismatchError
 from workers.generation.engine import ABORTED_UNSTARTED, Completion, EngineFailure, StopStrings, serving
 from workers.generation.server.client import SampleRequest, ServerClient, ServerSettings
@@ -53,6 +54,7 @@ from workers.generation.server.engine import KINDS, ServerEngine
 from workers.generation.server.loader import LoadOrder
 from workers.generation.server.upkeep import PACKAGES, hold
 from workers.generation.server.vllm import CUTS_THE_TAIL
+from workers.models import character_tokenizer
 from workers.weights.adapters import A, B
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -291,11 +293,13 @@ class _Sample:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-async def test_adapters_alone_are_served_on_the_model_of_the_directory(served: Served) -> None:
+async def test_adapters_alone_are_served_on_the_model_of_the_directory(served: Served, tmp_path: Path) -> None:
     """Each version's are added to the base, whatever the server held: also one of other weights."""
     lora = LoraSettings(rank=2, alpha=6.0)
-    settings = replace(served.settings(), lora=lora)
-    engine = ServerEngine(KINDS[served.kind], settings, MonotonicClock())
+    served.model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    complete = adapted_model(tmp_path, lora, trust_remote_code=False)
+    engine = ServerEngine(KINDS[served.kind], served.settings(), MonotonicClock(), complete=complete)
     linear = {n: p for n, p in served.model.named_parameters() if "_proj" in n}
     async with serving(engine):
         for seed in (1, 2):

@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.fakes.several_hosts import Host
+from tests.fakes.waiting import until
 from tests.fakes.weight_site import WeightPeer
 from tests.integration.test_relayed_weights import (
     LIMIT,
@@ -132,13 +132,6 @@ def begin(workers: list[Worker], manifest: WeightManifest) -> None:
     leader.pull(manifest)
     for number, mate in enumerate(mates):
         mate.pull(behind(manifest, leader.address, *[one.address for one in mates[:number]]))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 def test_workers_of_one_host_have_one_copy_that_came_once(trainer, workers: list[Worker]) -> None:

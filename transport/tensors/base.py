@@ -3,7 +3,7 @@
 A **segment** is one immutable range of bytes with a name, e.g. one version of the weights. Its owner creates it, writes
 it, seals it and later drops it; readers open it by an address. A reader that holds a dropped segment keeps its bytes.
 
-    inproc://<process>/<segment>        what a store of this very process has open (inproc.py)
+    inproc://<process>/<segment>        what a store of this very process has open
     shm://<host id>/<absolute path>     a file that readers on that host map
     tcp://<host>:<port>/<segment>       a server that sends it, over that connection or, where both ends want it, UCX
 
@@ -59,6 +59,11 @@ class Address:
     place: str
     path: str
     port: int = 0
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its reader gets the owner's own pages; else bytes are received."""
+        return self.scheme != "tcp"
 
     def __str__(self) -> str:
         place = f"[{self.place}]" if ":" in self.place else self.place  # IPv6

@@ -1,4 +1,4 @@
-"""Segments on one host: a file in shared memory, written once, mapped by everybody who reads it.
+"""Segments on one host: a file in shared memory, written once, mapped by everybody who reads it, also in this process.
 
 Owns: the files and their life. Invariants: a sealed file is never written again; its owner holds an advisory lock
 (flock) on it, which the kernel drops with the process, so an unlocked file is one whose owner died, whatever happened
@@ -128,18 +128,23 @@ def map_held(address: Address, nbytes: int) -> tuple[int, memoryview]:
         fd = open_own(path)
     except OSError as error:
         raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
-    try:
-        if (size := os.fstat(fd).st_size) != nbytes:
-            raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # The mapping has the same open file, and so the lock, for as long as anyone looks at a page.
-        return fd, memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    except OSError as error:
-        os.close(fd)
-        raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
-    except BaseException:
-        os.close(fd)
-        raise
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # The mapping has the same open file, and so the lock, for as long as anyone looks at a page.
+            pages = memoryview(_map(fd, nbytes, address))
+        except OSError as error:
+            raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
+        stack.pop_all()
+        return fd, pages
+
+
+def _map(fd: int, nbytes: int, address: Address) -> mmap.mmap:
+    """Private pages of an open file, which may be closed then. Raises ChecksumError: it has another size."""
+    if (size := os.fstat(fd).st_size) != nbytes:
+        raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
@@ -203,11 +208,7 @@ class ShmWriter:
 
 _numbers = itertools.count()
 _stores: weakref.WeakValueDictionary[str, ShmStore] = weakref.WeakValueDictionary()
-
-
-def store_of_this_process(place: str) -> ShmStore | None:
-    """That the ``place`` of an inproc:// address names."""
-    return _stores.get(place)
+"""By the place of their inproc:// addresses."""
 
 
 class ShmStore:
@@ -361,13 +362,20 @@ class ShmReader:
         except OSError as error:
             raise PeerUnavailableError(str(address), error.strerror or str(error)) from error
         try:
-            return map_private(fd, nbytes, address)
+            return ShmSegment(_map(fd, nbytes, address))
         finally:
             os.close(fd)
 
 
-def map_private(fd: int, nbytes: int, address: Address) -> ShmSegment:
-    """The segment in an open file, which may be closed then. Raises ChecksumError: it has another size."""
-    if (size := os.fstat(fd).st_size) != nbytes:
-        raise ChecksumError(f"{address} has {size} bytes instead of {nbytes}")
-    return ShmSegment(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+class InprocReader:
+    """Within one process, as where one program publishes and generates in turns (``streamrl-worker profile``, a client
+    that reads back what it published): also where the file's name is gone or was never visible.
+    """
+
+    def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> ShmSegment:
+        store = _stores.get(address.place)
+        file = store.open_file(address.path) if store is not None else None
+        if file is None:
+            raise PeerUnavailableError(str(address), "no such segment in this process")
+        with file:
+            return ShmSegment(_map(file.fileno(), nbytes, address))

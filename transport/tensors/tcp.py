@@ -22,8 +22,7 @@ from transport.contracts.types import Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
 from transport.process.logs import get_logger
 from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader, host_id
-from transport.tensors.inproc import InprocReader
-from transport.tensors.shm import ShmReader, ShmStore, ShmWriter
+from transport.tensors.shm import InprocReader, ShmReader, ShmStore, ShmWriter
 from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused, connect
 

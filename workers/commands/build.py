@@ -20,7 +20,7 @@ from transport.broker.base import Broker
 from transport.broker.events import event_entry
 from transport.contracts.ledger import checkpoints_place
 from transport.contracts.messages import MessageDecoder, WorkerLost
-from transport.contracts.settings import RowSettings, Settings, TensorSettings
+from transport.contracts.settings import LoraSettings, RowSettings, Settings, TensorSettings
 from transport.contracts.types import WorkerId
 from transport.contracts.user_files import ModelIdentity, identify_model, read_lengths
 from transport.process.clock import MonotonicClock
@@ -35,7 +35,10 @@ from workers.generation.worker import ForcedLengths
 from workers.leases.lifecycle import Worker, WorkerFactory
 
 if TYPE_CHECKING:
+    import torch
+
     from workers.generation.engine import GenerationEngine
+    from workers.generation.server.engine import Complete, WholeModel
 
 Make = Callable[[Broker, Settings, WorkerId, Path], Coroutine[Any, Any, Worker]]
 """Makes a worker of a model directory."""
@@ -184,9 +187,21 @@ def engine_of(
         startup_s=settings.liveness.startup_s,
         silence_s=generation.server_silence_s,
         request_s=settings.pipeline.rollout_timeout_s,
-        lora=lora,
     )
-    return ServerEngine(kind, made_of, clock)
+    complete = adapted_model(model_dir, lora, trust_remote_code) if lora else None
+    return ServerEngine(kind, made_of, clock, complete=complete)
+
+
+def adapted_model(model_dir: Path, lora: LoraSettings, trust_remote_code: bool) -> Complete:
+    """What makes whole models of adapters that come alone."""
+
+    def complete(adapters: Mapping[str, torch.Tensor]) -> WholeModel:
+        from workers.trainer.policy.export import MergedWeights
+        from workers.trainer.policy.loading import empty_module
+
+        return MergedWeights(empty_module(model_dir, trust_remote_code=trust_remote_code), model_dir, adapters, lora)
+
+    return complete
 
 
 async def scoring_worker(

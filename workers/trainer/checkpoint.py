@@ -50,13 +50,13 @@ from transport.process import faults
 from transport.process.storage import Place, creating
 from transport.tensors.manifest import checksum_of, file_checksum
 from workers.errors import CheckpointError, ModelError, ResumeMismatchError, RunFilesError, TensorFileError
+from workers.models import MODEL_FILE
 from workers.trainer.placing import placing_in
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STEPS_FILE = "steps.msgpack"
 HEADROOM_BYTES = 1024 * 1024

@@ -25,7 +25,8 @@ from transport.contracts.types import GroupId, RowId
 from transport.process.storage import Place
 from transport.tensors.manifest import checksum, plan_layout
 from transport.tensors.shm import ShmWriter
-from workers.trainer.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, TensorFile
+from workers.models import MODEL_FILE
+from workers.trainer.checkpoint import OPTIMIZER_FILE, Checkpoint, TensorFile
 from workers.trainer.tensor_files import file_content
 from workers.weights.publish import WeightPublisher
 

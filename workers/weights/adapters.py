@@ -2,21 +2,17 @@
 
     base.q_proj.weight [out, in]    base.q_proj.lora_A.weight [rank, in]    base.q_proj.lora_B.weight [out, rank]
 
-Owns: the names of adapters, and the sum that they mean, for who trains, writes or serves them; the base in its files,
-for who serves and does not keep it. Never: training.
+Owns: the names of adapters, and the sum that they mean, for who trains, writes or serves them. Never: training.
 Source: Hu et al. 2021 (arXiv 2106.09685); names as in peft's files, without its prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transport.contracts.settings import LoraSettings
-from workers.errors import ModelError, WeightsMismatchError
-from workers.models import weight_files
+from workers.errors import WeightsMismatchError
 from workers.weights.parts import Shard, shard_of
 
 if TYPE_CHECKING:
@@ -69,80 +65,36 @@ def _whole(master: Any) -> torch.Tensor:
     return (master.full_tensor() if hasattr(master, "placements") else master).detach()  # as a DTensor has
 
 
-class StoredWeights(Mapping[str, "torch.Tensor"]):
-    """The weights of a model directory, each read when it is asked for, while the context is open.
-
-    Raises ModelError: a file is missing, or is broken.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            for path in (directory / name for name in weight_files(directory)):
-                try:
-                    file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
-                except (SafetensorError, OSError) as error:
-                    raise ModelError(f"{path} cannot be read: {error}") from error
-                self._files |= dict.fromkeys(file.keys(), file)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> StoredWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files = {}
-        self._stack.close()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._files[name].get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+def check_adapters(
+    adapters: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], lora: LoraSettings
+) -> list[str]:
+    """``adapted_weights`` of these. shapes: of the base's.  Raises WeightsMismatchError: they do not fit."""
+    names = adapted_weights(adapters)
+    for name in names:
+        down, up = (tuple(adapters[name.removesuffix(".weight") + half].shape) for half in (A, B))
+        fits = name in shapes and (up[0], down[1]) == tuple(shapes[name])
+        if not fits or down[0] != lora.rank or up[1] != lora.rank:
+            raise WeightsMismatchError(
+                f"the new adapters do not fit the model: {name} with {down} and {up}, trainer.lora.rank {lora.rank}"
+            )
+    return names
 
 
 class AdaptedWeights(Mapping[str, "torch.Tensor"]):
     """The weights that adapters change, each made when it is asked for: for a model that serves both as one.
 
-    base: as it was before any adapter.  whole: those that they do not change, too.  cast: what floating-point ones are
-    made of it.  Raises WeightsMismatchError: they do not fit.
+    base: as it was before any adapter.  Raises WeightsMismatchError: they do not fit.
     """
 
     def __init__(
-        self,
-        base: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, torch.Tensor],
-        lora: LoraSettings,
-        *,
-        whole: bool = False,
-        cast: torch.dtype | None = None,
+        self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], lora: LoraSettings
     ) -> None:
         self._base = base
-        self._cast = cast
-        changed = adapted_weights(adapters)
-        for name in changed:
-            down, up = (tuple(adapters[name.removesuffix(".weight") + half].shape) for half in (A, B))
-            fits = name in base and (up[0], down[1]) == tuple(base[name].shape)
-            if not fits or down[0] != lora.rank or up[1] != lora.rank:
-                raise WeightsMismatchError(
-                    f"the new adapters do not fit the model: {name} with {down} and {up}, trainer.lora.rank {lora.rank}"
-                )
-        self._names = list(base) if whole else changed
+        self._names = check_adapters(adapters, {name: tensor.shape for name, tensor in base.items()}, lora)
         self._merging = Merging(adapters, lora)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._merging(name, shard_of(self._base[name]))
-        return weight.to(self._cast) if self._cast and weight.is_floating_point() else weight
+        return self._merging(name, shard_of(self._base[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

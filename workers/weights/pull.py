@@ -23,7 +23,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -207,7 +207,7 @@ class WeightPuller:
         wish = _Wish(manifest, verify, boxes, self._limit.deadline(0), memory, relayed)
         try:
             changed = all([self._change(wish, part, given_up) for part in changes]) and wish.is_all_here()
-            wish = replace(wish, deadline=self._limit.deadline(manifest.total_bytes, given_up))
+            wish.deadline = self._limit.deadline(manifest.total_bytes, given_up)  # of what comes whole: from now on
             stack, pieces = (ExitStack(), wish.whole_pieces()) if changed else self._opened_or_ended(wish)
             if not any(one.whole for one in pieces):
                 memory.content = content
@@ -250,7 +250,7 @@ class WeightPuller:
         assert base is not None
         if base.is_free():
             return base
-        memory = Memory(base.buffer.nbytes)
+        memory = Memory(base.nbytes)
         memory.buffer[:] = base.buffer
         return memory
 
@@ -453,7 +453,7 @@ class _Wish:
 
     def may_map(self, address: Address) -> bool:
         """Whether the bytes there may be of this host: a segment's, or those of a worker that passes them on."""
-        return address.scheme != "tcp" or address.path == segment_of(self.manifest.weights)
+        return address.is_mapped or address.path == segment_of(self.manifest.weights)
 
     def has(self, piece: Piece) -> bool:
         if self.wanted is None:
@@ -515,7 +515,7 @@ class _Wish:
                 raise ChecksumError(f"{self.manifest.weights}: what changed in tensor {spec.name!r} came wrong")
             row = self._row_of(piece)
             apply(data, row, ITEM_BYTES[spec.dtype])
-            if self._place_of(piece) is None:
+            if self._first_of(piece) is None:
                 self._put(piece, row)
 
         return Stretch(patch.offset, patch.nbytes, lambda: memoryview(bytearray(patch.nbytes)), finish)
@@ -527,19 +527,16 @@ class _Wish:
 
     def _row_of(self, piece: Piece) -> memoryview:
         """Its bytes: in ``memory``, or where they do not lie in a row there, a copy."""
-        if (place := self._place_of(piece)) is not None:
-            return place
+        if (first := self._first_of(piece)) is not None:
+            return self.tensor_of(piece)[first : first + piece_bytes(self.manifest.tensors, piece)]
         elements = self._elements_of(piece)[box_of(piece).slices((0,) * len(piece.start))]
         return np.ascontiguousarray(elements).reshape(-1).data
 
-    def _place_of(self, piece: Piece) -> memoryview | None:
-        """Where its bytes lie in ``memory``, if that is in a row."""
+    def _first_of(self, piece: Piece) -> int | None:
+        """The byte of its tensor at which its own begin, if they lie in a row there."""
         spec, box = self.manifest.tensors[piece.tensor], box_of(piece)
         elements, starts = runs(box, spec.shape)
-        if elements != box.num_elements:
-            return None
-        first = next(starts, 0) * ITEM_BYTES[spec.dtype]
-        return self.tensor_of(piece)[first : first + piece_bytes(self.manifest.tensors, piece)]
+        return next(starts, 0) * ITEM_BYTES[spec.dtype] if elements == box.num_elements else None
 
     def _elements_of(self, piece: Piece) -> NDArray[np.uint8]:
         """[shape of its tensor, bytes of an element] in ``memory``."""
@@ -554,15 +551,14 @@ class _Wish:
 
     def stretch(self, piece: Piece) -> Stretch:
         """The piece, received where it lies in its tensor, or where it does not lie in a row there, put there then."""
-        nbytes = piece_bytes(self.manifest.tensors, piece)
+        nbytes, in_a_row = piece_bytes(self.manifest.tensors, piece), self._first_of(piece) is not None
 
         def place() -> memoryview:  # only when its bytes come: there is no memory before, and none at all for who maps
-            found = self._place_of(piece)
-            return memoryview(bytearray(nbytes)) if found is None else found
+            return self._row_of(piece) if in_a_row else memoryview(bytearray(nbytes))
 
         def finish(data: memoryview) -> None:
             verify_piece(self.manifest, piece, data)
-            if self._place_of(piece) is None:
+            if not in_a_row:
                 self._put(piece, data)
             self._note(piece)
 
@@ -583,7 +579,7 @@ def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:
 def _changes_since(base: str, manifest: WeightManifest) -> Sequence[WeightPart]:
     """The parts of which there is what changed since the content ``base``; none where all of it costs nothing."""
     parts = manifest.parts or (single_part(manifest),)
-    if all(any(one.scheme != "tcp" for one in choose_sources(part.sources, part.host)) for part in parts):
+    if all(any(one.is_mapped for one in choose_sources(part.sources, part.host)) for part in parts):
         return ()
     return [part for part in parts if part.delta is not None and _content(part.delta.base, manifest) == base]
 

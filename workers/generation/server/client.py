@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from transport.contracts.settings import LoraSettings
 from transport.contracts.types import SamplingParams
 from transport.errors import PeerUnavailableError
 from transport.process.secret import ENGINE_KEY
@@ -54,7 +53,7 @@ class ServerSettings:
     gpus: that it splits the model over.  gpu_share: of their memory, that it may use; 1: what it takes by itself.
     command: program and first arguments of our own server.  slots: samples at once.  stop: texts that end one.
     max_context: tokens, 0: the model's.  startup_s: from start to healthy.  silence_s: without an answer for so long it
-    hangs.  request_s: of one sample.  lora: new weights come as such adapters alone, for the model in the directory.
+    hangs.  request_s: of one sample.
     """
 
     directory: Path
@@ -72,7 +71,6 @@ class ServerSettings:
     startup_s: float = 300.0
     silence_s: float = 30.0
     request_s: float = 300.0
-    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

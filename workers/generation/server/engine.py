@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Protocol
 
 from transport.contracts.types import GroupId, WeightIdentity
 from transport.errors import PeerUnavailableError, first_error
@@ -23,9 +24,8 @@ from workers.generation.engine import EngineInfo, EngineLoad, GenerationRequest,
 from workers.generation.server.client import UPDATE_S, ServerKind, ServerSettings
 from workers.generation.server.sender import SampleSender
 from workers.generation.server.sglang import SGLANG
-from workers.generation.server.upkeep import HeldWeights, ServerUpkeep, hold
+from workers.generation.server.upkeep import HeldWeights, ServerUpkeep, hold, hold_copy
 from workers.generation.server.vllm import VLLM
-from workers.weights.adapters import AdaptedWeights, StoredWeights
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,30 @@ KINDS = {"sglang": SGLANG, "vllm": VLLM}
 """By the name in ``generation.engine``."""
 
 
+class WholeModel(Protocol):
+    """Tensors by name, each made when it is asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def whole(self, name: str) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+Complete = Callable[[Mapping[str, "torch.Tensor"]], WholeModel]
+"""Makes a model of what came. Raises WeightsMismatchError."""
+
+
 class ServerEngine:
     """A GenerationEngine (engine.py). ``start`` before anything else, ``close`` at the end, also after an error."""
 
-    def __init__(self, kind: ServerKind, settings: ServerSettings, clock: Clock) -> None:
+    def __init__(
+        self, kind: ServerKind, settings: ServerSettings, clock: Clock, *, complete: Complete | None = None
+    ) -> None:
+        """complete: where what comes of new weights is not all of a model."""
         self._kind = kind
+        self._complete = complete
         self._settings = settings
         self.server = ServerUpkeep(kind, settings, clock)
         self._results = ResultQueue()
@@ -98,14 +117,14 @@ class ServerEngine:
 
     def _hold(self, weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
         """What the server is to have, all of it, whatever of it came."""
-        lora, directory = self._settings.lora, self._settings.directory
-        if lora is None:
+        if self._complete is None:
             return hold(weights, tensors)
         import torch
 
-        cast = getattr(torch, self._settings.dtype)
-        with StoredWeights(directory) as base:
-            return hold(weights, AdaptedWeights(base, tensors, lora, whole=True, cast=cast))
+        dtype = self._settings.dtype
+        with closing(self._complete(tensors)) as model:
+            kinds = [(name, shape, dtype) for name, shape in model.shapes.items()]
+            return hold_copy(weights, kinds, lambda name: model.whole(name).to(getattr(torch, dtype)))
 
     async def _update(self, held: HeldWeights) -> None:
         """Have the server take ``held``, if need be the next server."""

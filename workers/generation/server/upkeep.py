@@ -17,7 +17,8 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,14 +31,7 @@ from transport.contracts.types import WeightIdentity
 from transport.process.clock import Clock
 from transport.process.programs import ending_with_this_process
 from transport.tensors.base import choose_sources, host_id
-from transport.tensors.manifest import (
-    aligned,
-    checksum,
-    digest_tensors,
-    layout_bytes,
-    plan_layout,
-    with_checksums,
-)
+from transport.tensors.manifest import checksum, digest_tensors, layout_bytes, plan_layout, with_checksums
 from transport.tensors.shm import held_address
 from workers.errors import (
     EngineCrashedError,
@@ -98,7 +92,8 @@ def hold(weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWe
     anonymous memory, for which it blocks. What came in parts is one range there, with the same digest.
     """
     if not isinstance(tensors, PulledTensors):
-        return _copied(weights, tensors)
+        kinds = [(name, one.shape, str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+        return hold_copy(weights, kinds, tensors.__getitem__)
     fd = tensors.received.keep() if tensors.received else _shared_file(tensors.manifest)
     if fd is None:
         fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
@@ -119,25 +114,24 @@ def _shared_file(manifest: WeightManifest) -> int | None:
     return None
 
 
-def _copied(weights: WeightIdentity, tensors: Mapping[str, torch.Tensor]) -> HeldWeights:
+def hold_copy(
+    weights: WeightIdentity, kinds: Iterable[tuple[str, Sequence[int], str]], tensor: Callable[[str], torch.Tensor]
+) -> HeldWeights:
+    """Keep a copy of tensors that are made when they are asked for, each once. kinds: (name, shape, dtype) of each."""
     import torch
 
-    fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
-    kinds: list[tuple[str, Sequence[int], str]] = []
+    layout = plan_layout(kinds)
     checksums: list[str] = []
-    end = 0
-    try:
-        for name, tensor in tensors.items():  # each once: it may be made just now
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            kinds.append((name, tensor.shape, str(tensor.dtype).removeprefix("torch.")))
+    with ExitStack() as stack:
+        fd = os.memfd_create(str(weights), os.MFD_CLOEXEC)
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, layout_bytes(layout))
+        for spec in layout:
+            data = tensor(spec.name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            _write(fd, spec.offset, data)
             checksums.append(checksum(data))
-            _write(fd, aligned(end), data)
-            end = aligned(end) + data.nbytes
-        specs = with_checksums(plan_layout(kinds), checksums)
-        os.ftruncate(fd, layout_bytes(specs))
-    except BaseException:
-        os.close(fd)
-        raise
+        stack.pop_all()
+    specs = with_checksums(layout, checksums)
     manifest = WeightManifest(
         weights=replace(weights, digest=digest_tensors(specs)),
         tensors=specs,

@@ -28,13 +28,13 @@ from transport.contracts.settings import LoraSettings
 from transport.process import faults
 from transport.process.storage import Place
 from workers.errors import CheckpointError, ModelError, TensorFileError
-from workers.models import INDEX_FILE, weight_files
-from workers.trainer.checkpoint import META_FILE, MODEL_FILE, CheckpointMeta, model_files, shard_name
+from workers.models import INDEX_FILE, MODEL_FILE
+from workers.trainer.checkpoint import META_FILE, CheckpointMeta, model_files, shard_name
 from workers.trainer.policy import lora as lora_layers
-from workers.trainer.policy.loading import empty_module, stored_names
+from workers.trainer.policy.loading import empty_module, open_weights, stored_names
 from workers.trainer.policy.stored import NAMES, StoredTensors, bytes_of
 from workers.trainer.tensor_files import file_content
-from workers.weights.adapters import Merging
+from workers.weights.adapters import Merging, check_adapters
 from workers.weights.parts import shard_of
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -98,7 +98,8 @@ class Exporter:
                 merged: Weights = weights
                 if layers:
                     _write_adapter(weights, self.lora, layers, self.model_dir, aside / ADAPTER_DIR)
-                    merged = opened.enter_context(closing(MergedWeights(module, self.model_dir, weights, self.lora)))
+                    adapters = {name: weights.whole(name) for name in weights.shapes}
+                    merged = opened.enter_context(closing(MergedWeights(module, self.model_dir, adapters, self.lora)))
                 _write_weights(merged, getattr(torch, named), aside)
             for name in ("config.json", "generation_config.json"):
                 if (self.model_dir / name).is_file():
@@ -117,12 +118,18 @@ class Exporter:
 
 
 class MergedWeights:
-    """The base model's parameters with adapters added. adapters: by name.  module: the model with them, empty."""
+    """The base model's parameters with adapters added. module: the model, empty.  adapters: by name, each whole.
 
-    def __init__(self, module: PreTrainedModel, model_dir: Path, adapters: Weights, lora: LoraSettings) -> None:
-        self._merging = Merging({name: adapters.whole(name) for name in adapters.shapes}, lora)
-        self._base = StoredTensors.open(model_dir, weight_files(model_dir))
+    Raises WeightsMismatchError: the adapters do not fit.  ModelError: the base cannot be read.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, model_dir: Path, adapters: Mapping[str, Tensor], lora: LoraSettings
+    ) -> None:
         parameters = dict(module.named_parameters())
+        check_adapters(adapters, {name: parameter.shape for name, parameter in parameters.items()}, lora)
+        self._merging = Merging(adapters, lora)
+        self._base = open_weights(model_dir)
         stored = stored_names(module, model_dir, self._base.shapes)
         self._stored = {name: where for name, where in stored.items() if name in parameters}
 

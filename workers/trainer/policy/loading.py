@@ -58,10 +58,7 @@ def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.devi
     Raises:  ModelError: the directory has not all tensors, or others than the module.
     """
     materialise(module, device or torch.device("cpu"))
-    try:
-        stored = StoredTensors.open(model_dir, weight_files(model_dir))
-    except (OSError, TensorFileError) as error:
-        raise ModelError(f"cannot read weights: {error}") from error
+    stored = open_weights(model_dir)
     try:
         stored.read(_wanted(module, model_dir, stored.shapes))
     except (OSError, TensorFileError) as error:
@@ -69,6 +66,14 @@ def load_weights(module: PreTrainedModel, model_dir: Path, *, device: torch.devi
     finally:
         stored.close()
     _compute_buffers(module)
+
+
+def open_weights(model_dir: Path) -> StoredTensors:
+    """The tensors of a model directory, for who closes them. Raises ModelError."""
+    try:
+        return StoredTensors.open(model_dir, weight_files(model_dir))
+    except (OSError, TensorFileError) as error:
+        raise ModelError(f"cannot read weights: {error}") from error
 
 
 def _wanted(module: PreTrainedModel, model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from transport.process.storage import Place
 from workers.errors import CheckpointError, TensorFileError
+from workers.models import MODEL_FILE
 from workers.trainer.checkpoint import (
-    MODEL_FILE,
     OPTIMIZER_FILE,
     Checkpoint,
     Gather,
