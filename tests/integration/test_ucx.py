@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -115,7 +116,9 @@ def test_connections_leave_nothing_behind(tmp_path: Path) -> None:
             segment.ask(0, SIZE)
             segment.read(memoryview(bytearray(CHUNK_BYTES)))  # the rest is under way when it is closed
             segment.close()
-            time.sleep(0.1)
+            for thread in threading.enumerate():  # of the server's end
+                if thread.name.startswith("tensor-connection-"):
+                    thread.join(WAIT_S)
             left.append(len(os.listdir("/proc/self/fd")))
         assert max(left[2:]) <= left[1] + 2
 

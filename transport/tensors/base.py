@@ -110,7 +110,8 @@ class Deadline:
         """How long the next wait may take."""
         if self._given_up is not None and self._given_up.is_set():
             return 0.0
-        return max(0.0, min(self._silent_s, self._end_s - time.monotonic()))
+        left_s = self._end_s - time.monotonic()  # asked four times a request: comparing costs half of min and max
+        return 0.0 if left_s < 0 else left_s if left_s < self._silent_s else self._silent_s
 
 
 @dataclass(frozen=True, slots=True)

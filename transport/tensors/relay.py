@@ -23,7 +23,7 @@ from transport.errors import PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, is_loopback
 from transport.tensors.receive import Memory
-from transport.tensors.tcp import read_range_decoder, serve_range
+from transport.tensors.tcp import RangeFollows, read_range_decoder, serve_range
 from transport.tensors.ucx import chunks
 from transport.tensors.wire import Channel, ChannelServer, Refused
 
@@ -72,9 +72,10 @@ class Relayed:
                 raise PeerUnavailableError("", f"{self.weights} does not come any further")
             return end
 
-    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
+    def send(self, channel: Channel, header: RangeFollows, offset: int) -> None:
         """Send each byte as soon as it is here. Raises PeerUnavailableError."""
-        end = offset + nbytes
+        channel.send(header)
+        end = offset + header.nbytes
         while offset < end:
             upto = min(end, offset + SEND_BYTES, self.until(offset, channel.deadline))
             channel.send_view(self.buffer[offset:upto])

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -57,7 +57,7 @@ from transport.tensors.manifest import (
     with_checksums,
 )
 from transport.tensors.pieces import box_checksum
-from transport.tensors.shm import ShmWriter, segment_directories
+from transport.tensors.shm import SealedFile, ShmWriter, segment_directories
 from transport.tensors.tcp import ServedStore
 from workers.errors import CheckpointRefusedError, ModelError
 from workers.leases.announce import ROLE, Announcer
@@ -200,7 +200,7 @@ class WeightPublisher:
         patches: list[tuple[int, bytes]] = []
         left = int(self._delta_share * manifest.total_bytes)
         with ExitStack() as stack:
-            base, new = (_mapped(self._store.open_file(name), stack) for name in (before, _name(manifest.weights)))
+            base, new = (_mapped(self._store.sealed(name), stack) for name in (before, _name(manifest.weights)))
             if base is None or new is None:
                 return None
             for index, spec in enumerate(manifest.tensors):
@@ -270,13 +270,12 @@ def _name(weights: WeightIdentity) -> str:
     return f"e{weights.epoch}v{weights.version}"
 
 
-def _mapped(file: BinaryIO | None, stack: ExitStack) -> memoryview | None:
+def _mapped(file: SealedFile | None, stack: ExitStack) -> memoryview | None:
     """The file's bytes, until ``stack`` closes; mapped in one go, because all of them are looked at."""
     if file is None:
         return None
-    with file:
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        mapping = stack.enter_context(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ))
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapping = stack.enter_context(mmap.mmap(file.fd, file.nbytes, flags=flags, prot=mmap.PROT_READ))
     return stack.enter_context(memoryview(mapping))
 
 
