@@ -100,11 +100,18 @@ class Deadline:
     given_up: from when it is set no wait is begun any more.
     """
 
+    __slots__ = ("_end_s", "_given_up", "_seconds", "_silent_s")
+
     def __init__(self, seconds: float, silent_s: float = math.inf, given_up: threading.Event | None = None) -> None:
         self._end_s = time.monotonic() + seconds
+        self._seconds = seconds
         self._silent_s = silent_s
         self._given_up = given_up
-        self.seconds = min(seconds, silent_s)
+
+    @property
+    def seconds(self) -> float:
+        """How long the first wait may take."""
+        return min(self._seconds, self._silent_s)
 
     def remaining_s(self) -> float:
         """How long the next wait may take."""

@@ -155,7 +155,7 @@ class Channel:
         if len(raw) > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {len(raw)} bytes is over the limit of {MAX_HEADER_BYTES}")
         parts = (_LENGTH.pack(len(raw)), raw, *payload)
-        if not payload or sum(memoryview(part).nbytes for part in payload) <= JOINED_BYTES:
+        if sum(map(len, payload)) <= JOINED_BYTES:
             self.send_view(b"".join(parts))
             return
         # Not joined: that would copy every byte once more.
@@ -245,8 +245,7 @@ class Channel:
         return count
 
     def _receive_now(self, view: memoryview) -> int:
-        count = self._wait(socket.SO_RCVTIMEO, self._socket.recv_into, view)
-        if not count:
+        if not (count := self._wait(socket.SO_RCVTIMEO, self._socket.recv_into, view)):
             raise PeerUnavailableError(self.address, f"closed before {view.nbytes} bytes that were to come")
         return count
 
