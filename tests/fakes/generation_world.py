@@ -76,6 +76,7 @@ class FakePuller:
         if manifest.weights in self.slow:
             with self._changed:
                 self.coming.append(manifest.weights)
+                self.hurried |= hurry.is_set()
                 self._changed.notify_all()
             while not self.slow[manifest.weights].wait(0.01):
                 with self._changed:
