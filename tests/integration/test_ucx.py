@@ -25,7 +25,7 @@ from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.relay import Relay, relayed_address
 from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader, TcpSegment
-from transport.tensors.ucx import CHUNK_BYTES, is_installed, sealed, wants_ucx
+from transport.tensors.ucx import AHEAD, CHUNK_BYTES, is_installed, sealed, wants_ucx
 from transport.tensors.wire import Channel
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -75,6 +75,31 @@ def test_every_stretch_comes_whole_wherever_it_begins_and_ends(tmp_path: Path) -
     wanted = {stretch.offset for stretch in stretches}
     for start, into in zip(cuts, places, strict=False):
         assert start not in wanted or bytes(into) == expected[start : start + len(into)]
+
+
+def test_the_next_bytes_are_under_way_while_a_stretch_is_compared(tmp_path: Path) -> None:
+    cuts = [0, SIZE // 4, SIZE // 2, 3 * SIZE // 4, SIZE]
+    places = [memoryview(bytearray(end - start)) for start, end in itertools.pairwise(cuts)]
+    under_way, buffers = list[int](), list[int]()
+    with served(tmp_path) as address:
+        segment = opened(address)
+        ucx = segment._ucx
+        assert ucx is not None
+
+        def compared(_: memoryview) -> None:
+            under_way.append(ucx._worker.num_under_way)
+            buffers.append(len(ucx._buffers))
+
+        Receiving(
+            [
+                Stretch(start, place.nbytes, lambda place=place: place, compared)
+                for start, place in zip(cuts, places, strict=False)
+            ]
+        ).take(segment)
+        segment.close()
+    assert b"".join(places) == content()
+    assert 0 < min(under_way[:-1]) <= max(under_way) <= AHEAD
+    assert max(buffers) <= AHEAD
 
 
 @pytest.mark.parametrize(("serves", "reads"), [(True, False), (False, True)])
