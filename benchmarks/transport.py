@@ -45,24 +45,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from benchmarks.transport_ways import (
-    COMPARED,
-    ENDING_S,
-    OTHERS,
-    STEP_S,
-    End,
-    Inputs,
-    Piece,
-    Read,
-    Side,
-    Transfer,
-    Way,
-    mapped,
-    read_by_hand,
-    read_ours,
-    write_by_hand,
-    write_ours,
-)
+from benchmarks.transport_compared import COMPARED, Read, read_by_hand, read_ours, write_by_hand, write_ours
+from benchmarks.transport_others import OTHERS
+from benchmarks.transport_ways import ENDING_S, STEP_S, End, Inputs, Piece, Side, Transfer, Way, mapped
 from transport.tensors.shm import SHARED_MEMORY, ShmStore
 
 KIB, MIB, GB = 1024, 1024 * 1024, 1e9

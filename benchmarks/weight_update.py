@@ -83,10 +83,10 @@ class TimedPuller:
 
     @contextmanager
     def pull(
-        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         started_s = time.perf_counter()
-        with self._puller.pull(manifest, given_up=given_up) as tensors:
+        with self._puller.pull(manifest, given_up=given_up, hurry=hurry) as tensors:
             self._watch.pull_s = time.perf_counter() - started_s
             yield tensors
 

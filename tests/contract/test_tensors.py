@@ -315,7 +315,7 @@ def test_where_every_directory_fills_up_nothing_is_left(tmp_path: Path, monkeypa
             publish(store, "v1")
         assert [list(one.iterdir()) for one in directories] == [[]] * len(directories)
         assert len(os.listdir("/proc/self/fd")) == before
-        assert store.open_file("v1") is None
+        assert store.sealed("v1") is None
         store.close()
 
 
@@ -569,6 +569,164 @@ def test_a_peer_that_stalls_is_given_up_at_the_deadline(peer) -> None:
     with pytest.raises(PeerUnavailableError, match="silent"):
         pull(peer(treat), deadline_s=0.3)
     given_up.set()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, socket.socket]]:
+    """A connection: our end with two seconds for everything, and a peer's bare socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    channel = Channel(ours, "peer", Deadline(2.0))
+    with theirs:
+        yield channel, theirs
+        channel.close()
+
+
+def drop_by_drop(step: Callable[[], object]) -> tuple[threading.Event, threading.Thread]:
+    """Take a step every few milliseconds until told to stop, or for ten times as long as our end has."""
+    stopped = threading.Event()
+
+    def run() -> None:
+        for _ in range(2000):
+            if stopped.wait(0.01):
+                return
+            with contextlib.suppress(OSError):
+                step()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return stopped, thread
+
+
+def test_a_peer_that_sends_drop_by_drop_is_given_up_at_the_deadline(ends) -> None:
+    channel, theirs = ends
+    stopped, thread = drop_by_drop(lambda: theirs.send(b"x"))
+    with pytest.raises(PeerUnavailableError, match="silent"):
+        channel.receive_into(memoryview(bytearray(len(CONTENT))))
+    assert thread.is_alive(), "it was waited for to the end"
+    stopped.set()
+    thread.join(10)
+
+
+def send_frame(channel: Channel, path: Path) -> None:
+    channel.send(RangeFollows(nbytes=path.stat().st_size), [path.read_bytes()])
+
+
+def send_view(channel: Channel, path: Path) -> None:
+    channel.send_view(memoryview(path.read_bytes()))
+
+
+def send_file(channel: Channel, path: Path) -> None:
+    with path.open("rb") as file:
+        channel.send_file(file.fileno(), 0, path.stat().st_size)
+
+
+@pytest.mark.parametrize("send", [send_frame, send_view, send_file])
+def test_a_peer_that_reads_drop_by_drop_is_given_up_at_the_deadline(
+    ends, tmp_path: Path, send: Callable[[Channel, Path], None]
+) -> None:
+    channel, theirs = ends
+    many = tmp_path / "many"
+    many.write_bytes(bytes(48 << 20))  # more than the buffers of both ends hold, and than it reads in two seconds
+    stopped, thread = drop_by_drop(lambda: theirs.recv(64 << 10, socket.MSG_DONTWAIT))
+    with pytest.raises(PeerUnavailableError, match="silent"):
+        send(channel, many)
+    assert thread.is_alive(), "it was waited for to the end"
+    stopped.set()
+    thread.join(10)
+
+
+def test_what_comes_with_a_header_is_kept_for_who_asks_next(ends) -> None:
+    channel, theirs = ends
+    header, answer = framed(RangeFollows(nbytes=5)), MessageDecoder(RangeFollows)
+    theirs.sendall(header + b"bytes" + header + header[:2])  # as few calls bring them as the kernel likes
+    assert channel.receive(answer).nbytes == 5
+    into = bytearray(5)
+    channel.receive_into(memoryview(into))
+    assert bytes(into) == b"bytes"
+    assert channel.receive(answer).nbytes == 5
+    theirs.sendall(header[2:7])
+    theirs.sendall(header[7:] + b"b")
+    assert channel.receive(answer).nbytes == 5
+    theirs.sendall(b"ytes!" + CONTENT)
+    channel.receive_into(memoryview(into))
+    assert bytes(into) == b"bytes"
+    channel.skip(1)
+    rest = bytearray(len(CONTENT))
+    channel.receive_into(memoryview(rest))
+    assert rest == CONTENT
+
+
+def test_a_limit_holds_for_each_wait_anew(ends) -> None:
+    """The kernel keeps what it was told until it is told otherwise."""
+    channel, theirs = ends
+    byte = memoryview(bytearray(1))
+    theirs.sendall(b"x")
+    channel.deadline = Deadline(60.0)
+    channel.receive_into(byte)
+    late = threading.Timer(20.0, theirs.sendall, [b"late"])
+    late.start()
+    channel.deadline = Deadline(0.02)
+    with pytest.raises(PeerUnavailableError, match="silent"):
+        channel.receive_into(byte)
+    late.cancel()
+    late.join()
+    sent = threading.Timer(0.2, theirs.sendall, [b"x"])
+    sent.start()
+    channel.deadline = Deadline(60.0)
+    channel.receive_into(byte)
+    sent.join()
+
+
+def mappings_of(directory: Path) -> int:
+    return sum(str(directory) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("ucx", [False, pytest.param(True, marks=needs_ucx)], ids=["tcp", "ucx"])
+def test_a_segment_that_was_served_is_gone_with_its_last_reader(tmp_path: Path, ucx: bool) -> None:
+    """It is mapped once, and neither mapped nor open once it is dropped, also while its connections stand."""
+    store = TcpOnlyStore("mapped", (tmp_path,), Endpoint(ucx=ucx))
+    store.start()
+    with contextlib.ExitStack() as stack:
+        segments: list[Segment] = []
+        writers = [store.create(f"v{number}", len(CONTENT)) for number in range(3)]
+        for writer in writers:
+            writer.write(0, memoryview(CONTENT))
+            address = parse_address(writer.seal()[0])
+            segments.append(reader_for(address, b"", ucx=ucx).open(address, len(CONTENT), Deadline(30)))
+            stack.callback(segments[-1].close)
+        into = memoryview(bytearray(len(CONTENT)))
+        for segment in segments * 2:
+            segment.ask(0, len(CONTENT))
+            came = 0
+            while came < len(CONTENT):
+                came += segment.read(into[came:])
+            assert into == CONTENT
+        assert mappings_of(tmp_path) == 3
+        for writer in writers:
+            store.drop(writer.name)
+        for segment in segments:  # its connection's thread has let go of what it sent before
+            with pytest.raises(PeerUnavailableError, match="no segment"):
+                segment.ask(0, 1)
+        assert mappings_of(tmp_path) == 0
+        opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        assert not [path for path in opened if path.startswith(str(tmp_path))]
+    store.close()
+
+
+def test_what_is_not_sealed_yet_is_not_served(tmp_path: Path) -> None:
+    store = TcpOnlyStore("unsealed", (tmp_path,), Endpoint())
+    store.start()
+    sealed = publish(store, "v1")
+    writer = store.create("v2", len(CONTENT))
+    unsealed = sealed.replace("v1", "v2")
+    with pytest.raises(PeerUnavailableError, match="no segment"):
+        pull(unsealed)
+    writer.write(0, memoryview(CONTENT))
+    writer.seal()
+    assert pull(unsealed) == CONTENT
+    store.close()
 
 
 def serve_until_killed(directory: Path, address: "multiprocessing.SimpleQueue[str]") -> None:

@@ -56,12 +56,12 @@ SETTINGS = msgspec.convert(
 class FakePuller:
     """Gives tensors, or fails; ``held`` says whose contexts are open.
 
-    slow: version -> set when all its bytes came.  given_up: those that were not waited for.
+    slow: version -> set when all its bytes came.  given_up: those that were not waited for.  hurried: a slow one was.
     """
 
     def __init__(self):
         self.pulled, self.held, self.error = [], [], None
-        self.slow, self.coming, self.given_up = {}, [], []
+        self.slow, self.coming, self.given_up, self.hurried = {}, [], [], False
         self._changed = threading.Condition()
         self.way = ""
 
@@ -70,14 +70,18 @@ class FakePuller:
             assert self._changed.wait_for(holds, 30)
 
     @contextmanager
-    def pull(self, manifest, *, given_up=None):
+    def pull(self, manifest, *, given_up=None, hurry=None):
         if self.error:
             raise self.error
         if manifest.weights in self.slow:
             with self._changed:
                 self.coming.append(manifest.weights)
+                self.hurried |= hurry.is_set()
                 self._changed.notify_all()
             while not self.slow[manifest.weights].wait(0.01):
+                with self._changed:
+                    self.hurried |= hurry.is_set()
+                    self._changed.notify_all()
                 if given_up.is_set():
                     self.given_up.append(manifest.weights)
                     raise PeerUnavailableError("slow", "not waited for")

@@ -17,6 +17,7 @@ from transport.tensors.base import Endpoint, TimeLimit
 from transport.tensors.manifest import check_manifest
 from transport.tensors.relay import Relay, relayed_address
 from transport.tensors.shm import ShmStore, ShmWriter
+from transport.tensors.tcp import HeldFile, RangeFollows
 from transport.tensors.wire import Channel
 from workers.generation.server.upkeep import hold
 from workers.weights.publish import DELTA, WeightPublisher
@@ -55,13 +56,13 @@ class Wire:
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    counted, send_file = Wire(), Channel.send_file
+    counted, send = Wire(), HeldFile.send
 
-    def counting(channel: Channel, file: object, offset: int, nbytes: int) -> None:
-        counted.nbytes += nbytes
-        send_file(channel, file, offset, nbytes)  # pyright: ignore[reportArgumentType]
+    def counting(held: HeldFile, channel: Channel, header: RangeFollows, offset: int) -> None:
+        counted.nbytes += header.nbytes
+        send(held, channel, header, offset)
 
-    monkeypatch.setattr(Channel, "send_file", counting)
+    monkeypatch.setattr(HeldFile, "send", counting)
     return counted
 
 

@@ -73,10 +73,9 @@ def manifest(publisher: WeightPublisher) -> WeightManifest:
 
 
 def content_of(publisher: WeightPublisher, manifest: WeightManifest) -> bytes:
-    file = publisher._store.open_file(parse_address(manifest.sources[0]).path)
+    file = publisher._store.sealed(parse_address(manifest.sources[0]).path)
     assert file is not None
-    with file:
-        return file.read()
+    return bytes(file.view)
 
 
 class Relay:

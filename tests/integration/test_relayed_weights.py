@@ -61,10 +61,9 @@ class Trainer:
 
     def __init__(self, publisher: WeightPublisher, version: int, gate: int | None = None) -> None:
         published = publisher.publish(1, version, policy(version), torch.float32)
-        file = publisher._store.open_file(parse_address(published.sources[-1]).path)
+        file = publisher._store.sealed(parse_address(published.sources[-1]).path)
         assert file is not None
-        with file:
-            self._content = memoryview(file.read())
+        self._content = memoryview(bytes(file.view))
         self._gate = len(self._content) if gate is None else gate
         self.opened, self.stopped = threading.Event(), threading.Event()
         self.asked: list[ReadRange] = []

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ from transport.tensors.base import Deadline, Endpoint, TimeLimit, parse_address
 from transport.tensors.receive import Receiving, Stretch
 from transport.tensors.relay import Relay, relayed_address
 from transport.tensors.tcp import RangeFollows, ReadRange, ServedStore, TcpReader, TcpSegment
-from transport.tensors.ucx import CHUNK_BYTES, is_installed, sealed, wants_ucx
+from transport.tensors.ucx import AHEAD, CHUNK_BYTES, is_installed, sealed, wants_ucx
 from transport.tensors.wire import Channel
 from workers.weights.publish import WeightPublisher
 from workers.weights.pull import WeightPuller
@@ -76,6 +77,31 @@ def test_every_stretch_comes_whole_wherever_it_begins_and_ends(tmp_path: Path) -
         assert start not in wanted or bytes(into) == expected[start : start + len(into)]
 
 
+def test_the_next_bytes_are_under_way_while_a_stretch_is_compared(tmp_path: Path) -> None:
+    cuts = [0, SIZE // 4, SIZE // 2, 3 * SIZE // 4, SIZE]
+    places = [memoryview(bytearray(end - start)) for start, end in itertools.pairwise(cuts)]
+    under_way, buffers = list[int](), list[int]()
+    with served(tmp_path) as address:
+        segment = opened(address)
+        ucx = segment._ucx
+        assert ucx is not None
+
+        def compared(_: memoryview) -> None:
+            under_way.append(ucx._worker.num_under_way)
+            buffers.append(len(ucx._buffers))
+
+        Receiving(
+            [
+                Stretch(start, place.nbytes, lambda place=place: place, compared)
+                for start, place in zip(cuts, places, strict=False)
+            ]
+        ).take(segment)
+        segment.close()
+    assert b"".join(places) == content()
+    assert 0 < min(under_way[:-1]) <= max(under_way) <= AHEAD
+    assert max(buffers) <= AHEAD
+
+
 @pytest.mark.parametrize(("serves", "reads"), [(True, False), (False, True)])
 def test_an_end_without_ucx_gets_or_gives_the_bytes_by_tcp(tmp_path: Path, serves: bool, reads: bool) -> None:
     with served(tmp_path, ucx=serves) as address:
@@ -115,7 +141,9 @@ def test_connections_leave_nothing_behind(tmp_path: Path) -> None:
             segment.ask(0, SIZE)
             segment.read(memoryview(bytearray(CHUNK_BYTES)))  # the rest is under way when it is closed
             segment.close()
-            time.sleep(0.1)
+            for thread in threading.enumerate():  # of the server's end
+                if thread.name.startswith("tensor-connection-"):
+                    thread.join(WAIT_S)
             left.append(len(os.listdir("/proc/self/fd")))
         assert max(left[2:]) <= left[1] + 2
 

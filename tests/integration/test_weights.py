@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.fakes.memory_broker import MemoryBroker, MemoryServer
 from transport.broker import keys
 from transport.broker.base import Entry
 from transport.contracts.messages import (
+    Piece,
     TensorSpec,
     WeightManifest,
     WeightsFailed,
@@ -25,9 +28,10 @@ from transport.contracts.types import RunName, WeightIdentity, WorkerId
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError
 from transport.process.clock import MonotonicClock
 from transport.tensors.base import Endpoint, TimeLimit
-from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout
+from transport.tensors.manifest import check_manifest, digest_tensors, plan_layout, verify_piece
+from workers.weights import pull as pull_module
 from workers.weights.publish import CHUNK_ELEMENTS, WeightPublisher
-from workers.weights.pull import WeightPuller
+from workers.weights.pull import BACKGROUND_NICE, WeightPuller
 from workers.weights.updates import WeightUpdates, newest_manifest
 
 RIGHT = b"the right secret"
@@ -174,6 +178,41 @@ def test_a_shape_that_no_tensor_has_is_refused_also_where_nothing_was_decoded() 
 def manifest_of(spec: TensorSpec) -> WeightManifest:
     weights = WeightIdentity(epoch=1, version=0, digest=digest_tensors([spec]))
     return WeightManifest(weights=weights, tensors=(spec,), total_bytes=64, sources=(), host="h")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_what_nobody_waits_for_is_compared_at_low_priority(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """And the rest of it as everything else, once somebody does."""
+    published = publisher.publish(1, 1, policy(), torch.float32)
+    manifest = replace(published, sources=tuple(s for s in published.sources if s.startswith(scheme)))
+    usual, hurry, nices = os.getpriority(os.PRIO_PROCESS, 0), threading.Event(), list[int]()
+
+    def noted(manifest: WeightManifest, piece: Piece, view: memoryview) -> None:
+        nices.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        if len(nices) == 2:
+            hurry.set()
+        verify_piece(manifest, piece, view)
+
+    monkeypatch.setattr(pull_module, "verify_piece", noted)
+    before = threading.active_count()
+    with WeightPuller(limit=TimeLimit(10)).pull(manifest, hurry=hurry) as tensors:
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in policy().items())
+        assert not [one for one in threading.enumerate() if one.name.startswith("check-weights")]
+    assert (nices[:2], set(nices[2:])) == ([min(19, usual + BACKGROUND_NICE)] * 2, {usual})
+    assert threading.active_count() <= before + (scheme == "tcp")  # the publisher's end of a connection
+    hurry.clear()
+    wrong = replace(manifest.tensors[0], checksum="crc32:00000000")
+    wrong_digest = digest_tensors([wrong, *manifest.tensors[1:]])
+    lying = replace(
+        manifest,
+        tensors=(wrong, *manifest.tensors[1:]),
+        weights=replace(manifest.weights, digest=wrong_digest),
+    )
+    with pytest.raises(ChecksumError), WeightPuller(limit=TimeLimit(10)).pull(lying, hurry=hurry):
+        pass
 
 
 async def test_a_worker_passes_over_what_is_no_manifest_and_loads_the_next(publisher: WeightPublisher) -> None:

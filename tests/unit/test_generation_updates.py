@@ -47,6 +47,25 @@ async def test_weights_are_pulled_loaded_and_told():
         assert world.puller.pulled == [V1]
 
 
+async def test_a_load_hurries_what_it_waits_for_and_nothing_after_it(monkeypatch: pytest.MonkeyPatch):
+    async with running() as world:
+        world.puller.slow = {V1: threading.Event(), V2: threading.Event()}
+        await world.manifest(V1)
+        await asyncio.to_thread(world.puller.wait_until, lambda: V1 in world.puller.coming)
+        assert not world.puller.hurried
+        monkeypatch.setattr(updates_module, "HURRY_S", 0.01)
+        await world.command(LoadWeights(worker_id=ME, weights=V1))
+        await asyncio.to_thread(world.puller.wait_until, lambda: world.puller.hurried)
+        world.puller.slow[V1].set()
+        await world.events(1)
+        world.puller.hurried = False
+        await world.manifest(V2)
+        await asyncio.to_thread(world.puller.wait_until, lambda: V2 in world.puller.coming)
+        world.puller.slow[V2].set()
+        await world.until_held(V2)
+        assert not world.puller.hurried
+
+
 async def test_the_newest_version_is_brought_in_while_the_old_one_serves():
     async with running() as world:
         await world.manifest(V1)

@@ -215,7 +215,7 @@ class Pulls:
 
     @contextlib.contextmanager
     def pull(
-        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
         self._loop.call_soon_threadsafe(self.asked.put_nowait, manifest.sources)
         yield {}

@@ -204,7 +204,7 @@ class Receiving:
     def take(self, source: Segment) -> None:
         """Receive what is missing. Raises ChecksumError, after all else came, or what ``source`` raises."""
         wrong: ChecksumError | None = None
-        for run in list(self._runs()):
+        for run in self._runs():
             at = run[0].offset + run[0].came
             source.ask(at, run[-1].end - at)
             for stretch in run:
@@ -226,18 +226,16 @@ class Receiving:
             if stretch.offset in offsets and not stretch.verified:
                 stretch.copy(buffer[stretch.offset : stretch.end])
 
-    def _runs(self) -> Iterator[list[Stretch]]:
+    def _runs(self) -> list[list[Stretch]]:
         """What is missing, so that each run is one request."""
-        run: list[Stretch] = []
+        runs: list[list[Stretch]] = []
         for stretch in self._stretches:
             if stretch.verified:
                 continue
-            if run and (stretch.came or stretch.offset - run[-1].end > GAP_BYTES):
-                yield run
-                run = []
-            run.append(stretch)
-        if run:
-            yield run
+            if not runs or stretch.came or stretch.offset - runs[-1][-1].end > GAP_BYTES:
+                runs.append([])
+            runs[-1].append(stretch)
+        return runs
 
 
 def _skip(source: Segment, nbytes: int) -> None:

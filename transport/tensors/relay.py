@@ -91,9 +91,10 @@ class Relayed:
     def _ended(self) -> PeerUnavailableError:
         return PeerUnavailableError("", f"{self.weights} does not come any further")
 
-    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
+    def send(self, channel: Channel, header: RangeFollows, offset: int) -> None:
         """Send each byte as soon as it is here. Raises PeerUnavailableError."""
-        end = offset + nbytes
+        channel.send(header)
+        end = offset + header.nbytes
         while offset < end:
             upto = min(end, offset + SEND_BYTES, self.until(offset, channel.deadline))
             channel.send_view(self._memory.buffer[offset:upto])
@@ -261,7 +262,7 @@ class Relay:
         elif not request.beat_s or (self._endpoint.ucx and request.ucx):
             serve_range(channel, request, relayed, self._endpoint)
         else:
-            check_range(channel, request, relayed.nbytes)
+            check_range(channel, request, relayed.nbytes, self._limit)
             if request.host == host_id():
                 where = relayed.address(channel, self._beat_s(request), self._limit)
                 channel.send(RangeFollows(nbytes=0, memory=where))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -25,7 +26,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError, SegmentSpaceError
 from transport.tensors.base import Address, Deadline, host_id, process_id
@@ -164,8 +164,25 @@ def choose_directory(directories: Sequence[Path], nbytes: int) -> Path:
     raise SegmentSpaceError(nbytes, ", ".join(tried))
 
 
+class SealedFile:
+    """The bytes of a sealed segment, for a server to send from: here while anybody has this, dropped or not.
+
+    fd: closed with it.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        weakref.finalize(self, os.close, fd)
+
+    @functools.cached_property
+    def view(self) -> memoryview:
+        """All of them, mapped."""
+        return memoryview(mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ) if self.nbytes else b"")
+
+
 class ShmWriter:
-    """A segment's file while its owner has it open."""
+    """A segment's file while its owner has it open. sealed: what is served of it, whose descriptor it is then."""
 
     def __init__(self, store: ShmStore, name: str, path: Path, fd: int, nbytes: int) -> None:
         self._store = store
@@ -173,6 +190,7 @@ class ShmWriter:
         self.name = name
         self.path = path
         self.fd = fd
+        self.sealed: SealedFile | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset + data.nbytes > self._nbytes:
@@ -198,7 +216,8 @@ class ShmWriter:
             raise
 
     def seal(self) -> tuple[str, ...]:
-        """Make it readable. Returns its addresses, best first."""
+        """Make it readable. Returns its addresses, best first. Raises ValueError: it was dropped meanwhile."""
+        self._store.seal(self, self._nbytes)
         return self._store.addresses(self)
 
     def abort(self) -> None:
@@ -288,11 +307,16 @@ class ShmStore:
         if self._open.get(writer.name) is not writer:
             raise ValueError(f"segment {writer.name!r} was dropped while it was written")
 
-    def open_file(self, name: str) -> BinaryIO | None:
-        """A file object of its own on a segment, for a server to send from; None for a name that is not served."""
+    def seal(self, writer: ShmWriter, nbytes: int) -> None:
+        """Serve what was written. Raises ValueError for a segment that was dropped meanwhile."""
         with self._lock:
-            writer = self._open.get(name)
-            return os.fdopen(os.dup(writer.fd), "rb") if writer else None
+            self._check_open(writer)
+            writer.sealed = writer.sealed or SealedFile(writer.fd, nbytes)
+
+    def sealed(self, name: str) -> SealedFile | None:
+        """The bytes of a segment; None for a name that is not served."""
+        writer = self._open.get(name)
+        return writer.sealed if writer is not None else None
 
     def drop(self, name: str) -> None:
         """Stop serving ``name`` and free it after its last reader. Dropping what is not there is no error."""
@@ -321,7 +345,9 @@ def _copy_some(source: int, target: int, at: int, nbytes: int) -> int:
 
 def _unlink(writer: ShmWriter) -> None:
     writer.path.unlink(missing_ok=True)
-    os.close(writer.fd)
+    if writer.sealed is None:
+        os.close(writer.fd)
+    writer.sealed = None
 
 
 class ShmSegment:
@@ -374,8 +400,7 @@ class InprocReader:
 
     def open(self, address: Address, nbytes: int, deadline: Deadline, reach: Deadline | None = None) -> ShmSegment:
         store = _stores.get(address.place)
-        file = store.open_file(address.path) if store is not None else None
+        file = store.sealed(address.path) if store is not None else None
         if file is None:
             raise PeerUnavailableError(str(address), "no such segment in this process")
-        with file:
-            return ShmSegment(_map(file.fileno(), nbytes, address))
+        return ShmSegment(_map(file.fd, nbytes, address))

@@ -10,10 +10,9 @@ manifest's checksums say). Invariant: a reader's memory is what its caller asked
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Protocol, cast
+from typing import Annotated, Protocol, cast
 
 import msgspec
 
@@ -21,10 +20,10 @@ from transport.contracts.messages import MessageDecoder
 from transport.contracts.types import Struct
 from transport.errors import ChecksumError, MessageError, PeerUnavailableError
 from transport.process.logs import get_logger
-from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader, host_id
-from transport.tensors.shm import InprocReader, ShmReader, ShmStore, ShmWriter
+from transport.tensors.base import Address, Deadline, Endpoint, SegmentReader, TimeLimit, host_id
+from transport.tensors.shm import InprocReader, SealedFile, ShmReader, ShmStore, ShmWriter
 from transport.tensors.ucx import UcxAddress, UcxReceiving, UcxSending, chunks
-from transport.tensors.wire import Channel, ChannelServer, Refused, connect
+from transport.tensors.wire import JOINED_BYTES, Channel, ChannelServer, Refused, connect
 
 log = get_logger(__name__)
 
@@ -91,31 +90,32 @@ class Held(Protocol):
 
     nbytes: int
 
-    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
-        """Over the connection itself."""
+    def send(self, channel: Channel, header: RangeFollows, offset: int) -> None:
+        """``header`` and the bytes that it announces, from ``offset`` on, over the connection itself."""
         ...
 
     def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """The same bytes as messages of ``ucx.CHUNK_BYTES``, the last one shorter."""
+        """Such bytes as messages of ``ucx.CHUNK_BYTES``, the last one shorter."""
         ...
 
 
 def serve_range(channel: Channel, request: ReadRange, held: Held, endpoint: Endpoint) -> None:
     """Answer ``request`` from ``held``. Raises MessageError, after the reader was told, where it is not inside."""
-    check_range(channel, request, held.nbytes)
+    check_range(channel, request, held.nbytes, endpoint.limit)
     channel.deadline = endpoint.limit.deadline(request.nbytes)
     ucx = _sending(channel, request.ucx) if endpoint.ucx and request.ucx else None
-    channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx.address if ucx else None))
     if ucx is None:
-        held.send(channel, request.offset, request.nbytes)
+        held.send(channel, RangeFollows(nbytes=request.nbytes), request.offset)
     else:
+        channel.send(RangeFollows(nbytes=request.nbytes, ucx=ucx.address))
         ucx.send(request.tag, held.chunks(channel, request.offset, request.nbytes))
 
 
-def check_range(channel: Channel, request: ReadRange, nbytes: int) -> None:
+def check_range(channel: Channel, request: ReadRange, nbytes: int, limit: TimeLimit) -> None:
     """Raises MessageError, after the reader was told: it is not inside of a segment of ``nbytes``."""
     inside = min(request.offset, request.nbytes) >= 0 and request.offset + request.nbytes <= nbytes
     if request.segment_bytes != nbytes or not inside:
+        channel.deadline = limit.deadline(0)
         channel.send(Refused(reason=f"segment {request.segment!r} has {nbytes} bytes"))
         raise MessageError(f"{channel.address} asks for bytes that segment {request.segment!r} does not have")
 
@@ -130,19 +130,21 @@ def _sending(channel: Channel, reader: UcxAddress) -> UcxSending | None:
     return channel.beside if isinstance(channel.beside, UcxSending) else None
 
 
-class _HeldFile:
-    """An open file of a store."""
+class HeldFile:
+    """A segment of a store."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: SealedFile) -> None:
         self._file = file
-        self.nbytes = file.seek(0, 2)
+        self.nbytes = file.nbytes
 
-    def send(self, channel: Channel, offset: int, nbytes: int) -> None:
-        channel.send_file(self._file, offset, nbytes)
+    def send(self, channel: Channel, header: RangeFollows, offset: int) -> None:
+        first = self._file.view[offset : offset + min(header.nbytes, JOINED_BYTES)]
+        channel.send(header, [first])
+        if first.nbytes < header.nbytes:
+            channel.send_file(self._file.fd, offset + first.nbytes, header.nbytes - first.nbytes)
 
     def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
-        mapped = mmap.mmap(self._file.fileno(), self.nbytes, prot=mmap.PROT_READ) if self.nbytes else b""
-        return chunks(memoryview(mapped)[offset : offset + nbytes])
+        return chunks(self._file.view[offset : offset + nbytes])
 
 
 class ServedStore(ShmStore):
@@ -166,13 +168,11 @@ class ServedStore(ShmStore):
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(read_range_decoder)
-        channel.deadline = self._endpoint.limit.deadline(0)
-        file = self.open_file(request.segment)
-        if file is None:
+        if (file := self.sealed(request.segment)) is None:
+            channel.deadline = self._endpoint.limit.deadline(0)
             channel.send(Refused(reason=f"no segment {request.segment!r} here", retry=True))
             return
-        with file:
-            serve_range(channel, request, _HeldFile(file), self._endpoint)
+        serve_range(channel, request, HeldFile(file), self._endpoint)
 
     def close(self) -> None:
         super().close()  # first: should this process be killed while it ends, no file is left

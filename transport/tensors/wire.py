@@ -7,6 +7,10 @@ the secret (HMAC-SHA-256 over both nonces; the secret itself never travels): the
 is set, this user's own (transport/process/secret.py). What follows is not encrypted. Blocking sockets with recv_into:
 .23 CPU-seconds a GB, where asyncio streams take 3.2.
 
+A small request takes four calls to the kernel, two at each end, as a bare loop does: a header and the bytes with it go
+in one, and come in one. The kernel keeps the limits (SO_RCVTIMEO), and is told anew where they are longer than what is
+left of a deadline, or far shorter; of Python's own time limits each costs two calls more.
+
 A server gives each connection a thread:
 
     unproven   until the handshake is done, HANDSHAKE_S at most. Past their bound the oldest goes, of the address that
@@ -25,13 +29,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import os
 import secrets
+import select
 import socket
 import socketserver
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -59,9 +65,12 @@ IDLE_S = 300.0  # a connection that asks for nothing for so long is closed; its 
 MAX_CONNECTIONS = 128  # of clients that have proved themselves: each has a thread
 MAX_UNPROVEN = 64  # threads that strangers can make us start
 PARTS_AT_ONCE = 64  # buffers in one system call; the kernel takes up to 1,024, and 64 columns fill any socket's buffer
-FILE_BYTES = 4 * 1024 * 1024  # of a file in one call: a peer that reads drop by drop is given up after it
+JOINED_BYTES = 64 * 1024  # so much is copied behind its header: cheaper than to be told where each part lies
+AHEAD_BYTES = 16 * 1024  # of what came with a header; more would be copied once more for nothing
+FILE_BYTES = 4 * 1024 * 1024  # of a file in one call
 _POLL_S = 0.05  # how soon the accept loop sees ``close``
 _LENGTH = struct.Struct(">I")
+_TIMEVAL = struct.Struct("ll")
 
 T = TypeVar("T")
 
@@ -104,35 +113,55 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, address: str, deadline: Deadline) -> None:
+        sock.settimeout(None)
         self._socket = sock
         self.address = address
         self.deadline = deadline
         self.beside: SupportsClose | None = None
+        self._limits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # that the kernel was told
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._first = self._last = 0  # [first, last) of it came, and was not asked for yet
 
-    @contextlib.contextmanager
-    def _limited(self) -> Generator[None]:
-        """Give one socket call what is left of the deadline, and name what goes wrong with it."""
+    def _wait(self, option: int, call: Callable[..., int], *arguments: Any) -> int:
+        """A socket call that may take what is left of the deadline. option: the kernel's limit that holds for it."""
+        remaining_s, share = self.deadline.remaining_s(), 0.75  # so that it still holds when less is left
         try:
-            if not (remaining_s := self.deadline.remaining_s()):
-                raise TimeoutError
-            self._socket.settimeout(remaining_s)
-            yield
-        except TimeoutError as error:
-            reason = f"silent for longer than {self.deadline.seconds:.1f} s"
-            raise PeerUnavailableError(self.address, reason) from error
+            while remaining_s > 0:
+                if not remaining_s / 2 <= self._limits_s[option] <= remaining_s:
+                    self._limit(option, share * remaining_s)
+                try:
+                    return call(*arguments)
+                except BlockingIOError:
+                    remaining_s = min(remaining_s - self._limits_s[option], self.deadline.remaining_s())
+                    share = 1.0
         except OSError as error:
-            raise PeerUnavailableError(self.address, error.strerror or str(error)) from error
+            raise self._failed(error) from error
+        raise self._silent()
+
+    def _silent(self) -> PeerUnavailableError:
+        return PeerUnavailableError(self.address, f"silent for longer than {self.deadline.seconds:.1f} s")
+
+    def _limit(self, option: int, seconds: float) -> None:
+        limit_us = max(1, int(1e6 * seconds))  # 0 would be no limit
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(limit_us, 1_000_000)))
+        self._limits_s[option] = limit_us / 1e6
+
+    def _failed(self, error: OSError) -> PeerUnavailableError:
+        return PeerUnavailableError(self.address, error.strerror or str(error))
 
     def send(self, header: msgspec.Struct, payload: Sequence[bytes | bytearray | memoryview] = ()) -> None:
         """Send one frame; the parts of ``payload`` follow its header, whose fields say how long they are."""
         raw = encode(header)
         if len(raw) > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {len(raw)} bytes is over the limit of {MAX_HEADER_BYTES}")
+        parts = (_LENGTH.pack(len(raw)), raw, *payload)
+        if sum(map(len, payload)) <= JOINED_BYTES:
+            self.send_view(b"".join(parts))
+            return
         # Not joined: that would copy every byte once more.
-        rest = [memoryview(part).cast("B") for part in (_LENGTH.pack(len(raw)), raw, *payload)]
+        rest = [memoryview(part).cast("B") for part in parts]
         while rest:
-            with self._limited():
-                sent = self._socket.sendmsg(rest[:PARTS_AT_ONCE])
+            sent = self._wait(socket.SO_SNDTIMEO, self._socket.sendmsg, rest[:PARTS_AT_ONCE])
             first = 0
             while first < len(rest) and sent >= rest[first].nbytes:
                 sent -= rest[first].nbytes
@@ -141,31 +170,60 @@ class Channel:
             if sent:
                 rest[0] = rest[0][sent:]
 
-    def send_file(self, file: object, offset: int, nbytes: int) -> None:
-        """Send a part of an open binary file from the kernel, without a copy in this process."""
-        for start in range(offset, offset + nbytes, FILE_BYTES):  # each call may wait as often as it likes
-            size = min(FILE_BYTES, offset + nbytes - start)
-            with self._limited():
-                sent = self._socket.sendfile(file, start, size)  # type: ignore[arg-type]
-            if sent != size:
-                raise PeerUnavailableError(self.address, f"only {sent} of {size} bytes could be sent")
+    def send_file(self, fd: int, offset: int, nbytes: int) -> None:
+        """Send a part of an open file from the kernel, without a copy in this process: 40% less of a sender's CPU.
 
-    def send_view(self, view: memoryview) -> None:
+        One such call on a blocking socket may wait as often as it likes.
+        """
+        end = offset + nbytes
+        self._socket.setblocking(False)
+        try:
+            writable = select.poll()
+            writable.register(self._socket, select.POLLOUT)
+            while offset < end:
+                try:
+                    sent = os.sendfile(self._socket.fileno(), fd, offset, min(FILE_BYTES, end - offset))
+                except BlockingIOError:
+                    remaining_s = self.deadline.remaining_s()
+                    if not (remaining_s and writable.poll(1000 * remaining_s)):
+                        raise self._silent() from None
+                    continue
+                if not sent:
+                    raise PeerUnavailableError(self.address, f"{end - offset} bytes of the file are not there")
+                offset += sent
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            self._socket.setblocking(True)
+
+    def send_view(self, view: bytes | memoryview) -> None:
         """Send bytes that may change once this returns."""
-        while view.nbytes:
-            with self._limited():
-                sent = self._socket.send(view)
-            view = view[sent:]
+        try:
+            sent = self._socket.send(view, socket.MSG_DONTWAIT)  # mostly there is room, and no limit to look after
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._failed(error) from error
+        while sent < len(view):
+            sent += self._wait(socket.SO_SNDTIMEO, self._socket.send, memoryview(view)[sent:])
 
     def receive(self, decoder: MessageDecoder[T], max_bytes: int = MAX_HEADER_BYTES) -> T:
-        size = bytearray(_LENGTH.size)
-        self.receive_into(memoryview(size))
-        (length,) = _LENGTH.unpack(size)
+        """The next frame's header. Bytes behind it may come with it, and are there for who asks next."""
+        while (kept := self._last - self._first) < _LENGTH.size:
+            if kept:
+                self._ahead[:kept] = bytes(self._ahead[self._first : self._last])
+            self._first, self._last = 0, kept + self._receive_now(self._ahead[kept:])
+        (length,) = _LENGTH.unpack_from(self._ahead, self._first)
         if length > max_bytes:
             raise MessageError(f"{self.address} announces a header of {length} bytes: not one of ours")
-        raw = bytearray(length)
-        self.receive_into(memoryview(raw))
-        return decoder.decode(memoryview(raw))
+        self._first += _LENGTH.size
+        if self._first + length <= self._last:
+            raw = self._ahead[self._first : self._first + length]
+            self._first += length
+        else:
+            raw = memoryview(bytearray(length))
+            self.receive_into(raw)
+        return decoder.decode(raw)
 
     def ask(self, header: msgspec.Struct, decoder: MessageDecoder[T], payload: Sequence[bytes | memoryview] = ()) -> T:
         self.send(header, payload)
@@ -179,9 +237,15 @@ class Channel:
 
     def receive_some(self, view: memoryview) -> int:
         """Put what is there, at least one byte, at the beginning of ``view``. Returns how many bytes came."""
-        with self._limited():
-            count = self._socket.recv_into(view)
-        if not count:
+        if self._first == self._last:
+            return self._receive_now(view)
+        count = min(view.nbytes, self._last - self._first)
+        view[:count] = self._ahead[self._first : self._first + count]
+        self._first += count
+        return count
+
+    def _receive_now(self, view: memoryview) -> int:
+        if not (count := self._wait(socket.SO_RCVTIMEO, self._socket.recv_into, view)):
             raise PeerUnavailableError(self.address, f"closed before {view.nbytes} bytes that were to come")
         return count
 
@@ -195,8 +259,10 @@ class Channel:
     @property
     def own_host(self) -> str:
         """The address of this end. Raises PeerUnavailableError: there is no connection any more."""
-        with self._limited():
+        try:
             return str(self._socket.getsockname()[0])
+        except OSError as error:
+            raise self._failed(error) from error
 
     @property
     def is_local(self) -> bool:
@@ -213,8 +279,10 @@ class Channel:
     @property
     def peer_port(self) -> int:
         """Raises PeerUnavailableError: the peer has disconnected."""
-        with self._limited():
+        try:
             return int(self._socket.getpeername()[1])
+        except OSError as error:
+            raise self._failed(error) from error
 
     def fileno(self) -> int:
         """Becomes readable when the other side speaks or leaves."""

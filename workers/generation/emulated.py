@@ -201,10 +201,10 @@ class EmulatedLink:
 
     @contextmanager
     def pull(
-        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> Iterator[Mapping[str, torch.Tensor]]:
         """Wait for the version, check its bytes, and give nothing: no engine here computes with them."""
         (given_up or threading.Event()).wait(self._transfer_s)
-        with self._puller.opened(manifest, given_up=given_up):
+        with self._puller.opened(manifest, given_up=given_up, hurry=hurry):
             self.way = self._puller.way
             yield {}

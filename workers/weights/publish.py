@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -62,7 +62,7 @@ from transport.tensors.manifest import (
     with_checksums,
 )
 from transport.tensors.pieces import box_checksum
-from transport.tensors.shm import ShmWriter, segment_directories
+from transport.tensors.shm import SealedFile, ShmWriter, segment_directories
 from transport.tensors.tcp import ServedStore
 from workers.errors import CheckpointRefusedError, ModelError
 from workers.leases.announce import ROLE, Announcer
@@ -210,7 +210,7 @@ class WeightPublisher:
         patches: list[tuple[int, bytes]] = []
         left = int(self._delta_share * part_bytes(specs, pieces))
         with ExitStack() as stack:
-            base, new = (_mapped(self._store.open_file(one), stack) for one in (before, name))
+            base, new = (_mapped(self._store.sealed(one), stack) for one in (before, name))
             if base is None or new is None:
                 return None
             for index, piece in enumerate(pieces):
@@ -296,13 +296,12 @@ def _name(weights: WeightIdentity) -> str:
     return f"e{weights.epoch}v{weights.version}"
 
 
-def _mapped(file: BinaryIO | None, stack: ExitStack) -> memoryview | None:
+def _mapped(file: SealedFile | None, stack: ExitStack) -> memoryview | None:
     """The file's bytes, until ``stack`` closes; mapped in one go, because all of them are looked at."""
     if file is None:
         return None
-    with file:
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        mapping = stack.enter_context(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ))
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapping = stack.enter_context(mmap.mmap(file.fd, file.nbytes, flags=flags, prot=mmap.PROT_READ))
     return stack.enter_context(memoryview(mapping))
 
 

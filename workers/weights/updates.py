@@ -9,6 +9,10 @@ loaded, and what is still on its way is given up for it, unless a load waits for
 also where versions are published faster than they come. Until it is loaded or replaced, a worker holds one version
 beside the engine's.
 
+What comes is compared at low priority, since tokens are generated on the same cores, by other workers, too, and all of
+them take a version at once. A load that still waits for it after HURRY_S hurries it. Price: an idle worker waits longer
+for a version on cores that others want, up to HURRY_S; where nobody generates, nobody wants them.
+
 Owns: which weights the engine serves, as this worker knows it. Never: decides which to load (the core commands it).
 Invariants: WeightsLoaded is reported only once the engine serves what was asked for; one pull at a time.
 """
@@ -51,6 +55,7 @@ log = structlog.get_logger(__name__)
 MANIFEST_WAIT_S = 30.0  # a load is commanded after its manifest; only a broker that lost its tail has none
 MANIFESTS_LOOKED_AT = 64
 READ_WAIT_S = 1.0
+HURRY_S = 3.0  # twice what four workers of SmolLM2 need at low priority on two cores; nothing starves for longer
 ROUTE_WAIT_S = 2.0  # the orchestrator looks each second who is there, and plans within milliseconds, where it lives
 
 LOAD_FAILURES = (PeerUnavailableError, PeerRejectedError, ChecksumError, MessageError, WeightsMismatchError)
@@ -66,9 +71,11 @@ class Puller(Protocol):
     way: str
 
     def pull(
-        self, manifest: WeightManifest, *, given_up: threading.Event | None = None
+        self, manifest: WeightManifest, *, given_up: threading.Event | None = None, hurry: threading.Event | None = None
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """given_up: once it is set, what still comes is not waited for: PeerUnavailableError."""
+        """given_up: once it is set, what still comes is not waited for: PeerUnavailableError.  hurry: until it is set,
+        others of this machine come first.
+        """
         ...
 
 
@@ -113,6 +120,7 @@ class WeightUpdates:
         self._pulling = asyncio.Lock()
         self._ahead: Pulled | None = None
         self._route_wait_s = route_wait_s
+        self._hurry = threading.Event()  # of the one pull there is
         self._newest: WeightManifest | None = None
         self._announced = asyncio.Event()
         self._coming: tuple[WeightIdentity, threading.Event] | None = None  # ahead, and what gives it up
@@ -200,7 +208,8 @@ class WeightUpdates:
         pulled, context = Pulled(manifest.weights), contextvars.copy_context()
 
         def enter() -> Mapping[str, torch.Tensor]:
-            return context.run(pulled.stack.enter_context, self._puller.pull(manifest, given_up=given_up))
+            pull = self._puller.pull(manifest, given_up=given_up, hurry=self._hurry)
+            return context.run(pulled.stack.enter_context, pull)
 
         entering = asyncio.get_running_loop().run_in_executor(None, enter)  # no task, which would be left over
         try:
@@ -229,6 +238,7 @@ class WeightUpdates:
         self._awaited = weights
         if self._coming is not None and self._coming[0] < weights:
             self._give_up_unless(weights)
+        hurrying = asyncio.get_running_loop().call_later(HURRY_S, self._hurry.set)
         try:
             async with self._pulling:
                 if weights != self.served:
@@ -246,6 +256,8 @@ class WeightUpdates:
             return WeightsFailed(worker_id=self._worker_id, weights=weights, reason=str(error))
         finally:
             self.loading, self._awaited = False, None
+            hurrying.cancel()
+            self._hurry.clear()
         return WeightsLoaded(worker_id=self._worker_id, weights=weights, seconds=self._clock.now_s() - started_s)
 
     async def _manifest(self, weights: WeightIdentity) -> WeightManifest:
