@@ -182,14 +182,18 @@ class Plan:
 MOST_TURNED_TO = 6
 
 
-def routes(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Worker -> those it asks for a version, one after another; () where only a source of the plan is left to ask.
+def routes(plan: Plan, part: int) -> dict[str, tuple[str, ...]]:
+    """Worker -> those it asks for a part, one after another; () where only a source of the plan is left to ask.
 
     The first is whom it pulls from. Should that one be dead, its first child takes its place as in ``reattach``: the
     others turn to that child, and it turns to whom the dead one pulled from. Nobody waits for itself: who is above
-    turns only further up. For plans of one tree a site.
+    turns only further up. For plans with one tree a site that has the part.
     """
-    above = {name: pulls[0].source for name in plan.receivers if (pulls := plan.pulls(name))}
+    above: dict[str, str] = {}
+    for tree in plan.trees:
+        if any(one.part == part for one in tree.ranges):
+            above.update(tree.parents)
+            above.update((tree.root, name) for name, ranges in tree.feeds if any(one.part == part for one in ranges))
     heirs: dict[str, str] = {}
     for name, parent in above.items():
         heirs.setdefault(parent, name)

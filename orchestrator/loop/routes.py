@@ -2,6 +2,8 @@
 
     weights log ─► who lives where (leases) ─► core/broadcast.py ─► routes log: whom each worker asks first
 
+Ranks of a trainer that are on several hosts each root a tree of what they hold, so that all their cards send at once.
+
 A log of its own, since commands are the executor's alone. Nothing of it must be kept: a worker that hears nothing asks
 the trainer, and one whose source died turns to the next of its route. Who joins later is attached to what was planned:
 a version that is at a site does not come there once more.
@@ -11,9 +13,10 @@ Owns: what is known of hosts and sites. Never: a transfer, or the choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
+from msgspec.structs import replace
 
 from orchestrator.core.broadcast import Links, Peer, Plan, Source, attach, plan_broadcast, reattach, routes
 from transport.broker import keys
@@ -28,7 +31,7 @@ from transport.contracts.messages import (
     encode,
     manifest_decoder,
 )
-from transport.contracts.types import WeightIdentity, WorkerId, WorkerKind
+from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import MessageError
 from transport.tensors.relay import relayed_address
 
@@ -63,10 +66,15 @@ def plan_of(
         return None
     if plan is None:
         sites = {status.host_id: status.site for status in statuses.values() if status.kind is WorkerKind.TRAIN}
-        source = Source(name=TRAINER, host=manifest.host, site=sites.get(manifest.host, ""))
+        home = sites.get(manifest.host, "")
+        held = _held(manifest)
+        sources = [
+            Source(name=f"{TRAINER}-{number}", host=host, site=sites.get(host, home), parts=frozenset([number]))
+            for number, host in enumerate(held)
+        ]
+        sizes = [sum(nbytes for _, nbytes in parts) for parts in held.values()]
         piece_bytes = max(1, manifest.total_bytes // max(1, len(manifest.tensors)))
-        whole = [manifest.total_bytes]
-        return plan_broadcast(whole, [source], [*peers.values()], LINKS, piece_bytes=piece_bytes, most_trees=1)
+        return plan_broadcast(sizes, sources, [*peers.values()], LINKS, piece_bytes=piece_bytes, most_trees=1)
     if gone := plan.receivers.keys() - peers.keys():
         plan = reattach(plan, gone, {})
     for worker, peer in peers.items():
@@ -74,16 +82,34 @@ def plan_of(
     return plan
 
 
-def plan_routes(
-    plan: Plan, weights: WeightIdentity, statuses: Mapping[WorkerId, WorkerStatus]
-) -> dict[WorkerId, Addresses]:
+def _held(manifest: WeightManifest) -> dict[str, list[tuple[int, int]]]:
+    """Host -> (number, bytes) of each part that a rank there holds: a part of the plan, since they share a card."""
+    parts = [(part.host, part.total_bytes) for part in manifest.parts] or [(manifest.host, manifest.total_bytes)]
+    found: dict[str, list[tuple[int, int]]] = {}
+    for number, (host, nbytes) in enumerate(parts):
+        found.setdefault(host, []).append((number, nbytes))
+    return found
+
+
+def plan_routes(plan: Plan, manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> WeightRoutes:
     """Whom each worker of ``plan`` asks, best first; nobody: it asks the trainer."""
-    return {
-        WorkerId(worker): tuple(
-            relayed_address(relay, weights) for name in names if (relay := statuses[WorkerId(name)].relay)
-        )
-        for worker, names in routes(plan).items()
-    }
+    held, ways = _held(manifest), [routes(plan, number) for number in range(len(plan.parts))]
+
+    def addresses(names: Iterable[str], part: int | None = None) -> Addresses:
+        relays = (statuses[WorkerId(name)].relay for name in names)
+        return tuple(relayed_address(relay, manifest.weights, part) for relay in relays if relay)
+
+    whole: dict[WorkerId, Addresses] = {}
+    by_part: dict[WorkerId, tuple[Addresses, ...]] = {}
+    for worker in map(WorkerId, plan.receivers):
+        asked = [way[worker] for way in ways]
+        if len(set(asked)) == 1:
+            whole[worker] = addresses(asked[0])
+        else:
+            pairs = zip(asked, held.values(), strict=True)
+            found = {part: addresses(way, part) for way, parts in pairs for part, _ in parts}
+            by_part[worker] = tuple(found[part] for part in range(len(found)))
+    return WeightRoutes(weights=manifest.weights, routes=whole, parts=by_part)
 
 
 async def route_weights(broker: Broker) -> None:
@@ -113,14 +139,21 @@ async def _tell(broker: Broker, manifest: WeightManifest, told: Plan | None) -> 
     if plan is None:
         return None
     known = told.receivers if told is not None else {}
-    planned = plan_routes(plan, manifest.weights, statuses)
-    untold = {worker: sources for worker, sources in planned.items() if worker not in known}
-    if untold:
-        direct = sum(not sources for sources in untold.values())
-        fields = {"weights": str(manifest.weights), "workers": str(len(untold)), "from_trainer": str(direct)}
-        payload = encode(WeightRoutes(weights=manifest.weights, routes=untold))
+    planned = plan_routes(plan, manifest, statuses)
+    whole = {worker: sources for worker, sources in planned.routes.items() if worker not in known}
+    by_part = {worker: sources for worker, sources in planned.parts.items() if worker not in known}
+    if untold := len(whole) + len(by_part):
+        direct = sum(not sources for sources in whole.values())
+        fields = {"weights": str(manifest.weights), "workers": str(untold), "from_trainer": str(direct)}
+        payload = encode(replace(planned, routes=whole, parts=by_part))
         await broker.append(keys.ROUTES, Entry(fields=fields, payload=payload))
-        log.info("way of weights planned", weights=str(manifest.weights), workers=len(untold), from_trainer=direct)
+        log.info(
+            "way of weights planned",
+            weights=str(manifest.weights),
+            workers=untold,
+            from_trainer=direct,
+            from_several=len(by_part),
+        )
     return plan
 
 

@@ -20,6 +20,7 @@ from tests.fakes.several_hosts import Host
 from transport.contracts.messages import Addresses, WeightManifest, WorkerStatus, encode, manifest_decoder
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.process.secret import SHARED_SECRET
+from workers.weights.updates import along
 
 
 class WeightPeer:
@@ -65,17 +66,36 @@ class Site:
     """A trainer, whose host has the broker, and workers elsewhere. plan: of the version that was published last."""
 
     def __init__(
-        self, hosts: Sequence[Host], directory: Path, megabytes: float, *, site: str = "far", wait_s: float = 10.0
+        self,
+        hosts: Sequence[Host],
+        directory: Path,
+        megabytes: float,
+        *,
+        site: str = "far",
+        wait_s: float = 10.0,
+        ranks: int = 1,
     ) -> None:
-        """wait_s: how long the workers bear silence."""
+        """wait_s: how long the workers bear silence.  ranks: of the trainer, on the first hosts."""
         self._site = site
-        self.trainer = WeightPeer(hosts[0], "publish", hosts[0].address, str(megabytes), str(directory))
-        self.workers = [WeightPeer(host, "receive", f"{hosts[0].address}:6379", str(wait_s)) for host in hosts[1:]]
+        self.ranks = [
+            WeightPeer(host, "publish", host.address, str(megabytes), str(directory / str(rank)), str(rank), str(ranks))
+            for rank, host in enumerate(hosts[:ranks])
+        ]
+        broker = f"{hosts[0].address}:6379"
+        self.workers = [WeightPeer(host, "receive", broker, str(wait_s)) for host in hosts[ranks:]]
         self._said = [worker.answer() for worker in self.workers]
 
+    @property
+    def trainer(self) -> WeightPeer:
+        """Its first rank."""
+        return self.ranks[0]
+
     def _published(self, version: int) -> WeightManifest:
-        self.trainer.tell(str(version))
-        return manifest_decoder.decode(base64.b64decode(self.trainer.answer()["manifest"]))
+        for rank in self.ranks:
+            rank.tell(str(version))
+        said = [manifest_decoder.decode(base64.b64decode(rank.answer()["manifest"])) for rank in self.ranks]
+        parts = tuple(manifest.parts[rank] for rank, manifest in enumerate(said)) if len(said) > 1 else ()
+        return replace(said[0], parts=parts)
 
     def _statuses(self, number: int) -> dict[WorkerId, WorkerStatus]:
         """What the first ``number`` workers say of themselves."""
@@ -98,6 +118,7 @@ class Site:
         """Publish it; ``number`` workers, 0: all, pull it along the routes that the orchestrator plans."""
         self._manifest, self._plan = self._published(version), None
         self.routes: list[Addresses] = []
+        self.routed_by_part = 0
         self.join(number or len(self.workers))
         return self._manifest
 
@@ -105,11 +126,14 @@ class Site:
         """So many pull the version from now on, those that do already included."""
         statuses = self._statuses(number)
         self._plan = plan_of(self._manifest, statuses, self._plan)
-        planned = plan_routes(self.plan, self._manifest.weights, statuses)
+        planned = plan_routes(self.plan, self._manifest, statuses)
+        self.routed_by_part = len(planned.parts)
         for worker in range(len(self.routes), number):
-            self.routes.append(planned[worker_name(worker)])
-            sources = (*self.routes[-1], *self._manifest.sources)
-            self.workers[worker].pull(replace(self._manifest, sources=sources))
+            name = worker_name(worker)
+            self.routes.append(planned.routes.get(name, ()))
+            manifest = along(self._manifest, planned, name)
+            assert manifest is not None
+            self.workers[worker].pull(manifest)
 
     @property
     def plan(self) -> Plan:
@@ -117,7 +141,7 @@ class Site:
         return self._plan
 
     def close(self) -> None:
-        for peer in (*self.workers, self.trainer):
+        for peer in (*self.workers, *self.ranks):
             peer.close()
 
 

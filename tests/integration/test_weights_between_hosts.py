@@ -111,3 +111,26 @@ def test_the_gateway_of_a_site_dies_and_the_rest_comes_once_more(site: Site) -> 
     site.workers[gateway].process.kill()
     assert_alike([worker.answer() for n, worker in enumerate(site.workers) if n != gateway])
     assert copies_since(site, before) < 1.8  # the half that had come stayed
+
+
+def test_two_ranks_of_a_trainer_each_send_what_they_hold_once_or_twice_and_workers_the_rest(tmp_path: Path) -> None:
+    """Rows and columns, at once: a worker passes on pieces of a tensor before the others of it came."""
+    ranks, workers = 2, 4
+    with several_hosts(ranks + workers) as hosts:
+        for host in hosts:
+            host.shape(SLOW_MBIT_S)
+        site = Site(hosts, tmp_path, MEGABYTES, site="", ranks=ranks)
+        try:
+            for version in (0, 1):
+                before = [rank.host.sent_bytes for rank in site.ranks]
+                site.begin(version)
+                answers = [worker.answer() for worker in site.workers]
+                sent = [rank.host.sent_bytes - was for rank, was in zip(site.ranks, before, strict=True)]
+                copies = [nbytes / (MEGABYTES * 1e6) for nbytes in sent]
+                seconds = max(answer["seconds"] for answer in answers)
+                print(f"version {version}: {seconds:.2f} s where one copy takes {ONCE_S:.2f} s; sent {copies}")
+                assert_alike(answers)
+                assert site.routed_by_part == workers
+                assert all(0.5 <= share < 1.3 for share in copies), "each sends its half to one worker, or two"
+        finally:
+            site.close()

@@ -18,6 +18,7 @@ from transport.broker.base import ZERO_ID, Entry, LogEntry
 from transport.contracts.messages import (
     STARTING,
     WeightManifest,
+    WeightPart,
     WeightRoutes,
     WorkerStatus,
     encode,
@@ -38,21 +39,24 @@ def test_a_route_begins_where_the_plan_says_ends_at_the_trainer_and_is_no_circle
     receivers: list[Peer], pieces: int, data: st.DataObject
 ) -> None:
     links = Links(site_bytes_per_s=1e9, card_bytes_per_s=1e9, slow_bytes_per_s=1e8)
-    trainer = Source(name="t", host="th", site="0")
-    plan = plan_broadcast([1 << 20], [trainer], receivers, links, piece_bytes=(1 << 20) // pieces, most_trees=1)
-    found = routes(plan)
-    for name in plan.receivers:
-        (pull,) = plan.pulls(name)
-        assert found[name][:1] == ((pull.source,) if pull.source != "t" else ())
-        assert name not in found[name]
-        assert len(set(found[name])) == len(found[name])
+    parts = data.draw(st.integers(1, 3))
+    trainer = [Source(name=f"t{n}", host=f"th{n}", site="0", parts=frozenset([n])) for n in range(parts)]
+    sizes = [1 << 20] * parts
+    plan = plan_broadcast(sizes, trainer, receivers, links, piece_bytes=(1 << 20) // pieces, most_trees=1)
     dead = set(data.draw(st.lists(st.sampled_from(sorted(plan.receivers)), max_size=3)))
-    waits_for = {name: next((one for one in found[name] if one not in dead), "t") for name in found}
-    for name in found:
-        seen = [name]
-        while (at := waits_for[seen[-1]]) != "t":
-            assert at not in seen, "they wait for each other"
-            seen.append(at)
+    for part in range(parts):
+        found = routes(plan, part)
+        for name in plan.receivers:
+            (source,) = {pull.source for pull in plan.pulls(name) if any(one.part == part for one in pull.ranges)}
+            assert found[name][:1] == ((source,) if source != f"t{part}" else ())
+            assert name not in found[name]
+            assert len(set(found[name])) == len(found[name])
+        waits_for = {name: next((one for one in found[name] if one not in dead), "t") for name in found}
+        for name in found:
+            seen = [name]
+            while (at := waits_for[seen[-1]]) != "t":
+                assert at not in seen, "they wait for each other"
+                seen.append(at)
 
 
 def test_the_first_child_of_a_dead_worker_takes_its_place() -> None:
@@ -66,7 +70,7 @@ def test_the_first_child_of_a_dead_worker_takes_its_place() -> None:
     assert len(orphans) > 1
     assert heir in orphans
     for name in orphans:
-        assert routes(plan)[name] == ((tree.root,) if name == heir else (tree.root, heir))
+        assert routes(plan, 0)[name] == ((tree.root,) if name == heir else (tree.root, heir))
 
 
 def status(
@@ -87,7 +91,7 @@ def status(
 
 def way(manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> dict[WorkerId, tuple[str, ...]]:
     plan = plan_of(manifest, statuses)
-    return plan_routes(plan, manifest.weights, statuses) if plan is not None else {}
+    return plan_routes(plan, manifest, statuses).routes if plan is not None else {}
 
 
 def test_workers_of_other_hosts_are_told_whom_to_ask_where_that_one_listens() -> None:
@@ -111,6 +115,34 @@ def test_workers_of_other_hosts_are_told_whom_to_ask_where_that_one_listens() ->
     assert way(manifest, starting).keys() == {one.worker_id for one in there[1:]}
 
 
+def test_ranks_of_several_hosts_root_a_tree_each_and_of_one_host_one_together() -> None:
+    """All there are in a site of several trees are told for each part; behind a slow link one has it all, once."""
+    specs = plan_layout([(f"t{n}", (1024,), "float32") for n in range(64)])
+    weights = WeightIdentity(epoch=1, version=3, digest="ab")
+    parts = tuple(WeightPart(pieces=(), total_bytes=32 * 4096, sources=(), host=host) for host in ("a", "b"))
+    manifest = WeightManifest(weights=weights, tensors=specs, total_bytes=64 * 4096, sources=(), host="a", parts=parts)
+    near = [status(f"generate-{n}.1", f"near-{n}", f"tcp://10.0.0.{n}:7000") for n in range(6)]
+    far = [status(f"generate-{n}.1", f"far-{n}", f"tcp://10.0.0.{n}:7000", site="far") for n in range(6, 9)]
+    statuses = {one.worker_id: one for one in (*near, *far)}
+    plan = plan_of(manifest, statuses)
+    assert plan is not None
+    planned = plan_routes(plan, manifest, statuses)
+    assert planned.parts.keys() == {one.worker_id for one in near}
+    assert planned.routes.keys() == {one.worker_id for one in far}
+    for part in (0, 1):
+        ways = {worker: asked[part] for worker, asked in planned.parts.items()}
+        assert 1 <= sum(not sources for sources in ways.values()) < len(near)
+        assert {source for sources in ways.values() for source in sources} <= {
+            f"{one.relay}/1.3.ab.{part}" for one in near
+        }
+    assert len({tuple(worker for worker, asked in planned.parts.items() if not asked[part]) for part in (0, 1)}) == 2
+    assert sum(not sources for sources in planned.routes.values()) == 1
+    together = replace(manifest, parts=tuple(replace(part, host="a") for part in parts))
+    plan = plan_of(together, statuses)
+    assert plan is not None
+    assert not plan_routes(plan, together, statuses).parts
+
+
 @given(st.data())
 def test_whoever_joins_gets_a_version_from_those_of_its_site_that_have_it(data: st.DataObject) -> None:
     """And whoever waits for a relay waits for one that is there, or was."""
@@ -125,7 +157,7 @@ def test_whoever_joins_gets_a_version_from_those_of_its_site_that_have_it(data: 
             del there[data.draw(st.sampled_from(sorted(there.keys() - {worker})))]
         plan = plan_of(manifest, there, plan)
         assert plan is not None
-        planned = plan_routes(plan, manifest.weights, there)
+        planned = plan_routes(plan, manifest, there).routes
         assert planned.keys() == there.keys()
         assert sum(not sources for sources in planned.values()) == 1
         told |= {name: sources for name, sources in planned.items() if name not in told}

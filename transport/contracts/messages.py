@@ -686,14 +686,19 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     delta: WeightDelta | None = None
 
 
+PartAddresses: TypeAlias = Annotated[tuple[Addresses, ...], msgspec.Meta(max_length=MAX_PARTS)]
+
+
 class WeightRoutes(Struct, frozen=True, kw_only=True):
     """Whom workers ask for ``weights`` before those that its manifest names, best first; () for who begins there.
 
     A worker that joins is told in an entry of its own: the way of the others stays as it was.
+    parts: of workers that ask others for each part of the manifest, in its order; these are not in ``routes``.
     """
 
     weights: WeightIdentity
     routes: dict[WireWorkerId, Addresses]
+    parts: dict[WireWorkerId, PartAddresses] = msgspec.field(default_factory=dict[WireWorkerId, PartAddresses])
 
 
 STARTING = "starting"  # what a worker does before it can take work, and before it counts as a worker

@@ -22,14 +22,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
-from transport.contracts.messages import MessageDecoder
+from transport.contracts.messages import MessageDecoder, Piece, WeightManifest
 from transport.contracts.types import WeightIdentity
 from transport.errors import PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
+from transport.tensors.assembled import Assembled
 from transport.tensors.base import Deadline, Endpoint, TimeLimit, host_id, is_loopback
+from transport.tensors.manifest import piece_bytes
 from transport.tensors.receive import Memory
 from transport.tensors.tcp import Follow, RangeFollows, ReadRange, Verified, Waits, check_range, serve_range
-from transport.tensors.ucx import chunks
+from transport.tensors.ucx import CHUNK_BYTES
 from transport.tensors.wire import Channel, ChannelServer, Refused
 
 log = get_logger(__name__)
@@ -42,9 +44,9 @@ _request_decoder: MessageDecoder[ReadRange | Follow] = MessageDecoder(
 )
 
 
-def segment_of(weights: WeightIdentity) -> str:
-    """What a relay calls the version's own range of bytes."""
-    return f"{weights.epoch}.{weights.version}.{weights.digest}"
+def segment_of(weights: WeightIdentity, part: int | None = None) -> str:
+    """What a relay calls the version's own range of bytes, or that of a part of its manifest."""
+    return f"{weights.epoch}.{weights.version}.{weights.digest}" + (f".{part}" if part is not None else "")
 
 
 class Relayed:
@@ -55,6 +57,7 @@ class Relayed:
 
     def __init__(self, weights: WeightIdentity, memory: Memory, spans: Iterable[tuple[int, int]]) -> None:
         self.weights = weights
+        self.segment = segment_of(weights)
         self.nbytes = memory.nbytes
         self._memory = memory
         self._spans = sorted(span for span in spans if span[1])
@@ -66,7 +69,7 @@ class Relayed:
         self._over = False
 
     def verified(self, offsets: Iterable[int]) -> None:
-        """The tensors that begin there are whole and right."""
+        """What begins there is whole and right."""
         with self._changed:
             self._here.update(self._all.intersection(offsets))
             self._changed.notify_all()
@@ -97,7 +100,7 @@ class Relayed:
         end = offset + header.nbytes
         while offset < end:
             upto = min(end, offset + SEND_BYTES, self.until(offset, channel.deadline))
-            channel.send_view(self._memory.buffer[offset:upto])
+            channel.send_view(self._view(offset, upto))
             offset = upto
 
     def send_ranges(self, channel: Channel, offset: int, nbytes: int, beat_s: float, limit: TimeLimit) -> None:
@@ -106,7 +109,7 @@ class Relayed:
         while offset < end:
             channel.deadline = limit.deadline(end - offset)
             while upto := min(end, offset + SEND_BYTES, self._until(offset, beat_s)):
-                channel.send(RangeFollows(nbytes=upto - offset), [self._memory.buffer[offset:upto]])
+                channel.send(RangeFollows(nbytes=upto - offset), [self._view(offset, upto)])
                 if (offset := upto) == end:
                     return
             channel.send(Waits())
@@ -114,12 +117,17 @@ class Relayed:
 
     def chunks(self, channel: Channel, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same bytes in messages, each as soon as all of it is here."""
-        here = offset
-        for chunk in chunks(self._memory.buffer[offset : offset + nbytes]):
-            offset += chunk.nbytes
-            while here < offset:
+        here, end = offset, offset + nbytes
+        while offset < end:
+            upto = min(end, offset + CHUNK_BYTES)
+            while here < upto:
                 here = self.until(here, channel.deadline)
-            yield chunk
+            yield self._view(offset, upto)
+            offset = upto
+
+    def _view(self, start: int, end: int) -> memoryview:
+        """Those bytes, which are here."""
+        return self._memory.buffer[start:end]
 
     def address(self, channel: Channel, beat_s: float, limit: TimeLimit) -> str:
         """Where it can be mapped. Until some of it is here it may still come elsewhere. Raises PeerUnavailableError."""
@@ -188,6 +196,79 @@ class Relayed:
             self._changed.notify_all()
 
 
+class RelayedPart(Relayed):
+    """What one rank of the trainer holds of a version, laid out as there, from this process's memory of the whole.
+
+    Its spans are pieces. One that does not lie in a row here (columns) is copied when it is sent.
+    """
+
+    def __init__(self, manifest: WeightManifest, part: int, memory: Memory) -> None:
+        pieces = manifest.parts[part].pieces
+        super().__init__(
+            manifest.weights, memory, [(piece.offset, piece_bytes(manifest.tensors, piece)) for piece in pieces]
+        )
+        self.segment = segment_of(manifest.weights, part)
+        self.nbytes = manifest.parts[part].total_bytes
+        self._assembled = Assembled(manifest.tensors, memory)
+        self._pieces = {piece.offset: piece for piece in pieces}
+        self._copied: tuple[int, memoryview] | None = None  # the last one, by its offset
+
+    def _view(self, start: int, end: int) -> memoryview:
+        found = memoryview(bytearray(end - start))
+        for offset, nbytes in self._spans[max(0, bisect.bisect_right(self._starts, start) - 1) :]:
+            if offset >= end:
+                break
+            first, last = max(start, offset), min(end, offset + nbytes)
+            if first < last:
+                row = self._row(offset)[first - offset : last - offset]
+                if row.nbytes == found.nbytes:
+                    return row
+                found[first - start : last - start] = row
+        return found
+
+    def _row(self, offset: int) -> memoryview:
+        piece = self._pieces[offset]
+        if self._assembled.is_row(piece):
+            return self._assembled.row(piece)
+        copied = self._copied
+        if copied is None or copied[0] != offset:
+            copied = self._copied = offset, self._assembled.row(piece)
+        return copied[1]
+
+
+class RelayedVersion:
+    """A version that comes in, as others may ask for it: in one range, and as each part of its manifest."""
+
+    def __init__(self, manifest: WeightManifest, memory: Memory) -> None:
+        self._tensors = manifest.tensors
+        whole = Relayed(manifest.weights, memory, [(spec.offset, spec.nbytes) for spec in manifest.tensors])
+        self.segments = (whole, *(RelayedPart(manifest, part, memory) for part in range(len(manifest.parts))))
+        self._pieces: dict[int, list[tuple[Relayed, Piece]]] = {}  # by tensor
+        for segment, part in zip(self.segments[1:], manifest.parts, strict=True):
+            for piece in part.pieces:
+                self._pieces.setdefault(piece.tensor, []).append((segment, piece))
+
+    def verified(self, piece: Piece) -> None:
+        """Its bytes are here, and right."""
+        for segment, other in self._pieces.get(piece.tensor, ()):
+            if (other.start, other.shape) == (piece.start, piece.shape):
+                segment.verified([other.offset])
+
+    def verified_tensors(self, tensors: Iterable[int]) -> None:
+        """All of their bytes are."""
+        found: dict[Relayed, list[int]] = {}
+        for tensor in tensors:
+            found.setdefault(self.segments[0], []).append(self._tensors[tensor].offset)
+            for segment, piece in self._pieces.get(tensor, ()):
+                found.setdefault(segment, []).append(piece.offset)
+        for segment, offsets in found.items():
+            segment.verified(offsets)
+
+    def end(self) -> None:
+        for segment in self.segments:
+            segment.end()
+
+
 class Relay:
     """What a worker passes on of the weights that it receives. Any thread may use it.
 
@@ -200,7 +281,7 @@ class Relay:
         self._limit = limit
         self._lock = threading.Condition()
         self._server: ChannelServer | None = None
-        self._relayed: Relayed | None = None
+        self._relayed: dict[str, Relayed] = {}  # by segment, all of one version
         self._place: tuple[int, int] | None = None  # of what was offered last
         self._closed = False
         self.address = ""
@@ -228,18 +309,19 @@ class Relay:
         if self._endpoint.secret and (host := facing(peer)):
             self.listen(host)
 
-    def offer(self, relayed: Relayed) -> None:
-        """Serve it instead of what was served."""
+    def offer(self, *segments: Relayed) -> None:
+        """Serve these, of one version, instead of what was served."""
         with self._lock:
-            self._relayed, self._place = relayed, _place(segment_of(relayed.weights))
+            self._relayed = {one.segment: one for one in segments}
+            self._place = _place(segments[0].segment)
             self._lock.notify_all()
 
-    def withdraw(self, relayed: Relayed) -> None:
-        """It is over, and its memory is not held on to."""
-        relayed.end()
+    def withdraw(self, *segments: Relayed) -> None:
+        """They are over, and their memory is not held on to."""
+        for one in segments:
+            one.end()
         with self._lock:
-            if self._relayed is relayed:
-                self._relayed = None
+            self._relayed = {name: one for name, one in self._relayed.items() if one not in segments}
 
     def _serve(self, channel: Channel) -> None:
         request = channel.receive(_request_decoder)
@@ -280,9 +362,9 @@ class Relay:
             with self._lock:
                 if self._may_come(segment):
                     self._lock.wait(min(deadline.remaining_s(), beat_s or deadline.remaining_s()))
-                may_come, relayed = self._may_come(segment), self._relayed
+                may_come, relayed = self._may_come(segment), self._relayed.get(segment)
             if not may_come or not deadline.remaining_s():
-                return relayed if relayed is not None and segment_of(relayed.weights) == segment else None
+                return relayed
             if beat_s:
                 channel.deadline = self._limit.deadline(0)
                 channel.send(Waits())
@@ -296,10 +378,10 @@ class Relay:
         with self._lock:
             self._closed = True
             server, self._server, self.address = self._server, None, ""
-            relayed, self._relayed = self._relayed, None
+            relayed, self._relayed = self._relayed, {}
             self._lock.notify_all()
-        if relayed is not None:
-            relayed.end()
+        for one in relayed.values():
+            one.end()
         if server is not None:
             server.close()
 
@@ -323,12 +405,12 @@ def facing(peer: str) -> str:
 def _place(segment: str) -> tuple[int, int] | None:
     """Epoch and version; None for a name that is none of ours."""
     try:
-        epoch, version, _ = segment.split(".")
+        epoch, version, _ = segment.split(".", 2)
         return int(epoch), int(version)
     except ValueError:
         return None
 
 
-def relayed_address(relay: str, weights: WeightIdentity) -> str:
-    """Where a relay that listens at ``relay`` has the version."""
-    return f"{relay}/{segment_of(weights)}"
+def relayed_address(relay: str, weights: WeightIdentity, part: int | None = None) -> str:
+    """Where a relay that listens at ``relay`` has the version, or a part of it."""
+    return f"{relay}/{segment_of(weights, part)}"

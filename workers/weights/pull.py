@@ -19,6 +19,7 @@ is yielded, and what is wrong is overwritten by whole weights.
 
 from __future__ import annotations
 
+import contextvars
 import math
 import os
 import sys
@@ -30,13 +31,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from transport.contracts.messages import Piece, TensorPatch, WeightManifest, WeightPart
 from transport.contracts.types import WeightIdentity
 from transport.errors import ChecksumError, MessageError, PeerRejectedError, PeerUnavailableError, StreamError
 from transport.process.logs import get_logger
+from transport.tensors.assembled import Assembled
 from transport.tensors.base import (
     Address,
     Deadline,
@@ -56,9 +55,9 @@ from transport.tensors.manifest import (
     single_part,
     verify_piece,
 )
-from transport.tensors.pieces import Box, box_of, runs, whole
+from transport.tensors.pieces import Box, box_of, whole
 from transport.tensors.receive import Memory, Receiving, Stretch
-from transport.tensors.relay import Relay, Relayed, segment_of
+from transport.tensors.relay import Relay, RelayedVersion, segment_of
 from transport.tensors.tcp import TcpSegment, reader_for
 from workers.errors import WeightsMismatchError
 
@@ -203,7 +202,7 @@ class WeightPuller:
         self._spare: Memory | None = None
         self._relay = relay
         self._away: dict[str | tuple[str, int], Deadline] = {}  # peers, or all of a host, that could not be reached
-        self._relayed: Relayed | None = None  # the last one, which is served until the next is asked for
+        self._relayed: RelayedVersion | None = None  # the last one, which is served until the next is asked for
 
     @contextmanager
     def pull(
@@ -262,14 +261,14 @@ class WeightPuller:
                 elif wanted is None and all(one.whole for one in pieces):
                     wish.memory.content = _content(manifest.weights, manifest)
                     if wish.relayed is not None:
-                        wish.relayed.verified(spec.offset for spec in manifest.tensors)
+                        wish.relayed.verified_tensors(range(len(manifest.tensors)))
                 with stack:
                     yield Opened(pieces, wish.memory)
             finally:
                 if wish.memory is memory:
                     self._spare = memory
                 elif self._relay is not None and wish.relayed is not None:  # memory of another, and wanted back there
-                    self._relay.withdraw(wish.relayed)
+                    self._relay.withdraw(*wish.relayed.segments)
                     self._relayed = None if self._relayed is wish.relayed else self._relayed
 
     def _memory_of(self, nbytes: int) -> Memory:
@@ -285,11 +284,11 @@ class WeightPuller:
         if self._relayed is not None:
             self._relayed.end()
 
-    def _pass_on(self, manifest: WeightManifest, memory: Memory) -> Relayed | None:
+    def _pass_on(self, manifest: WeightManifest, memory: Memory) -> RelayedVersion | None:
         if self._relay is None:
             return None
-        relayed = Relayed(manifest.weights, memory, [(spec.offset, spec.nbytes) for spec in manifest.tensors])
-        self._relay.offer(relayed)
+        relayed = RelayedVersion(manifest, memory)
+        self._relay.offer(*relayed.segments)
         return relayed
 
     def _copy_of_base(self) -> Memory:
@@ -374,14 +373,28 @@ class WeightPuller:
             failures.clear()  # each refers to this frame, and so to the memory of a version
 
     def _open_parts(self, wish: _Wish, parts: Sequence[WeightPart]) -> tuple[ExitStack, Sequence[OpenedPiece]]:
-        opened: list[OpenedPiece] = []
+        """Those of several hosts at once, so that all their cards send; of one host one after another."""
+        asked: dict[str, list[tuple[WeightPart, Sequence[Piece], str]]] = {}
+        for number, part in enumerate(parts, 1):
+            pieces = [piece for piece in part.pieces if wish.has(piece)]
+            if wish.wanted is None or pieces:
+                label = f"{wish.manifest.weights}" + (f", part {number} of {len(parts)}" if len(parts) > 1 else "")
+                nearest = choose_sources(part.sources, part.host)[:1]
+                asked.setdefault(nearest[0].place if nearest else "", []).append((part, pieces, label))
         with ExitStack() as stack:
-            for number, part in enumerate(parts, 1):
-                pieces = [piece for piece in part.pieces if wish.has(piece)]
-                if wish.wanted is None or pieces:
-                    label = f"{wish.manifest.weights}" + (f", part {number} of {len(parts)}" if len(parts) > 1 else "")
-                    opened += self._open_part(wish, part, pieces, label, stack)
-            return stack.pop_all(), opened
+
+            def opened(group: Sequence[tuple[WeightPart, Sequence[Piece], str]]) -> list[OpenedPiece]:
+                return [piece for one in group for piece in self._open_part(wish, *one, stack)]
+
+            if len(asked) <= 1:
+                return stack.pop_all(), [piece for group in asked.values() for piece in opened(group)]
+            wish.memory.allocate()  # before several threads want it
+            # One thread for each: were one to wait for another's end, workers could wait for each other in a circle.
+            with ThreadPoolExecutor(len(asked), "pull-part") as pool:
+                context = contextvars.copy_context()
+                coming = [pool.submit(context.copy().run, opened, group) for group in asked.values()]
+            found = [piece for one in coming for piece in one.result()]
+            return stack.pop_all(), found
 
     def _open_part(
         self, wish: _Wish, part: WeightPart, pieces: Sequence[Piece], label: str, stack: ExitStack
@@ -497,7 +510,7 @@ class _Wish:
     deadline: Deadline
     memory: Memory
     checks: _Checks
-    relayed: Relayed | None = None
+    relayed: RelayedVersion | None = None
     came: dict[int, set[Box]] = field(default_factory=dict[int, "set[Box]"])  # by tensor: what was verified of it
     left_there: dict[Memory, set[int]] = field(default_factory=dict[Memory, set[int]])
 
@@ -515,10 +528,9 @@ class _Wish:
         """In a part that is mapped at ``buffer``."""
         return buffer[piece.offset : piece.offset + piece_bytes(self.manifest.tensors, piece)]
 
-    def tensor_of(self, piece: Piece) -> memoryview:
-        """All bytes of its tensor in ``memory``."""
-        spec = self.manifest.tensors[piece.tensor]
-        return self.memory.buffer[spec.offset : spec.offset + spec.nbytes]
+    @property
+    def assembled(self) -> Assembled:
+        return Assembled(self.manifest.tensors, self.memory)
 
     def is_here(self, tensor: int) -> bool:
         """Whether all of it was received and verified, by whichever way."""
@@ -533,7 +545,7 @@ class _Wish:
 
     def received(self, pieces: Sequence[Piece]) -> Sequence[OpenedPiece]:
         """Pieces whose tensors lie in ``memory``."""
-        return [OpenedPiece(piece, self.tensor_of(piece), whole=True) for piece in pieces]
+        return [OpenedPiece(piece, self.assembled.tensor(piece.tensor), whole=True) for piece in pieces]
 
     def are_right(self, mapped: Sequence[OpenedPiece]) -> bool:
         try:
@@ -567,10 +579,10 @@ class _Wish:
         def finish(data: memoryview) -> None:
             if checksum(data) != patch.checksum:
                 raise ChecksumError(f"{self.manifest.weights}: what changed in tensor {spec.name!r} came wrong")
-            row = self._row_of(piece)
+            row = self.assembled.row(piece)
             apply(data, row, ITEM_BYTES[spec.dtype])
-            if self._first_of(piece) is None:
-                self._put(piece, row)
+            if not self.assembled.is_row(piece):
+                self.assembled.put(piece, row)
 
         def place() -> memoryview:
             return memoryview(bytearray(patch.nbytes))
@@ -579,44 +591,20 @@ class _Wish:
 
     def verify_in_memory(self, piece: Piece) -> None:
         """Raises ChecksumError."""
-        self.checks.run(partial(verify_piece, self.manifest, piece, self._row_of(piece)))
+        self.checks.run(partial(verify_piece, self.manifest, piece, self.assembled.row(piece)))
         self._note(piece)
-
-    def _row_of(self, piece: Piece) -> memoryview:
-        """Its bytes: in ``memory``, or where they do not lie in a row there, a copy."""
-        if (first := self._first_of(piece)) is not None:
-            return self.tensor_of(piece)[first : first + piece_bytes(self.manifest.tensors, piece)]
-        elements = self._elements_of(piece)[box_of(piece).slices((0,) * len(piece.start))]
-        return np.ascontiguousarray(elements).reshape(-1).data
-
-    def _first_of(self, piece: Piece) -> int | None:
-        """The byte of its tensor at which its own begin, if they lie in a row there."""
-        spec, box = self.manifest.tensors[piece.tensor], box_of(piece)
-        elements, starts = runs(box, spec.shape)
-        return next(starts, 0) * ITEM_BYTES[spec.dtype] if elements == box.num_elements else None
-
-    def _elements_of(self, piece: Piece) -> NDArray[np.uint8]:
-        """[shape of its tensor, bytes of an element] in ``memory``."""
-        spec = self.manifest.tensors[piece.tensor]
-        return np.frombuffer(self.tensor_of(piece), np.uint8).reshape(*spec.shape, ITEM_BYTES[spec.dtype])
-
-    def _put(self, piece: Piece, data: memoryview) -> None:
-        """``data``, in a row, to where its piece lies in ``memory``."""
-        box = box_of(piece)
-        place = self._elements_of(piece)[box.slices((0,) * len(box.start))]
-        place[...] = np.frombuffer(data, np.uint8).reshape(place.shape)
 
     def stretch(self, piece: Piece) -> Stretch:
         """The piece, received where it lies in its tensor, or where it does not lie in a row there, put there then."""
-        nbytes, in_a_row = piece_bytes(self.manifest.tensors, piece), self._first_of(piece) is not None
+        nbytes, is_row = piece_bytes(self.manifest.tensors, piece), self.assembled.is_row(piece)
 
         def place() -> memoryview:  # only when its bytes come: there is no memory before, and none at all for who maps
-            return self._row_of(piece) if in_a_row else memoryview(bytearray(nbytes))
+            return self.assembled.row(piece) if is_row else memoryview(bytearray(nbytes))
 
         def finish(data: memoryview) -> None:
             self.checks.run(partial(verify_piece, self.manifest, piece, data))
-            if not in_a_row:
-                self._put(piece, data)
+            if not is_row:
+                self.assembled.put(piece, data)
             self._note(piece)
 
         return Stretch(piece.offset, nbytes, place, finish)
@@ -624,8 +612,10 @@ class _Wish:
     def _note(self, piece: Piece) -> None:
         """It is verified. Changes, the range of the manifest and the parts may each bring it."""
         self.came.setdefault(piece.tensor, set()).add(box_of(piece))
-        if self.relayed is not None and self.is_here(piece.tensor):
-            self.relayed.verified([self.manifest.tensors[piece.tensor].offset])
+        if self.relayed is not None:
+            self.relayed.verified(piece)
+            if self.is_here(piece.tensor):
+                self.relayed.verified_tensors([piece.tensor])
 
 
 def _content(weights: WeightIdentity, manifest: WeightManifest) -> str:

@@ -175,8 +175,11 @@ class WeightUpdates:
             for entry in reversed(entries):
                 if (planned := read_routes(entry)) is None:
                     continue
-                if planned.weights == manifest.weights and self._worker_id in planned.routes:
-                    return replace(manifest, sources=(*planned.routes[self._worker_id], *manifest.sources))
+                if (
+                    planned.weights == manifest.weights
+                    and (routed := along(manifest, planned, self._worker_id)) is not None
+                ):
+                    return routed
                 if planned.weights > manifest.weights:
                     return manifest
             if (left_s := deadline_s - self._clock.now_s()) <= 0:
@@ -297,6 +300,16 @@ def read_routes(entry: LogEntry) -> WeightRoutes | None:
     except MessageError as error:
         log.error("unreadable routes", entry=entry.entry_id, reason=str(error))
         return None
+
+
+def along(manifest: WeightManifest, planned: WeightRoutes, worker: WorkerId) -> WeightManifest | None:
+    """``manifest`` with those first whom ``worker`` is to ask; None where nothing is said of it."""
+    if (sources := planned.routes.get(worker)) is not None:
+        return replace(manifest, sources=(*sources, *manifest.sources))
+    if (ways := planned.parts.get(worker)) is None or len(ways) != len(manifest.parts):
+        return None
+    parts = zip(manifest.parts, ways, strict=True)
+    return replace(manifest, parts=tuple(replace(part, sources=(*way, *part.sources)) for part, way in parts))
 
 
 async def newest_manifest(broker: Broker) -> tuple[LogEntry, WeightManifest] | None:
