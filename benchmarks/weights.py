@@ -1,15 +1,16 @@
 """What a new version costs between hosts: ``make bench NAME=weights``.
 
-Seventeen hosts as network namespaces on one bridge, a process on each; what a host sends goes through a token bucket of
-LINK_MBIT_S. A trainer publishes MEGABYTES of weights; workers pull along the routes that the orchestrator plans, the
-first version too.
+Eighteen hosts as network namespaces on one bridge, a process on each; what a host sends goes through a token bucket of
+LINK_MBIT_S. A trainer of one rank, or of two on hosts of their own, publishes MEGABYTES of weights; workers pull along
+the routes that the orchestrator plans, the first version too.
 
     tree_16_over_1      time until 16 workers have a version, over the time for one (a star: 16)
     slow_link_copies    versions that the trainer's card carried to 16 workers of another site, of the worst version
     first_link_copies   the same of version 0
+    two_roots_over_one  time until 16 workers have what two hosts of ranks hold, over the time from one
     model_error         |predicted / measured - 1|: what core/broadcast.py says of the same plan on these links
 
-Left out: processes share two cores, so that copies and checksums of 17 hosts add up; loading into an engine.
+Left out: processes share two cores, so that copies and checksums of 18 hosts add up; loading into an engine.
 Needs root, iproute2 and unshare.
 """
 
@@ -33,25 +34,28 @@ LINKS = Links(site_bytes_per_s=BYTES_PER_S, card_bytes_per_s=BYTES_PER_S, slow_b
 
 
 def measured(site: Site, version: int, number: int) -> tuple[float, float, float]:
-    """Seconds until ``number`` workers have ``version``, what the plan predicts, and copies that the trainer sent."""
-    before = site.trainer.host.sent_bytes
+    """Seconds until ``number`` workers have ``version``, what the plan predicts, and copies that its ranks sent."""
+    before = [rank.host.sent_bytes for rank in site.ranks]
     manifest = site.begin(version, number)
     seconds = max(worker.answer()["seconds"] for worker in site.workers[:number])
-    copies = (site.trainer.host.sent_bytes - before) / manifest.total_bytes
+    copies = (
+        sum(rank.host.sent_bytes - was for rank, was in zip(site.ranks, before, strict=True)) / manifest.total_bytes
+    )
     return seconds, broadcast_time(replace(site.plan, links=LINKS)), copies
 
 
 def main() -> None:
-    found: dict[str, list[tuple[float, float, float]]] = {"1": [], "16": [], "far": []}
-    with several_hosts(1 + NUM_WORKERS) as hosts, tempfile.TemporaryDirectory() as directory:
-        for where in ("", "far"):
-            site = Site(hosts, Path(directory) / (where or "near"), MEGABYTES, site=where)
-            for host in hosts:
-                host.shape(LINK_MBIT_S)
+    found: dict[str, list[tuple[float, float, float]]] = {"1": [], "16": [], "far": [], "two": []}
+    with several_hosts(2 + NUM_WORKERS) as hosts, tempfile.TemporaryDirectory() as directory:
+        for host in hosts:
+            host.shape(LINK_MBIT_S)
+        for name, ranks in (("16", 1), ("far", 1), ("two", 2)):
+            where = "far" if name == "far" else ""
+            site = Site(hosts[2 - ranks :], Path(directory) / name, MEGABYTES, site=where, ranks=ranks)
             try:
                 for turn in range(REPEATS):
-                    found[where or "16"].append(measured(site, 2 * turn, NUM_WORKERS))
-                    if not where:
+                    found[name].append(measured(site, 2 * turn, NUM_WORKERS))
+                    if name == "16":
                         found["1"].append(measured(site, 2 * turn + 1, 1))
             finally:
                 site.close()
@@ -60,11 +64,12 @@ def main() -> None:
     for name, taken in found.items():
         copies = statistics.median(one[2] for one in taken)
         times = f"{seconds[name]:.2f} s, predicted {predicted[name]:.2f} s"
-        print(f"{name:>4} workers: {times}, trainer sent {copies:.3f} copies")
+        print(f"{name:>4} workers: {times}, its ranks sent {copies:.3f} copies")
     figures = {
         "tree_16_over_1": round(seconds["16"] / seconds["1"], 3),
         "slow_link_copies": round(max(one[2] for one in found["far"]), 3),
         "first_link_copies": round(found["far"][0][2], 3),
+        "two_roots_over_one": round(seconds["two"] / seconds["16"], 3),
         "model_error": round(max(abs(predicted[name] / seconds[name] - 1) for name in found), 3),
         "machine": platform.processor() or platform.machine(),
     }

@@ -312,6 +312,9 @@ class Supervisor:
                     await asyncio.wait(trainers)
                 # It ends by itself, once it has heard of the last batch and written it down; a service when drained.
                 await asyncio.wait([orchestrator], timeout=LAST_EVENTS_S if trainers else None)
+                if not orchestrator.done():
+                    why = f"the trainer ended, and the orchestrator did not within {LAST_EVENTS_S:.0f} s"
+                    raise StalledError(f"{why}: the run is not over; --resume goes on with it")
                 for task in (orchestrator, *others):
                     task.cancel()
         except BaseExceptionGroup as failures:

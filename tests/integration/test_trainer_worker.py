@@ -199,6 +199,25 @@ async def test_a_killed_trainer_replays_the_log_to_the_same_weights(run: Trainer
     assert {key: len(rows) for key, rows in ledger.rows().items()} == {(batch, 0): 9 for batch in range(5)}
 
 
+async def test_an_end_that_stands_on_the_log_is_not_that_of_a_run_that_was_resumed_to_go_further(
+    run: TrainerRun,
+) -> None:
+    """As when its newest checkpoint is damaged: the trainer reads from before that end."""
+    await run.broker.put_meta(keys.STATE, keys.STATE_RUNNING)
+    await run.send_batch(0)
+    await run.finish()
+    training = asyncio.create_task(run.trainer(DigestPublisher()).run())
+    await run.until_told(CheckpointSaved)
+    await run.send_batch(1)
+    await run.finish()
+    await run.until_told(CheckpointSaved, 2)
+    assert not training.done()
+    await run.broker.put_meta(keys.STATE, keys.STATE_FINISHED)
+    await asyncio.wait_for(training, 60)
+    steps = [event.weights.version for event in await run.events() if isinstance(event, StepDone)]
+    assert steps == [1, 2]
+
+
 async def test_who_starts_from_a_checkpoint_tells_its_steps_again(run: TrainerRun) -> None:
     """The broker was lost together with the trainer: nobody may have read of them."""
     await train(run, [0, 1])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -30,7 +29,6 @@ ROLE = "trainer"
 BROKER_POLL_S = 1.0
 STEPS = 64
 """Batches that may end before the orchestrator has read of the first: far more than one loss of a tail takes back."""
-HEARD_S, HEARD_POLL_S = 60.0, 0.1
 """A broker that comes back, an orchestrator that is started again: both take some seconds."""
 
 
@@ -130,19 +128,6 @@ class StepAnnouncer(Announcer):
         all that had not been read. Each has the epoch of the trainer that did it."""
         for step in steps:
             await self.announce_event(step, batch=step.batch, version=step.weights.version)
-
-    async def until_read(self) -> None:
-        """After the last event, wait (while ``keep`` goes on) until the orchestrator has ended the run because of it.
-
-        A broker that loses its tail now would lose that event, and with it the line of the last batch. Without an
-        orchestrator there is nothing to wait for, and after HEARD_S a resumed run announces it again.
-        """
-        if await self._broker.get_meta(keys.STATE) != keys.STATE_RUNNING:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HEARD_S):
-                while await self._broker.get_meta(keys.STATE) != keys.STATE_FINISHED:  # noqa: ASYNC110 nobody is woken
-                    await asyncio.sleep(HEARD_POLL_S)
 
 
 def _manifest_append(manifest: WeightManifest, **fields: str) -> Append:

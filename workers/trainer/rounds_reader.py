@@ -15,7 +15,6 @@ from transport.broker import keys
 from transport.broker.base import Broker, Fence
 from transport.broker.events import event_entry
 from transport.contracts.messages import (
-    FinishTraining,
     RowsMissing,
     TrainerCommand,
     TrainRound,
@@ -84,14 +83,14 @@ class RoundsReader:
         """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
 
     async def read(self) -> None:
-        """Put every command into ``queue``; ends after FinishTraining.
+        """Put every command into ``queue``, forever: after FinishTraining more may follow, of a run that was resumed.
 
         Raises: RoundsError: no orchestrator for ``stall_s``; an entry that no trainer can read.
         """
         last_s = self._clock.now_s()
         while True:
             entries = await self._broker.read(keys.ROUNDS, self._cursor, count=READ_COUNT, wait_s=READ_WAIT_S)
-            if entries or await self._is_orchestrated():
+            if entries or await self.is_orchestrated():
                 last_s = self._clock.now_s()
             elif self._clock.now_s() - last_s > self._stall_s:
                 raise RoundsError(
@@ -108,8 +107,6 @@ class RoundsReader:
                 await self.queue.put((entry.entry_id, command, groups))
                 self._cursor = entry.entry_id
                 last_s = self._clock.now_s()
-                if isinstance(command, FinishTraining):
-                    return
 
     def _my_rows(self, command: TrainRound) -> Wanted:
         """This rank's part. A round that was packed for another number of parts is dealt out again."""
@@ -128,7 +125,7 @@ class RoundsReader:
             if not missing:
                 return groups
             now_s = self._clock.now_s()
-            if await self._is_orchestrated():
+            if await self.is_orchestrated():
                 last_s = now_s
             elif now_s - last_s > self._stall_s:
                 raise RoundsError(f"rows {', '.join(missing[:5])} did not come within {self._stall_s:.0f} s")
@@ -139,7 +136,7 @@ class RoundsReader:
                 await self._broker.append(keys.EVENTS, event_entry(event, rows=len(missing)), fence=self._fence)
             await asyncio.sleep(MISSING_POLL_S)
 
-    async def _is_orchestrated(self) -> bool:
+    async def is_orchestrated(self) -> bool:
         """Whether an orchestrator gave a sign of life in the last seconds."""
         return await self._broker.get_meta(keys.STATUS) is not None
 

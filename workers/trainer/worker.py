@@ -3,7 +3,7 @@
     rounds ─► RoundsReader ─► Learner (one thread) ─► RoundDone
                               CloseMiniBatch: step ─► checkpoint
                                                 └─► publish (a thread) ─► manifest on weights, StepDone
-                              FinishTraining: last checkpoint, final model, end
+                              FinishTraining: last checkpoint, final model; end, unless more follows
 
 Owns: the order of these effects. Never: decides what is trained. Invariants: a round comes out of the log only when all
 its rows are there, so no rank ever waits for rows inside a collective; the cursor, the ledger and the weights of a
@@ -80,6 +80,7 @@ STALLS = 2
 DONE = "trainer-done"
 """Meta key: id of the last command that rank 0 has carried out, everything saved."""
 DONE_POLL_S = 0.2
+HEARD_S = 60.0  # without an orchestrator
 PART = "trainer-part-{}"
 """Meta key of a rank but 0: PartDone, of the checkpoint that it wrote its part of last."""
 STOP_S = 5.0
@@ -154,7 +155,7 @@ class TrainerWorker:
         self._counters = {"rounds": 0.0, "rows": 0.0, "tokens": 0.0, "refused": 0.0}
 
     async def run(self) -> None:
-        """Train until FinishTraining.
+        """Train until the run is over.
 
         Raises: ModelError, ResumeMismatchError, RoundsError, CheckpointError (of the last one), FencedError, and the
         broker's errors when it stays away.
@@ -233,7 +234,7 @@ class TrainerWorker:
     # -- the log
 
     async def _work(self, reader: RoundsReader) -> None:
-        """Carry out commands in the log's order; ends after FinishTraining."""
+        """Carry out commands in the log's order; ends after FinishTraining, unless the run was resumed beyond it."""
         self._batch = BatchTally(started_s=self._clock.now_s())
         while True:
             self._doing = "waiting"
@@ -245,7 +246,8 @@ class TrainerWorker:
                     await self._close(command, entry_id)
                 case FinishTraining():
                     await self._finish(entry_id)
-                    return
+                    if await self._is_over(reader):
+                        return
                 case _ as unreachable:
                     assert_never(unreachable)
 
@@ -359,9 +361,27 @@ class TrainerWorker:
         await self._in_thread(lambda: self._learner.save_final(path, self._run_dir / "model"))
         await self._announce(saved, version=saved.weights.version, cursor=saved.cursor)
         await self._broker.put_meta(DONE, entry_id.encode())
+
+    async def _is_over(self, reader: RoundsReader) -> bool:
+        """After FinishTraining, wait until the orchestrator has ended the run because of it; False: more follows.
+
+        A broker that loses its tail now would lose the last event, and with it the line of the last batch. Without an
+        orchestrator there is nothing to wait for: a resumed run announces it again.
+        """
         self._doing = "waiting to be heard"
-        if self._announcer is not None:
-            await self._announcer.until_read()
+        if await self._broker.get_meta(keys.STATE) != keys.STATE_RUNNING:
+            return True
+        alone_s, heard_s = min(HEARD_S, self._stall_s / 2), self._clock.now_s()
+        while await self._broker.get_meta(keys.STATE) != keys.STATE_FINISHED:
+            now_s = self._clock.now_s()
+            if not reader.queue.empty():  # that end was of a run that was resumed to go further
+                return False
+            if await reader.is_orchestrated():
+                heard_s = now_s
+            elif now_s - heard_s > alone_s:
+                return True
+            await asyncio.sleep(DONE_POLL_S)
+        return True
 
     async def _outstay_rank_0(self, entry_id: str) -> None:
         """Until rank 0 has saved all there is up to ``entry_id``, or the run is over. Raises RanksError.
