@@ -13,10 +13,11 @@ Owns: what is known of hosts and sites. Never: a transfer, or the choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import structlog
-from msgspec.structs import replace
 
 from orchestrator.core.broadcast import Links, Peer, Plan, Source, attach, plan_broadcast, reattach, routes
 from transport.broker import keys
@@ -45,7 +46,9 @@ LINKS = Links(
     site_round_trip_s=2e-4,
     slow_round_trip_s=2e-2,
 )
-"""What is supposed of networks nobody measured: 10 Gbit/s, and a tenth of it between sites. Only ratios count here."""
+"""What is supposed of networks nobody measured: 10 Gbit/s, and a tenth of it between sites. Only ratios count here.
+
+Round trips are measured, where a worker has told its own."""
 
 
 def plan_of(
@@ -74,12 +77,25 @@ def plan_of(
         ]
         sizes = [sum(nbytes for _, nbytes in parts) for parts in held.values()]
         piece_bytes = max(1, manifest.total_bytes // max(1, len(manifest.tensors)))
-        return plan_broadcast(sizes, sources, [*peers.values()], LINKS, piece_bytes=piece_bytes, most_trees=1)
+        links = replace(LINKS, round_trips_s=_round_trips_s(manifest, statuses))
+        return plan_broadcast(sizes, sources, [*peers.values()], links, piece_bytes=piece_bytes, most_trees=1)
     if gone := plan.receivers.keys() - peers.keys():
         plan = reattach(plan, gone, {})
     for worker, peer in peers.items():
         plan = plan if worker in plan.receivers else attach(plan, peer)
     return plan
+
+
+def _round_trips_s(manifest: WeightManifest, statuses: Mapping[WorkerId, WorkerStatus]) -> dict[tuple[str, str], float]:
+    """Between the trainer and each host, as far as the broker, of which workers know it, stands near the trainer.
+
+    Up to a power of two: what is about as far stays so from version to version.
+    """
+    found: dict[str, float] = {}
+    for status in statuses.values():
+        if 0 < status.round_trip_s < math.inf:
+            found[status.host_id] = min(found.get(status.host_id, math.inf), status.round_trip_s)
+    return {(manifest.host, host): 2.0 ** math.ceil(math.log2(seconds)) for host, seconds in found.items()}
 
 
 def _held(manifest: WeightManifest) -> dict[str, list[tuple[int, int]]]:
@@ -145,7 +161,7 @@ async def _tell(broker: Broker, manifest: WeightManifest, told: Plan | None) -> 
     if untold := len(whole) + len(by_part):
         direct = sum(not sources for sources in whole.values())
         fields = {"weights": str(manifest.weights), "workers": str(untold), "from_trainer": str(direct)}
-        payload = encode(replace(planned, routes=whole, parts=by_part))
+        payload = encode(WeightRoutes(weights=manifest.weights, routes=whole, parts=by_part))
         await broker.append(keys.ROUTES, Entry(fields=fields, payload=payload))
         log.info(
             "way of weights planned",

@@ -143,6 +143,19 @@ def test_ranks_of_several_hosts_root_a_tree_each_and_of_one_host_one_together() 
     assert not plan_routes(plan, together, statuses).parts
 
 
+def test_the_nearest_worker_of_a_site_is_its_gateway() -> None:
+    manifest = WeightManifest(
+        weights=WeightIdentity(epoch=1, version=3), tensors=(), total_bytes=1 << 20, sources=(), host="here"
+    )
+    for nearest in range(4):
+        far = [status(f"generate-{n}.1", f"far-{n}", f"tcp://10.0.0.{n}:7000", site="far") for n in range(4)]
+        far = [replace(one, round_trip_s=0.01 if n == nearest else 0.02) for n, one in enumerate(far)]
+        first = [
+            worker for worker, sources in way(manifest, {one.worker_id: one for one in far}).items() if not sources
+        ]
+        assert first == [f"generate-{nearest}.1"]
+
+
 @given(st.data())
 def test_whoever_joins_gets_a_version_from_those_of_its_site_that_have_it(data: st.DataObject) -> None:
     """And whoever waits for a relay waits for one that is there, or was."""

@@ -728,6 +728,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     relay: Name = ""  # tcp://host:port where it passes on the weights that came to it over a network (generate)
     gpus: tuple[Name, ...] = ()  # that it took for itself: "<the driver's id> <what it is>"
     unit: Name = ""  # tcp://host:port where it keeps columns of rows, counters["retained_bytes"] of them (store)
+    round_trip_s: float = 0.0  # to the broker: the least of the last beats; 0: none was timed
 
 
 class JournalRecord(Struct, frozen=True, kw_only=True):

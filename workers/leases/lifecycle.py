@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import os
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from transport.tensors.base import host_id
 log = structlog.get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
+BEATS_TIMED = 8
 """Two renewals may be lost before a lease is."""
 
 
@@ -350,7 +352,7 @@ class _Lease:
     async def keep(self) -> None:
         """Beat until the run is over. Raises BrokerUnavailableError when the broker was away for too long."""
         started_s = since_s = self.clock.now_s()
-        doing = ""
+        doing, trips_s = "", deque[float](maxlen=BEATS_TIMED)
         while True:
             activity = self.worker.activity() if self.worker else Activity(doing=STARTING)
             now_s = self.clock.now_s()
@@ -367,12 +369,16 @@ class _Lease:
                 gpus=tuple(f"{gpu.uuid} {gpu.name}" for gpu in taken_gpus()),
                 since_s=now_s - since_s,
                 elapsed_s=now_s - started_s,
+                round_trip_s=min(trips_s, default=0.0),
                 **msgspec.structs.asdict(activity),
             )
             await self.broker.beat(self.worker_id, encode(status), ttl_s=self.liveness.lease_s)
             if self.heartbeat_file:
                 self.heartbeat_file.touch()
-            if await self.broker.get_meta(keys.STATE) == keys.STATE_FINISHED:
+            asked_s = self.clock.now_s()
+            state = await self.broker.get_meta(keys.STATE)
+            trips_s.append(self.clock.now_s() - asked_s)
+            if state == keys.STATE_FINISHED:
                 log.info("the run is over")
                 return
             await asyncio.sleep(self.liveness.heartbeat_s)
