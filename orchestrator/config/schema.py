@@ -374,7 +374,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
         yield "eval.every eval.problems", "needs eval.problems above 0"
     if s.eval.seed == s.run.seed:
         yield "eval.seed run.seed", "must differ from run.seed, or the held-out problems are the ones trained on"
-    if s.broker.tls_ca and not s.broker.url.startswith("rediss://"):
+    if s.broker.tls_ca and not s.broker.url.startswith("rediss"):
         yield "broker.tls_ca broker.url", "needs a broker.url that starts with rediss://"
     if s.liveness.lease_s < 2 * s.liveness.heartbeat_s:
         yield (

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,13 +27,16 @@ host can connect to itself, and then the restarted server cannot have its port b
 class ServerProcess:
     """A Redis or Valkey server of its own."""
 
-    def __init__(self, binary: Path, directory: Path, *options: str, port: int | None = None) -> None:
+    def __init__(
+        self, binary: Path, directory: Path, *options: str, port: int | None = None, first: tuple[str, ...] = ()
+    ) -> None:
+        """first: options that have to be the first."""
         self.port = port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(directory)]
         self.process = subprocess.Popen(
-            [str(binary), *arguments, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(binary), *first, *arguments, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
     def wait_listening(self, port: int | None = None) -> None:
@@ -54,6 +57,63 @@ class ServerProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class Servers:
+    """Any number of them, each with a directory of its own; the test kills them at its end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._binary = find_binary("valkey") or pytest.skip("no valkey-server on this machine")
+        self.started: list[ServerProcess] = []
+
+    def start(self, *options: str, sentinel: str = "") -> ServerProcess:
+        """sentinel: lines of its configuration file, into which it writes, too; "": it is none."""
+        directory, first = self._directory / str(len(self.started)), tuple[str, ...]()
+        if sentinel:
+            directory.mkdir(parents=True)
+            (directory / "sentinel.conf").write_text(sentinel)
+            first = (str(directory / "sentinel.conf"), "--sentinel")
+        self.started.append(ServerProcess(self._binary, directory, *options, first=first))
+        self.started[-1].wait_listening()
+        return self.started[-1]
+
+    def kill(self) -> None:
+        for server in self.started:
+            server.kill()
+
+
+class Watched:
+    """A primary, its replica, and three sentinels of which two agree after a second of silence."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.primary = servers.start()
+        self.replica = servers.start("--replicaof", f"127.0.0.1 {self.primary.port}")
+        lines = (
+            f"monitor runs 127.0.0.1 {self.primary.port} 2",
+            "down-after-milliseconds runs 1000",
+            "failover-timeout runs 10000",
+        )
+        configuration = "".join(f"sentinel {line}\n" for line in lines)
+        self.sentinels = [servers.start(sentinel=configuration) for _ in range(3)]
+        self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{one.port}' for one in self.sentinels)}/runs"
+        with redis.Redis(port=self.replica.port) as client:
+            until(lambda: client.info("replication")["master_link_status"] == "up", "the replica")
+        for one in self.sentinels:
+            with redis.Redis(port=one.port) as client:
+                until(
+                    lambda c=client: len(c.execute_command("SENTINEL", "REPLICAS", "runs")) == 1, "the replica's name"
+                )
+                until(
+                    lambda c=client: len(c.execute_command("SENTINEL", "SENTINELS", "runs")) == 2, "the other sentinels"
+                )
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"waited {READY_S:.0f} s for {what}"
+        time.sleep(0.1)
 
 
 @contextmanager

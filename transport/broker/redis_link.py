@@ -1,4 +1,4 @@
-"""Connections to one server: commands in, replies out, every error translated. The only importer of redis-py.
+"""Connections to one server: commands in, replies out, every error translated: those of redis-py end here.
 
 Owns: the connections, retries, what each of redis-py's errors means to a caller, and how a script gets the names of
 keys.py and the values of a call.
@@ -31,6 +31,7 @@ from redis.backoff import NoBackoff
 
 from transport.broker import keys
 from transport.broker.base import MAX_DEAD_LETTERS
+from transport.broker.primary import Watchers, check_primary, watchers_of
 from transport.contracts.types import USER_PREFIX
 from transport.errors import BrokerFullError, BrokerRejectedError, BrokerUnavailableError
 
@@ -47,8 +48,10 @@ _FULL = {
     "MISCONF": "it cannot write its files: free some space on its disk",
 }
 """Errors of a server that refuses writes until there is room again -> what is full."""
-_BUSY = ("READONLY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "LOADING", "BUSY")
+_BUSY = ("READONLY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "LOADING", "BUSY", "MOVED", "UNBLOCKED")
 """Errors of a server that may be well again in a while: loading, failing over, in another client's script."""
+_ELSEWHERE = ("READONLY", "MOVED", "UNBLOCKED")
+"""Errors of a server that was the primary: another connection finds the one that is."""
 _CODE = re.compile(rf"(?:^|: )({'|'.join((*_FULL, *_BUSY))}) ")
 """At the beginning of an answer, or after the line number where a script raised the answer of one of its commands."""
 _CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
@@ -57,6 +60,7 @@ _CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
     exceptions.TryAgainError: "TRYAGAIN",
     exceptions.ClusterDownError: "CLUSTERDOWN",
     exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.MovedError: "MOVED",
 }
 """Errors whose first word redis-py takes off."""
 
@@ -64,6 +68,12 @@ _CODE_OF_CLASS: dict[type[exceptions.RedisError], str] = {
 _NO_PASSWORD = exceptions.AuthenticationWrongNumberOfArgsError
 _WRONG_PASSWORD = "invalid username-password pair"
 """What the server says; redis-py gives it no class of its own while it connects."""
+
+
+def _code(error: exceptions.RedisError) -> str:
+    """What kind of answer it is, of those above; "": another."""
+    found = _CODE.search(str(error))
+    return _CODE_OF_CLASS.get(type(error)) or (found[1] if found else "")
 
 
 class ReplyError(BrokerRejectedError):
@@ -124,9 +134,11 @@ class _Connections:
     a connection are a fifth of what a round trip costs this process.
     """
 
-    def __init__(self, kind: type[Connection], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, kind: type[Connection], arguments: Mapping[str, Any], watchers: Watchers | None = None) -> None:
+        """watchers: know which server it is; None: the one in ``arguments``."""
         self._kind = kind
         self._arguments = arguments
+        self._watchers = watchers
         self._open: set[_Connection] = set()
         self.idle: list[_Connection] = []  # every reply was read
 
@@ -139,10 +151,16 @@ class _Connections:
             await self.drop(connection)  # the server closed it
         if len(self._open) >= MAX_CONNECTIONS:
             raise exceptions.MaxConnectionsError(f"{MAX_CONNECTIONS} connections are in use")
-        connection = cast("_Connection", self._kind(**self._arguments))
+        place = await self._watchers.find() if self._watchers is not None else None
+        there: dict[str, Any] = {"host": place[0], "port": place[1]} if place is not None else {}
+        arguments: dict[str, Any] = {**self._arguments, **there}
+        made = self._kind(**arguments)
+        connection = cast("_Connection", made)
         self._open.add(connection)
         try:
             await connection.connect()
+            if place is not None:
+                await check_primary(made, place)
         except BaseException:
             await self.drop(connection)
             raise
@@ -161,18 +179,30 @@ class _Connections:
 
 
 class RedisLink:
-    """A client of one server.
+    """A client of one server, or of whichever is the primary now (primary.py).
 
+    key: any of the run's, by which a cluster knows its node.
     outage_s: how long one call keeps trying when the server does not answer.  timeout_s: for one reply; a blocking
     command must block for less (``max_block_s``).
     """
 
     def __init__(
-        self, url: str, *, password: str = "", tls_ca: str = "", outage_s: float = 60.0, timeout_s: float = 10.0
+        self,
+        url: str,
+        *,
+        key: str = "",
+        password: str = "",
+        tls_ca: str = "",
+        outage_s: float = 60.0,
+        timeout_s: float = 10.0,
     ) -> None:
-        arguments = _pool_arguments(url, password, tls_ca)
+        arguments, watchers = _pool_arguments(url, key, password, tls_ca)
         kind = cast("type[Connection]", arguments.pop("connection_class", Connection))
-        self._connections = _Connections(kind, arguments)
+        if watchers is not None:
+            watchers.kind, watchers.arguments = kind, dict(arguments)
+            if watchers.name:  # sentinels have no databases
+                watchers.arguments.pop("db", None)
+        self._connections = _Connections(kind, arguments, watchers)
         self._uses_tls = kind is SSLConnection
         self._outage_s = outage_s
         self._timeout_s = timeout_s
@@ -238,6 +268,8 @@ class RedisLink:
                         replies.append(await connection.read_response())
                     except exceptions.ResponseError as error:
                         replies.append(error)
+                if any(isinstance(reply, exceptions.RedisError) and _code(reply) in _ELSEWHERE for reply in replies):
+                    raise exceptions.ConnectionError("the primary is another server now")
             except BaseException:
                 await self._connections.drop(connection)
                 raise
@@ -245,9 +277,7 @@ class RedisLink:
             return replies
 
     def _translate(self, error: exceptions.RedisError) -> BrokerUnavailableError | BrokerRejectedError:
-        message = str(error)
-        found = _CODE.search(message)
-        code = _CODE_OF_CLASS.get(type(error)) or (found[1] if found else "")
+        message, code = str(error), _code(error)
         if code in _FULL:
             return BrokerFullError(self.address, f"{_FULL[code]} ({message.partition(' script: ')[0]})")
         if code:
@@ -285,17 +315,18 @@ class RedisLink:
         return BrokerUnavailableError(self.address, reason)
 
 
-def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
+def _pool_arguments(url: str, key: str, password: str, tls_ca: str) -> tuple[dict[str, Any], Watchers | None]:
     """redis-py's arguments: RESP2 (its replies are plain lists), no retries, no CLIENT SETINFO (newer than 7.0).
 
     No time-out of its own either: it writes under asyncio.wait_for, which in Python 3.11 swallows a cancellation that
     comes as the write ends, and the cancelled reader then blocks on. ``_send_and_read`` has one for all of a call.
     """
     try:
-        arguments = cast("dict[str, Any]", parse_url(url))
+        single, watchers = watchers_of(url, key)
+        arguments = cast("dict[str, Any]", parse_url(single))
     except ValueError as error:
         raise BrokerRejectedError(
-            f"broker.url is not a redis://, rediss:// or unix:// URL, like redis://host:port: {error}"
+            f"broker.url is no URL of a broker, like redis://host:port or redis+sentinel://host:port/name: {error}"
         ) from error
     if password:
         arguments.setdefault("password", password)
@@ -321,7 +352,7 @@ def _pool_arguments(url: str, password: str, tls_ca: str) -> dict[str, Any]:
         arguments["connection_class"] = _SocketConnection
     else:
         arguments["socket_keepalive"] = True
-    return arguments
+    return arguments, watchers
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------

@@ -508,6 +508,7 @@ async def connect(
     """
     link = RedisLink(
         url or settings.url,
+        key=keys.full(run, ""),
         password=settings.password if password is None else password,
         tls_ca=settings.tls_ca,
         outage_s=settings.outage_s if outage_s is None else outage_s,

@@ -58,7 +58,11 @@ CheckpointDir = Annotated[
 ServerUrl = Annotated[str, Meta(pattern=r"^(|https?://[^\s/]+/?)\Z", description="http://host:port")]
 BrokerUrl = Annotated[
     str,
-    Meta(pattern=r"^(|(rediss?|unix)://.+)\Z", description="redis://host:port, rediss://host:port or unix://path"),
+    Meta(
+        pattern=r"^(|(rediss?(\+sentinel|\+cluster)?|unix)://.+)\Z",
+        description="redis://host:port, rediss://host:port, unix://path, redis+sentinel://host:port,host:port/name or "
+        "redis+cluster://host:port,host:port",
+    ),
 ]
 
 
@@ -366,7 +370,7 @@ class RowSettings(Section, frozen=True, kw_only=True):
 class BrokerSettings(Section, frozen=True, kw_only=True):
     """The broker."""
 
-    url: BrokerUrl = ""  # redis:// or rediss://; empty: an embedded server in the run's directory
+    url: BrokerUrl = ""  # see docs/broker.md; empty: an embedded server in the run's directory
     password: str = ""  # of the broker; the url may hold it, too
     tls_ca: str = ""  # CA file for rediss://
     appendfsync: Literal["always", "everysec", "no"] = "everysec"  # of the embedded server
