@@ -111,7 +111,7 @@ class Gpus:
 
 
 UserReward = Annotated[
-    str, typer.Option(help="module:function this machine allows as reward; the run's must be the same")
+    str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
 ]
 RewardPath = Annotated[str, typer.Option(help="directory that the reward is imported from  [only what is installed]")]
 TrustRemoteCode = Annotated[

@@ -23,6 +23,7 @@ import msgspec
 import msgspec.inspect
 
 from transport.contracts import settings as definitions
+from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import SERVER_ENGINES, EvalSet, Section, Settings, eval_sets
 from transport.process.secret import BROKER_PASSWORD, HOW_TO_MAKE, MIN_CHARACTERS, SHARED_SECRET
 from transport.tensors.base import parse_ports
@@ -329,6 +330,12 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "scoring.executes_answers scoring.reward",
             "is about a reward of yours: name it (scoring.reward); the own verifiers execute nothing",
         )
+    if s.scoring.reward == CODE_REWARD and s.data.source == "reasoning_gym":
+        yield "scoring.reward data.source", 'needs rows with tests: data.source "jsonl" or "hf", docs/code-rewards.md'
+    if s.scoring.reward == CODE_REWARD and s.scoring.jail != "auto":
+        yield "scoring.jail scoring.reward", 'must be "auto" with scoring.reward "code", which runs in a jail alone'
+    if s.scoring.reward == CODE_REWARD and s.scoring.reward_path:
+        yield "scoring.reward_path scoring.reward", 'is for a reward of yours: leave it out with scoring.reward "code"'
     if s.scoring.executes_answers and s.scoring.jail != "auto":
         yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
     if makes_problems and s.eval.path:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +25,7 @@ from orchestrator.prompts.dataset import Problem, load_problems
 from orchestrator.prompts.source import trial_rows
 from ranker.protocol import RankerError
 from transport.broker.redis_streams import connect
+from transport.contracts.code_tasks import CODE_REWARD, read_task
 from transport.contracts.gym_tasks import REFUSED, refusal
 from transport.contracts.ledger import checkpoints_place
 from transport.contracts.settings import SERVER_ENGINES, Settings, public
@@ -55,7 +57,10 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
     reason = refusal(settings.data.task) if own_verifier else ""
     problems: Sequence[Problem] = ()
     if settings.data.task not in REFUSED or not reason:  # a misspelt name is said first, a refused task never loaded
-        problems = load_problems(settings).training
+        loaded = load_problems(settings)
+        problems = loaded.training
+        if settings.scoring.reward == CODE_REWARD:
+            check_code_tasks((*problems, *loaded.held_out))
     if reason:
         raise ConfigError(f"data.task: {reason}", key="data.task")
     if settings.ranker.model or settings.ranker.base_lengths:
@@ -64,6 +69,21 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
         except RankerError as error:
             raise DataError(str(error)) from error
     return problems
+
+
+def check_code_tasks(problems: Iterable[Problem]) -> None:
+    """Raises DataError naming the first row that reward "code" cannot judge by, and what is wrong with it."""
+    for problem in problems:
+        try:
+            read_task(msgspec.json.decode(problem.entry_json, type=_CodeRow).metadata)
+        except ValueError as error:
+            raise DataError(f'{problem.prompt_id} is no problem for scoring.reward "code": {error}') from error
+
+
+class _CodeRow(msgspec.Struct):
+    """What of a problem's entry_json is read here."""
+
+    metadata: dict[str, Any]
 
 
 async def check_places(settings: Settings) -> None:
@@ -134,7 +154,7 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     devices = (settings.trainer.device, generation.device)
     if not (scoring.reward or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)):
         return
-    asked = [public(settings), trial_rows(problems, scoring.answer_marker)]
+    asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(
         *python_module("workers", "check"),
         stdin=asyncio.subprocess.PIPE,

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
+from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
-from transport.contracts.settings import DataSettings, Settings, eval_sets
+from transport.contracts.settings import DataSettings, ScoringSettings, Settings, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
 from transport.process.files import replace
 
@@ -133,14 +134,20 @@ TRIAL_ROWS = 4
 """A good reward may fail on one hard row, and hardly on four."""
 
 
-def trial_rows(problems: Sequence[Problem], marker: str) -> TrialRows:
-    """The first of ``problems``, each with its right answer after ``marker`` where the data has one."""
+def trial_rows(problems: Sequence[Problem], scoring: ScoringSettings) -> TrialRows:
+    """The first of ``problems``, each with its right answer as a model would give it, where the data has one."""
+
+    def right(answer: str) -> str:
+        if scoring.reward == CODE_REWARD:
+            return f"```python\n{answer}\n```"
+        return f"{scoring.answer_marker} {answer.rsplit('####', 1)[-1].strip()}"
+
     answers = [msgspec.json.decode(one.entry_json).get("answer") for one in problems[:TRIAL_ROWS]]
     return TrialRows(
         rows=[
             TrialRow(
                 prompt=one.question,
-                response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
+                response=right(str(answer)) if answer is not None else "",
                 entry=one.entry_json,
             )
             for one, answer in zip(problems, answers, strict=False)

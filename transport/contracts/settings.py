@@ -40,7 +40,9 @@ Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
 ModelPath = Annotated[
     str, Meta(pattern=r"^.+\Z", description="a directory, a hub name, package:<name> or random:<name>")
 ]
-FunctionName = Annotated[str, Meta(pattern=r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description="module:function")]
+FunctionName = Annotated[
+    str, Meta(pattern=r"^(|code|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='module:function, or "code"')
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
 GpuNumbers = Annotated[
     str,
@@ -158,7 +160,9 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
     lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
-    reward: FunctionName = ""  # "module:function", also named on the worker; empty: the data source's own verifier
+    reward: FunctionName = (
+        ""  # "module:function", or "code" (docs/code-rewards.md), also named on the worker; empty: the data's verifier
+    )
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
     max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
