@@ -85,6 +85,27 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     trust_remote_code: bool = False  # honoured only where the worker's own command line also says so
 
 
+class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
+    """One of several data sets, tasks or difficulties that a run trains on together; it is named by its table.
+
+    What it leaves out is as in [data] (docs/own-data.md).
+    """
+
+    weight: Positive = 1.0  # share of the prompts: this factor over the sum of the factors of all parts
+    source: Literal["", "reasoning_gym", "jsonl", "hf"] = ""  # of this part; empty: data.source
+    task: str = ""  # reasoning_gym: name of its task; empty: data.task
+    params: dict[str, ParamValue] = {}  # reasoning_gym: of its task
+    size: AtLeast0 = 0  # prompts in one pass over it; 0: data.size
+    path: str = ""  # jsonl, hf: its own file or data set; empty: data.path
+    config: str = ""  # hf: configuration of its path; empty, without a path of its own: data.config
+    split: str = ""  # hf: split; empty: data.split
+    revision: str = ""  # hf: revision of its path
+    prompt_column: str = ""  # jsonl, hf: column of the question; empty: data.prompt_column
+    answer_column: str = ""  # jsonl, hf: column handed to the reward; empty: data.answer_column
+    min_reward: float | None = None  # only prompts whose mean reward in data.rewards is at least this; out: all
+    max_reward: float | None = None  # only prompts whose mean reward in data.rewards is below this; out: all
+
+
 class DataSettings(Section, frozen=True, kw_only=True):
     """Where prompts come from."""
 
@@ -104,6 +125,8 @@ class DataSettings(Section, frozen=True, kw_only=True):
     shuffle: bool = True  # a new seeded order on every pass
     passes: AtLeast0 = 0  # passes over the data before it ends; 0: no end
     overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out
+    rewards: str = ""  # file of `collect` with the rewards that the base policy got, by which parts choose; empty: none
+    mix: dict[Name, DataPart] = msgspec.field(default_factory=dict[Name, DataPart])  # several parts by name; empty: one
 
 
 class SamplingSettings(Section, frozen=True, kw_only=True):
@@ -463,6 +486,30 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+
+
+def data_parts(data: DataSettings) -> dict[str, DataSettings]:
+    """What is trained on, each part with nothing left out; one whose name is "" where [data.mix] is empty."""
+
+    def whole(part: DataPart) -> DataSettings:
+        source, own = part.source or data.source, bool(part.path)
+        other = part.source not in ("", data.source)
+        return msgspec.structs.replace(
+            data,
+            source=source,
+            task=part.task or data.task,
+            params=part.params if part.params or part.task else data.params,
+            size=part.size or data.size,
+            path=part.path or ("" if other else data.path),
+            config=part.config or ("" if own or other else data.config),
+            split=part.split or data.split,
+            revision=part.revision or ("" if own or other else data.revision),
+            prompt_column=part.prompt_column or data.prompt_column,
+            answer_column=part.answer_column or data.answer_column,
+            mix={},
+        )
+
+    return {name: whole(part) for name, part in data.mix.items()} or {"": data}
 
 
 def eval_sets(settings: Settings) -> dict[str, EvalSet]:
