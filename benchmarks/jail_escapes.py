@@ -68,7 +68,9 @@ ATTEMPTS: Mapping[str, str] = {
     ),
     "mount": _LIBC + _reaches("return libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0"),
     "leave by chroot": _reaches("import os\nos.chroot('/tmp')\nreturn True"),
-    "write the kernel's settings": _reaches("open('/proc/sys/kernel/core_pattern', 'w').write('x')\nreturn True"),
+    "write the kernel's settings": _reaches(
+        "name = '/proc/sys/kernel/core_pattern'\nsame = open(name).read()\nopen(name, 'w').write(same)\nreturn True"
+    ),
     # --- secrets
     "environment": _reaches("import os\nreturn any(secret in one for one in os.environ.values())"),
     "environment of others": _reaches(
@@ -107,16 +109,15 @@ ATTEMPTS: Mapping[str, str] = {
         "def attempt(secret, port, path):\n    return Same(0)\n"
     ),
     "patch what compares": (
-        "import builtins, json, operator\nbuiltins.isinstance = lambda *_: True\njson.loads = lambda *_: True\n"
-        "def attempt(secret, port, path):\n    return 0\n"
+        "import builtins\nbuiltins.isinstance = lambda *_: True\ndef attempt(secret, port, path):\n    return 0\n"
     ),
     "read the tests in memory": (
         "import gc, sys\n"
         "def attempt(secret, port, path):\n"
         "    frame, found = sys._getframe(), []\n"
         "    while frame:\n        found += [str(frame.f_locals), str(frame.f_globals)]\n        frame = frame.f_back\n"
-        "    found += [one for one in map(str, gc.get_objects()) if 'is True' + ' # test' in one]\n"
-        "    return True if any('is True' + ' # test' in one for one in found) else None\n"
+        "    found += map(str, gc.get_objects())\n"
+        "    return True if any('tset # eurT si' in one[::-1] for one in found) else None\n"  # what this text holds not
     ),
     # --- too much
     "too many processes": _FORKS
@@ -126,7 +127,7 @@ ATTEMPTS: Mapping[str, str] = {
     ),
     "fork bomb": "import os\ndef attempt(secret, port, path):\n    while True:\n        os.fork()\n",
     "too many threads": _reaches(
-        "import threading, time\nfor _ in range(200):\n"
+        "import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(200):\n"
         "    threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
         "time.sleep(.3)\nreturn True"
     ),

@@ -45,8 +45,10 @@ MAX_FILES = 64
 MAX_VERDICT_BYTES = 64 * 1024
 MAX_PROCESSES = 16
 """Processes and threads of an answer. Root's are not counted by the kernel but by the grader, 50 times a second."""
-CPU_SHARE = 0.5
-"""Of ``scoring.timeout_s`` as CPU time: an answer that used it has failed, one that did not was kept from it."""
+CPU_SHARE = 0.2
+"""Of ``scoring.timeout_s`` as CPU time: an answer that used it has failed."""
+BUSY_FACTOR = 10
+"""Times ``scoring.timeout_s`` that an answer which computes may wait for its CPU time on a busy machine."""
 STARTING_S = 60.0
 """A jail starts in some 50 ms; on a machine with ten busy processes, much later."""
 
@@ -82,7 +84,8 @@ def extract_code(response: str, entry_points: Sequence[str]) -> str:
 class CodePool:
     """Scores answers, ``processes`` at once, each in a jail of its own.
 
-    timeout_s: of one answer, from when its jail runs.  well_formed_reward: of a wrong answer that runs.
+    timeout_s: of one answer, from when its jail runs; longer on a busy machine, see BUSY_FACTOR.
+    well_formed_reward: of a wrong answer that runs.
     """
 
     def __init__(self, *, timeout_s: float, well_formed_reward: float = 0.0, processes: int = 2) -> None:
@@ -167,6 +170,7 @@ class CodePool:
             "processes": MAX_PROCESSES,
             "cpu_s": max(1, round(self._timeout_s * CPU_SHARE)),
             "wall_s": self._timeout_s,
+            "most_s": BUSY_FACTOR * self._timeout_s,
             "filter": call_filter().hex(),
         }
         tests = {"setup": task.setup, "tests": task.tests}
@@ -177,7 +181,7 @@ class CodePool:
         except msgspec.MsgspecError:
             raise RewardError("the grader's process ended without a verdict") from None
         if verdict.error:
-            raise RewardTimeoutError(verdict.error) if "busy" in verdict.error else RewardError(verdict.error)
+            raise RewardError(verdict.error)
         return verdict
 
     async def _run(self, request: bytes) -> bytes:
@@ -193,7 +197,7 @@ class CodePool:
         assert process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
         self._running.add(process)
         try:
-            async with asyncio.timeout(STARTING_S + self._timeout_s):
+            async with asyncio.timeout(STARTING_S + BUSY_FACTOR * self._timeout_s):
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(request)
                     await process.stdin.drain()

@@ -255,8 +255,9 @@ class Grader:
             processes = _others()
             used_s = sum(one[1] for one in processes) + sum(os.times()[2:4])
             late = time.monotonic() - self._started_s > job["wall_s"]
+            too_late = time.monotonic() - self._started_s > job["most_s"]
             reason = ""
-            if len(processes) > job["processes"]:
+            if sum(one[3] for one in processes) > job["processes"]:
                 reason = "processes"
             elif sum(one[2] for one in processes) > job["memory_bytes"]:
                 reason = "memory"
@@ -264,10 +265,10 @@ class Grader:
                 reason = "time"
             elif late and not self._awaits_solution:
                 self.finish({"error": "the problem's tests did not end in time, or the machine is too busy"})
-            elif late and any(one[0] in "RD" for one in processes):
+            elif late and not any(one[0] in "RD" for one in processes):
+                reason = "time"  # it waits for something; one that computes gets its CPU time, however busy the machine
+            elif too_late:
                 self.finish({"error": "the machine is too busy to run the answer in time"})
-            elif late:
-                reason = "time"
             if reason:
                 self._killed = self._killed or reason
                 for _ in range(3):  # everything in the jail but this process; what was just forked, too
@@ -276,8 +277,6 @@ class Grader:
                     except ProcessLookupError:
                         break
                     _reap()
-            if late and time.monotonic() - self._started_s > job["wall_s"] + 2:
-                self.finish({"error": "the problem's tests did not end in time"})
 
 
 def _reap() -> None:
@@ -288,9 +287,10 @@ def _reap() -> None:
         pass
 
 
-def _others() -> list[tuple[str, float, int]]:
-    """(state, CPU seconds, resident bytes) of every other process of the jail; those that nobody waits for count."""
-    found: list[tuple[str, float, int]] = []
+def _others() -> list[tuple[str, float, int, int]]:
+    """(state, CPU seconds, resident bytes, threads) of every other process of the jail, ended ones that nobody waited
+    for too."""
+    found: list[tuple[str, float, int, int]] = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
@@ -300,7 +300,7 @@ def _others() -> list[tuple[str, float, int]]:
         except OSError:
             continue
         used = sum(int(ticks) for ticks in fields[11:15]) * TICKS_S
-        found.append((fields[0].decode(), used, int(fields[21]) * PAGE_BYTES))
+        found.append((fields[0].decode(), used, int(fields[21]) * PAGE_BYTES, max(1, int(fields[17]))))
     return found
 
 

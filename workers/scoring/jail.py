@@ -78,7 +78,8 @@ class Jail:
             *(word for path in CONFIGURATION for word in ("--ro-bind-try", path, path)),
             *(word for mount in mounts for word in mount),
             *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"),
-            *(word for path in (*hidden, "/dev", "/") for word in ("--remount-ro", str(path))),  # else half the memory
+            # else half the memory; /proc: its settings of the kernel obey root by its id, whatever the namespace
+            *(word for path in (*hidden, "/dev", "/proc", "/") for word in ("--remount-ro", str(path))),
             *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp", "--chdir", "/tmp", "--"),
             *argv,
         ]
