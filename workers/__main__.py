@@ -398,6 +398,37 @@ def evaluate(
 
 
 @app.command(hidden=True)
+def collect(
+    log_dir: Annotated[Path, typer.Option(help="where a server that is started writes its log")],
+) -> None:
+    """Answers to prompts as lines of JSON, for `streamrl-orchestrator collect`; job and prompts come on stdin."""
+    import asyncio
+
+    from transport.contracts.collection import CollectJob, CollectPrompt
+    from workers.commands.build import ServerChoice
+    from workers.commands.collect import collect as answer
+    from workers.scoring.jail import hide_from_children
+
+    first, *rest = sys.stdin.buffer.read().splitlines()
+    hide_from_children()
+    job = msgspec.json.decode(first, type=CollectJob)
+    prompts = [msgspec.json.decode(line, type=CollectPrompt) for line in rest]
+    engine = job.settings.generation
+    server = ServerChoice(
+        url=engine.engine_url,
+        key=read_secret(os.environ, ENGINE_KEY),
+        command=tuple(engine.server_command),
+        args=tuple(engine.server_args),
+    )
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints is no line of ours
+
+    asyncio.run(
+        answer(job, prompts, lambda one: out.write(msgspec.json.encode(one) + b"\n"), server, log_dir / "server.log")
+    )
+
+
+@app.command(hidden=True)
 def check() -> None:
     """What would end a run's workers on this host; two lines of JSON on stdin: settings, rows to try the reward on."""
     from transport.contracts.messages import TrialRows

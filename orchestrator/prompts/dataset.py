@@ -27,6 +27,7 @@ import msgspec
 
 from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
+from transport.contracts.collection import CollectedPrompt
 from transport.contracts.settings import DataSettings, EvalSet, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId
 from transport.errors import InputFileError
@@ -146,7 +147,7 @@ def read_rewards(path: Path) -> dict[str, float]:
     try:
         for number, row in read_rows(path):
             try:
-                line = msgspec.convert(row, _Collected)
+                line = msgspec.convert(row, CollectedPrompt)
             except msgspec.ValidationError as error:
                 raise DataError(f"data.rewards: {path}:{number} is no line of `collect`: {error}") from error
             if line.rewards:
@@ -156,14 +157,6 @@ def read_rewards(path: Path) -> dict[str, float]:
     if not found:
         raise DataError(f"data.rewards: {path} has no prompt with a reward")
     return found
-
-
-class _Collected(msgspec.Struct):
-    """What of a line of ``collect`` is read here."""
-
-    id: str
-    prompt: str
-    rewards: list[float] = []
 
 
 def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[Problem]) -> list[Problem]:

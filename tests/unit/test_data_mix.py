@@ -172,7 +172,13 @@ def test_files_and_tasks_mix_and_each_is_graded_by_its_own_verifier(tmp_path: Pa
 def pools(tmp_path: Path, *overrides: str) -> Settings:
     rows = written(tmp_path / "rows.jsonl", [{"prompt": f"q{index}", "answer": "1"} for index in range(10)])
     collected = [
-        {"id": f"rows.jsonl/{index + 1}", "prompt": f"q{index}", "output_tokens": [3, 4], "rewards": [index / 10] * 2}
+        {
+            "id": f"rows.jsonl/{index + 1}",
+            "prompt": f"q{index}",
+            "model": "m",
+            "output_tokens": [3, 4],
+            "rewards": [index / 10] * 2,
+        }
         for index in range(9)
     ]
     sets = [
@@ -228,7 +234,7 @@ def test_an_empty_part_is_named(tmp_path: Path, model_dir: Path):
     ("content", "words"),
     [
         ("", "has no prompt with a reward"),
-        ('{"id": "a", "prompt": "b", "output_tokens": [1]}\n', "has no prompt with a reward"),
+        ('{"id": "a", "prompt": "b", "model": "m", "output_tokens": [1]}\n', "has no prompt with a reward"),
         ('{"id": "a", "prompt": "b", "rewards": ["x"]}\n', r"c\.jsonl:1 is no line of `collect`"),
         ("[]\n", r"c\.jsonl:1"),
     ],
