@@ -404,7 +404,7 @@ def collect(
     """Answers to prompts as lines of JSON, for `streamrl-orchestrator collect`; job and prompts come on stdin."""
     import asyncio
 
-    from transport.contracts.collection import CollectJob, CollectPrompt
+    from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
     from workers.commands.build import ServerChoice
     from workers.commands.collect import collect as answer
     from workers.scoring.jail import hide_from_children
@@ -420,12 +420,14 @@ def collect(
         command=tuple(engine.server_command),
         args=tuple(engine.server_args),
     )
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints is no line of ours
 
-    asyncio.run(
-        answer(job, prompts, lambda one: out.write(msgspec.json.encode(one) + b"\n"), server, log_dir / "server.log")
-    )
+    def write(one: CollectedPrompt) -> None:
+        out.write(msgspec.json.encode(one) + b"\n")
+        out.flush()
+
+    asyncio.run(answer(job, prompts, write, server, log_dir / "server.log"))
 
 
 @app.command(hidden=True)

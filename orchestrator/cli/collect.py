@@ -82,7 +82,7 @@ async def _collect(
     if rewards:
         await check_workers(settings, problems)
     asked = [source.lookup(one.prompt_id) for one in problems if one.prompt_id not in known]
-    questions = {one.prompt_id: one.question for one in problems}
+    questions: dict[str, str] = {one.prompt_id: one.question for one in problems}
     print(f"{len(asked)} prompts of {len(problems)}, {samples} answers each, to {out}", flush=True)
     job = CollectJob(settings=public(settings), model_dir=str(model_dir), samples=samples, rewards=rewards)
     lines = [msgspec.json.encode(job), *_prompts(asked, questions, settings.run.seed)]
