@@ -128,15 +128,16 @@ ATTEMPTS: Mapping[str, str] = {
     "fork bomb": "import os\ndef attempt(secret, port, path):\n    while True:\n        os.fork()\n",
     "too many threads": _reaches(
         "import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(200):\n"
-        "    threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
+        "    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
         "time.sleep(.3)\nreturn True"
     ),
     "memory of one process": _reaches(f"return bool(bytearray({MEMORY_BYTES}))"),
     "memory of all processes": _FORKS
     + _reaches(
-        f"for _ in range({MAX_PROCESSES // 2}):\n    if os.fork() == 0:\n"
-        f"        held = bytearray({MEMORY_BYTES // 3})\n"
-        "        held[::4096] = b'x' * len(held[::4096])\n        time.sleep(30)\ntime.sleep(2)\nreturn True"
+        f"held, hold = os.pipe()\nfor _ in range({MAX_PROCESSES // 2}):\n    if os.fork() == 0:\n"
+        f"        mine = bytearray({MEMORY_BYTES // 3})\n"
+        "        mine[::4096] = b'x' * len(mine[::4096])\n        os.write(hold, b'x')\n        time.sleep(60)\n"
+        f"for _ in range({MAX_PROCESSES // 2}):\n    os.read(held, 1)\nreturn True"
     ),
     "memory in anonymous files": _reaches("import os\nfd = os.memfd_create('m')\nos.write(fd, b'x')\nreturn True"),
     "memory in System V segments": _LIBC + _reaches("return libc.shmget(0, 1 << 20, 0o1600) >= 0"),

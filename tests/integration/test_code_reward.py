@@ -133,7 +133,7 @@ async def test_an_answer_over_its_limit_is_wrong_and_not_an_error(pool: CodePool
 
 @needs_bubblewrap
 async def test_tests_that_do_not_end_are_an_error_and_no_reward() -> None:
-    made = CodePool(timeout_s=1.0)
+    made = CodePool(timeout_s=2.0)
     with pytest.raises(RewardError, match="tests did not end in time"):
         await made.judge("def f(): return 1", CodeTask(entry_points=["f"], setup="", tests=["f\nwhile True: pass"]))
     with pytest.raises(RewardError, match="setup raises ZeroDivisionError"):

@@ -35,6 +35,8 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 """Of a call's arguments or its result."""
 WATCH_S = 0.02
 """Between two looks at all processes: a process can take some 100 MB in it."""
+ASLEEP_LOOKS = 10
+"""In a row, after which an answer that is late waits for something; in one look it may just have been woken."""
 TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -189,6 +191,7 @@ class Grader:
         self._awaits_solution = False
         self._killed = ""
         self._finishing = threading.Lock()
+        self._looking = threading.Lock()
         self._started_s = time.monotonic()
 
     def run(self, tests: dict[str, Any]) -> NoReturn:
@@ -232,7 +235,10 @@ class Grader:
             if call is not None:
                 write_frame(self._channel, call)
             self._awaits_solution = True
-            return read_frame(self._channel, MAX_MESSAGE_BYTES + 4096)
+            said = read_frame(self._channel, MAX_MESSAGE_BYTES + 4096)
+            with self._looking:  # also where the watch is late: what an answer holds when it answers counts
+                self._hold()
+            return said
         except (EOFError, OSError, ValueError, RecursionError, MemoryError):
             return None
         finally:
@@ -248,35 +254,44 @@ class Grader:
     # -- limits
 
     def watch(self) -> NoReturn:
-        job = self._job
+        asleep = 0
         while True:
             time.sleep(WATCH_S)
-            _reap()
-            processes = _others()
-            used_s = sum(one[1] for one in processes) + sum(os.times()[2:4])
-            late = time.monotonic() - self._started_s > job["wall_s"]
-            too_late = time.monotonic() - self._started_s > job["most_s"]
-            reason = ""
-            if sum(one[3] for one in processes) > job["processes"]:
-                reason = "processes"
-            elif sum(one[2] for one in processes) > job["memory_bytes"]:
-                reason = "memory"
-            elif used_s > job["cpu_s"] + 0.5:
-                reason = "time"
-            elif late and not self._awaits_solution:
+            with self._looking:
+                processes = self._hold()
+            waited_s = time.monotonic() - self._started_s
+            waits = self._awaits_solution and not any(one[0] in "RD" for one in processes)
+            asleep = asleep + 1 if waits else 0
+            if waited_s <= self._job["wall_s"]:
+                continue
+            if not self._awaits_solution:
                 self.finish({"error": "the problem's tests did not end in time, or the machine is too busy"})
-            elif late and not any(one[0] in "RD" for one in processes):
-                reason = "time"  # it waits for something; one that computes gets its CPU time, however busy the machine
-            elif too_late:
+            if asleep >= ASLEEP_LOOKS:  # one that computes gets its CPU time, however busy the machine
+                self._kill("time")
+            elif waited_s > self._job["most_s"]:
                 self.finish({"error": "the machine is too busy to run the answer in time"})
-            if reason:
-                self._killed = self._killed or reason
-                for _ in range(3):  # everything in the jail but this process; what was just forked, too
-                    try:
-                        os.kill(-1, signal.SIGKILL)
-                    except ProcessLookupError:
-                        break
-                    _reap()
+
+    def _hold(self) -> list[tuple[str, float, int, int]]:
+        """Look at all processes, and end them where together they are over a limit."""
+        _reap()
+        processes = _others()
+        if sum(one[3] for one in processes) > self._job["processes"]:
+            self._kill("processes")
+        elif sum(one[2] for one in processes) > self._job["memory_bytes"]:
+            self._kill("memory")
+        elif sum(one[1] for one in processes) + sum(os.times()[2:4]) > self._job["cpu_s"] + 0.5:
+            self._kill("time")
+        return processes
+
+    def _kill(self, reason: str) -> None:
+        """End everything in the jail but this process, what was just forked, too."""
+        self._killed = self._killed or reason
+        for _ in range(3):
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                break
+            _reap()
 
 
 def _reap() -> None:
