@@ -111,7 +111,7 @@ class Gpus:
 
 
 UserReward = Annotated[
-    str, typer.Option(help="module:function this machine allows as reward; the run's must be the same")
+    str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
 ]
 RewardPath = Annotated[str, typer.Option(help="directory that the reward is imported from  [only what is installed]")]
 TrustRemoteCode = Annotated[
@@ -395,6 +395,39 @@ def evaluate(
         passed_by=passed_by,
     )
     print(json.dumps(figures))
+
+
+@app.command(hidden=True)
+def collect(
+    log_dir: Annotated[Path, typer.Option(help="where a server that is started writes its log")],
+) -> None:
+    """Answers to prompts as lines of JSON, for `streamrl-orchestrator collect`; job and prompts come on stdin."""
+    import asyncio
+
+    from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+    from workers.commands.build import ServerChoice
+    from workers.commands.collect import collect as answer
+    from workers.scoring.jail import hide_from_children
+
+    first, *rest = sys.stdin.buffer.read().splitlines()
+    hide_from_children()
+    job = msgspec.json.decode(first, type=CollectJob)
+    prompts = [msgspec.json.decode(line, type=CollectPrompt) for line in rest]
+    engine = job.settings.generation
+    server = ServerChoice(
+        url=engine.engine_url,
+        key=read_secret(os.environ, ENGINE_KEY),
+        command=tuple(engine.server_command),
+        args=tuple(engine.server_args),
+    )
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints is no line of ours
+
+    def write(one: CollectedPrompt) -> None:
+        out.write(msgspec.json.encode(one) + b"\n")
+        out.flush()
+
+    asyncio.run(answer(job, prompts, write, server, log_dir / "server.log"))
 
 
 @app.command(hidden=True)

@@ -171,6 +171,26 @@ def run(
 
 
 @app.command(
+    help="Answer the prompts of a configuration with its model alone, and write lengths and rewards to a file: for "
+    "`rank train`, ranker.base_lengths and data.rewards. Called again, it goes on where it ended. [docs/ranker.md]"
+)
+@with_options(Configuration)
+def collect(
+    configuration: Configuration,
+    out: Annotated[Path, typer.Option(help="File of JSON lines to write, or to go on with.")],
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 4,
+    prompts: Annotated[int | None, typer.Option(min=1, help="The first so many prompts. [all of them]")] = None,
+    rewards: Annotated[bool, typer.Option("--rewards/--no-rewards", help="Also score each answer.")] = True,
+) -> None:
+    from orchestrator.cli import collect as collecting
+    from orchestrator.cli.profile import check_place
+
+    check_place(out)
+    settings = configuration.resolve(configuration.overrides()).settings
+    raise typer.Exit(collecting.main(settings, out, samples=samples, prompts=prompts, rewards=rewards))
+
+
+@app.command(
     help="Explain settings: default, range, unit, what each does. Without NAME all of them, as docs/settings.md."
 )
 def settings(

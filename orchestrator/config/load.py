@@ -180,8 +180,8 @@ def _read_file(path: Path, *, own: bool = False) -> list[Setting]:
 
 SET_FOR: Mapping[str, Sequence[str]] = {
     "data.task": ("data.params",),
-    "data.source": ("data.params", "data.path", "data.shuffle", "eval.path", "eval.sets"),
-    "data.path": ("data.shuffle", "eval.path", "eval.sets"),
+    "data.source": ("data.params", "data.path", "data.shuffle", "data.mix", "eval.path", "eval.sets"),
+    "data.path": ("data.shuffle", "data.mix", "eval.path", "eval.sets"),
     "trainer.lr_schedule": ("trainer.lr_min_share",),
 }
 """Setting -> those that belong to its value."""

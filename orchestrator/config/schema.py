@@ -23,7 +23,17 @@ import msgspec
 import msgspec.inspect
 
 from transport.contracts import settings as definitions
-from transport.contracts.settings import SERVER_ENGINES, EvalSet, Section, Settings, eval_sets
+from transport.contracts.code_tasks import CODE_REWARD
+from transport.contracts.settings import (
+    SERVER_ENGINES,
+    DataPart,
+    DataSettings,
+    EvalSet,
+    Section,
+    Settings,
+    data_parts,
+    eval_sets,
+)
 from transport.process.secret import BROKER_PASSWORD, HOW_TO_MAKE, MIN_CHARACTERS, SHARED_SECRET
 from transport.tensors.base import parse_ports
 
@@ -205,7 +215,12 @@ def violations(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         for name, one in settings.eval.sets.items()
         for keys, problem in _broken_in_set(settings, one)
     )
-    return ((tuple(keys.split()), problem) for keys, problem in (*_broken_rules(settings), *of_sets))
+    of_parts = (
+        (keys, f"{problem} (in {name})")
+        for name, part in settings.data.mix.items()
+        for keys, problem in _broken_in_part(settings, part, data_parts(settings.data)[name])
+    )
+    return ((tuple(keys.split()), problem) for keys, problem in (*_broken_rules(settings), *of_sets, *of_parts))
 
 
 NO_PORTS = 'must be a port or a range of ports, like "7400-7409"'
@@ -312,7 +327,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "must be 0 or above sampling.max_new_tokens, or no prompt fits",
         )
     makes_problems = s.data.source == "reasoning_gym"
-    if not makes_problems and not s.data.path:
+    if not makes_problems and not s.data.path and not s.data.mix:
         yield "data.path data.source", "must name the data that data.source reads"
     if not makes_problems and s.data.task not in ("", Settings().data.task):
         yield "data.task data.source", 'is read by data.source "reasoning_gym" alone: set that, too'
@@ -329,6 +344,14 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "scoring.executes_answers scoring.reward",
             "is about a reward of yours: name it (scoring.reward); the own verifiers execute nothing",
         )
+    if s.data.rewards and all(one.min_reward is one.max_reward is None for one in s.data.mix.values()):
+        yield "data.rewards data.mix", "is read for parts with min_reward or max_reward alone: name some in data.mix"
+    if s.scoring.reward == CODE_REWARD and s.data.source == "reasoning_gym" and not s.data.mix:
+        yield "scoring.reward data.source", 'needs rows with tests: data.source "jsonl" or "hf", docs/code-rewards.md'
+    if s.scoring.reward == CODE_REWARD and s.scoring.jail != "auto":
+        yield "scoring.jail scoring.reward", 'must be "auto" with scoring.reward "code", which runs in a jail alone'
+    if s.scoring.reward == CODE_REWARD and s.scoring.reward_path:
+        yield "scoring.reward_path scoring.reward", 'is for a reward of yours: leave it out with scoring.reward "code"'
     if s.scoring.executes_answers and s.scoring.jail != "auto":
         yield "scoring.jail scoring.executes_answers", 'must be "auto" with scoring.executes_answers'
     if makes_problems and s.eval.path:
@@ -442,6 +465,26 @@ def _broken_by_adapters(s: Settings) -> Iterator[tuple[str, str]]:
         )
     if lora.publish == "adapters" and not lora.rank:
         yield "trainer.lora.publish trainer.lora.rank", "needs trainer.lora.rank above 0: there are no adapters"
+
+
+def _broken_in_part(s: Settings, part: DataPart, whole: DataSettings) -> Iterator[tuple[str, str]]:
+    """Rules of one of the parts that a run trains on. whole: with what it leaves out."""
+    made = whole.source == "reasoning_gym"
+    if not made and not whole.path:
+        yield "data.mix data.path", "has no path, and data.path names none: set one of them"
+    if made and part.path:
+        yield "data.mix data.source", 'has a path, which source "reasoning_gym" does not read: set source, too'
+    if not made and (part.task or part.params):
+        yield "data.mix data.source", 'has a task or params, which are read by source "reasoning_gym" alone: set source'
+    if whole.source != "hf" and (part.config or part.split or part.revision):
+        yield "data.mix data.source", 'has a config, split or revision, which need source "hf"'
+    if s.scoring.reward == CODE_REWARD and made:
+        yield "data.mix scoring.reward", 'has no tests, which scoring.reward "code" needs: docs/code-rewards.md'
+    bounds = [bound for bound in (part.min_reward, part.max_reward) if bound is not None]
+    if bounds and not s.data.rewards:
+        yield "data.mix data.rewards", "has min_reward or max_reward, which need data.rewards, a file of `collect`"
+    if len(bounds) == 2 and bounds[0] >= bounds[1]:
+        yield "data.mix", "has a min_reward that is not below its max_reward: no prompt is between them"
 
 
 def _broken_in_set(s: Settings, one: EvalSet) -> Iterator[tuple[str, str]]:

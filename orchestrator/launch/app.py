@@ -76,6 +76,7 @@ from orchestrator.observability.metrics import MetricsLog
 from orchestrator.observability.samples import SAMPLES, RecentSamples, SampleKeeper
 from orchestrator.observability.standing import nothing_left, noting_end, read_standing
 from orchestrator.prompts.source import (
+    MixedSource,
     ShuffledSource,
     held_out,
     load_detokenizer,
@@ -423,8 +424,7 @@ async def open_prompts(
     problems = await asyncio.to_thread(held_out, settings, model_dir) if evaluates else None
     predictor = ranking or ConstantPredictor(tokens=float(settings.sampling.max_new_tokens))
     learnt = {command.group_id for _, command in restated if isinstance(command, SlotOutcome)}
-    marker = settings.scoring.answer_marker
-    trial = trial_rows(source.problems, marker) if isinstance(source, ShuffledSource) else None
+    trial = trial_rows(source.problems, settings.scoring) if isinstance(source, ShuffledSource | MixedSource) else None
     sampling = sampling_of_sets(settings)
     return PromptServer(source, predictor, held_out=problems, sampling=sampling, learnt=learnt), trial
 

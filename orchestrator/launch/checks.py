@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,9 +25,10 @@ from orchestrator.prompts.dataset import Problem, load_problems
 from orchestrator.prompts.source import trial_rows
 from ranker.protocol import RankerError
 from transport.broker.redis_streams import connect
+from transport.contracts.code_tasks import CODE_REWARD, read_task
 from transport.contracts.gym_tasks import REFUSED, refusal
 from transport.contracts.ledger import checkpoints_place
-from transport.contracts.settings import SERVER_ENGINES, Settings, public
+from transport.contracts.settings import SERVER_ENGINES, DataSettings, Settings, data_parts, public
 from transport.contracts.types import RunName
 from transport.contracts.user_files import read_lengths
 from transport.errors import LengthFileError, ListenError, SecretError
@@ -51,19 +53,46 @@ def check_inputs(settings: Settings) -> Sequence[Problem]:
     """
     if settings.trainer.engine == "none":
         return ()
-    own_verifier = settings.data.source == "reasoning_gym" and not settings.scoring.reward
-    reason = refusal(settings.data.task) if own_verifier else ""
-    problems: Sequence[Problem] = ()
-    if settings.data.task not in REFUSED or not reason:  # a misspelt name is said first, a refused task never loaded
-        problems = load_problems(settings).training
-    if reason:
-        raise ConfigError(f"data.task: {reason}", key="data.task")
+    loaded = None
+    refused = {
+        name: refusal(data.task) for name, data in data_parts(settings.data).items() if _verifies(settings, data)
+    }
+    tasks = [data.task for data in data_parts(settings.data).values()]
+    if not any(refused.values()) or not set(tasks) & set(REFUSED):  # a misspelt name is said first, none refused loaded
+        loaded = load_problems(settings)
+    for name, reason in refused.items():
+        if reason:
+            key = f"data.mix.{name}.task" if name else "data.task"
+            raise ConfigError(f"{key}: {reason}", key="data.mix" if name else key)
+    problems = loaded.training if loaded else ()
+    if loaded and settings.scoring.reward == CODE_REWARD:
+        check_code_tasks((*loaded.training, *loaded.held_out))
     if settings.ranker.model or settings.ranker.base_lengths:
         try:
             open_ranker(settings, RunDir(Path(settings.run.dir) / settings.run.name).ranker)
         except RankerError as error:
             raise DataError(str(error)) from error
     return problems
+
+
+def _verifies(settings: Settings, data: DataSettings) -> bool:
+    """Whether a verifier of ours grades reasoning_gym's answers of this part."""
+    return data.source == "reasoning_gym" and not settings.scoring.reward
+
+
+def check_code_tasks(problems: Iterable[Problem]) -> None:
+    """Raises DataError naming the first row that reward "code" cannot judge by, and what is wrong with it."""
+    for problem in problems:
+        try:
+            read_task(msgspec.json.decode(problem.entry_json, type=_CodeRow).metadata)
+        except ValueError as error:
+            raise DataError(f'{problem.prompt_id} is no problem for scoring.reward "code": {error}') from error
+
+
+class _CodeRow(msgspec.Struct):
+    """What of a problem's entry_json is read here."""
+
+    metadata: dict[str, Any]
 
 
 async def check_places(settings: Settings) -> None:
@@ -134,7 +163,7 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     devices = (settings.trainer.device, generation.device)
     if not (scoring.reward or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)):
         return
-    asked = [public(settings), trial_rows(problems, scoring.answer_marker)]
+    asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(
         *python_module("workers", "check"),
         stdin=asyncio.subprocess.PIPE,

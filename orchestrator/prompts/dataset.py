@@ -4,25 +4,31 @@
     jsonl           one JSON object a line, .gz too, with named columns
     hf              a data set of the ``datasets`` library: hub name, saved directory, or parquet/JSON files
 
-A prompt is text, or a conversation: a list of ``{"role", "content"}`` that ends before the answer.
+A prompt is text, or a conversation: a list of ``{"role", "content"}`` that ends before the answer (``messages``).
 
-Invariant: no question is in both parts, and the same settings and data give the same problems in the same order.
+Several of them are one run's data with ``[data.mix]``: which of them gives the next prompt is source.py's.
+
+Invariant: no question is trained on and held out, and the same settings and data give the same problems in the same
+order.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from orchestrator.config.schema import nearest
 from orchestrator.errors import DataError
-from transport.contracts.settings import DataSettings, EvalSet, Settings, eval_sets
+from transport.contracts.collection import CollectedPrompt
+from transport.contracts.settings import DataSettings, EvalSet, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId
 from transport.errors import InputFileError
 from transport.process.files import read_rows
@@ -34,6 +40,10 @@ HELD_OUT_DRAWS = 8
 """reasoning_gym problems drawn per held-out problem, so that a task with few different questions is noticed."""
 HELD_OUT_SHARE = 10
 """Of a file without its own held-out file, at most one row in so many is held out: the rest is to be trained."""
+
+
+MESSAGES = "messages"
+"""Column of the question where ``data.prompt_column`` is not set and the rows have none of its default name."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +61,7 @@ class Problem:
     question: of a conversation, its texts one after another.  messages: the conversation, () where there is none.
     entry_json: ``{"question", "answer", "metadata"}``; metadata: what reasoning_gym says, or the row's other columns.
     eval_set: of a held-out one, the set of ``[eval.sets]`` that asks it; its prompt_id then begins with it.
+    part: the part of ``[data.mix]`` that it is of; its prompt_id begins with it, and its entry names it.
     """
 
     prompt_id: PromptId
@@ -58,6 +69,7 @@ class Problem:
     entry_json: str
     messages: tuple[ChatMessage, ...] = ()
     eval_set: str = ""
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +83,80 @@ class Problems:
 
 def load_problems(settings: Settings) -> Problems:
     """Read or make the data and hold a part of it out. Raises DataError naming the file and the row."""
-    made = settings.data.source == "reasoning_gym"
-    size = settings.data.size or REASONING_GYM_SIZE
-    training = list(_made(settings.data, size, settings.run.seed) if made else _read(settings.data))
+    parts = data_parts(settings.data)
+    training = [problem for name in parts for problem in _of_part(settings, name, parts[name])]
     held_out: list[Problem] = []
     for name, asked in eval_sets(settings).items():
         held_out += _held_out(settings, name, asked, training)
     questions = {problem.question for problem in held_out}
     remaining = [problem for problem in training if problem.question not in questions]
-    if not remaining:
-        where = settings.data.path or settings.data.task
-        reason = "every problem is held out; lower eval.problems" if training else "it is empty"
-        raise DataError(f"{where} has no problems to train on: {reason}")
+    for name in {name: None for name in parts} if remaining else [""]:
+        if not any(problem.part == name for problem in remaining):
+            where = f"data.mix.{name}" if name else settings.data.path or settings.data.task
+            empty = not any(problem.part == name for problem in training)
+            reason = "it is empty" if empty else "every problem is held out; lower eval.problems"
+            raise DataError(f"{where} has no problems to train on: {reason}")
     return Problems(training=remaining, held_out=held_out)
+
+
+def _of_part(settings: Settings, name: str, data: DataSettings) -> list[Problem]:
+    """The problems of one part, those of its difficulty alone. name: "" where there is only one part."""
+    made = data.source == "reasoning_gym"
+    section = f"data.mix.{name}" if name else "data"
+    rows = _made(data, data.size or REASONING_GYM_SIZE, settings.run.seed) if made else _read(data, section)
+    if not name:
+        return list(rows)
+    problems = [_as_part(one, name) for one in rows]
+    part = settings.data.mix[name]
+    if part.min_reward is part.max_reward is None:
+        return problems
+    rewards = read_rewards(Path(settings.data.rewards))
+    least = -math.inf if part.min_reward is None else part.min_reward
+    most = math.inf if part.max_reward is None else part.max_reward
+    chosen = [one for one in problems if least <= _mean_reward(rewards, one, name, data.suffix) < most]
+    if not chosen:
+        raise DataError(
+            f"{section} has no problems to train on: none of its {len(problems)} has a mean reward from {least:g} to "
+            f"below {most:g} in {settings.data.rewards}"
+        )
+    return chosen
+
+
+def _as_part(problem: Problem, name: str) -> Problem:
+    entry = {"part": name, **msgspec.json.decode(problem.entry_json)}
+    return replace(
+        problem,
+        prompt_id=PromptId(f"{name}/{problem.prompt_id}"),
+        entry_json=msgspec.json.encode(entry).decode(),
+        part=name,
+    )
+
+
+def _mean_reward(rewards: Mapping[str, float], problem: Problem, part: str, suffix: str) -> float:
+    """By the id that it has, with or without its part, or by its text; nan, which is within no bounds, for one that
+    was not collected."""
+    names = (problem.prompt_id, problem.prompt_id.removeprefix(f"{part}/"), problem.question)
+    return next(
+        (rewards[name] for name in (*names, problem.question.removesuffix(suffix)) if name in rewards), math.nan
+    )
+
+
+def read_rewards(path: Path) -> dict[str, float]:
+    """Prompt id and text -> mean reward, of a file of ``collect``. Raises DataError naming the file and the line."""
+    found: dict[str, float] = {}
+    try:
+        for number, row in read_rows(path):
+            try:
+                line = msgspec.convert(row, CollectedPrompt)
+            except msgspec.ValidationError as error:
+                raise DataError(f"data.rewards: {path}:{number} is no line of `collect`: {error}") from error
+            if line.rewards:
+                found[line.prompt] = found[line.id] = fmean(line.rewards)
+    except InputFileError as error:
+        raise DataError(f"data.rewards: {error}") from error
+    if not found:
+        raise DataError(f"data.rewards: {path} has no prompt with a reward")
+    return found
 
 
 def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[Problem]) -> list[Problem]:
@@ -92,7 +165,8 @@ def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[
     Raises DataError, also where a set is to have more than there are.
     """
     key = f"eval.sets.{name}" if name else "eval"
-    if settings.data.source == "reasoning_gym":
+    mixed = bool(settings.data.mix)
+    if not mixed and settings.data.source == "reasoning_gym":
         choice = _held_out_of_task(settings, asked, repeat=not name)
         most, of = len(choice), f"the task makes {len(choice)} that may be held out"
     elif asked.path:
@@ -100,10 +174,11 @@ def _held_out(settings: Settings, name: str, asked: EvalSet, training: Sequence[
         most, of = len(choice), f"{asked.path} has {len(choice)}"
     else:
         choice, most = training, len(training) // HELD_OUT_SHARE
-        of = f"of the {len(training)} of {settings.data.path} at most {most} are held out"
+        whole = "data.mix" if mixed else settings.data.path
+        of = f"of the {len(training)} of {whole} at most {most} are held out"
     if name and settings.eval.sets[name].problems > most:
         raise DataError(f"{key}.problems is {asked.problems}, but {of}: lower it, or leave it out")
-    if settings.data.source != "reasoning_gym":
+    if mixed or settings.data.source != "reasoning_gym":
         choice = random.Random(settings.eval.seed).sample(choice, min(asked.problems, most))
     if not name:
         return list(choice)
@@ -183,38 +258,37 @@ def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
         if data.size and count >= data.size:
             return
         where = f"{data.path}, row {number}"
-        question = _column(row, data.prompt_column, "data.prompt_column", where)
-        messages = _conversation(question, data, where) if isinstance(question, list) else ()
+        prompt_column = data.prompt_column
+        if prompt_column == DataSettings().prompt_column and prompt_column not in row and MESSAGES in row:
+            prompt_column = MESSAGES
+        question = _column(row, prompt_column, "data.prompt_column", where)
+        messages = _conversation(question, prompt_column, data, where) if isinstance(question, list) else ()
         text = "\n\n".join(message.content for message in messages) if messages else question
         if not isinstance(text, str) or not text.strip():
-            raise DataError(
-                f"{where}: column {data.prompt_column!r} must be text that is not empty, or a list of messages"
-            )
+            raise DataError(f"{where}: column {prompt_column!r} must be text that is not empty, or a list of messages")
         answer = _column(row, data.answer_column, "data.answer_column", where) if data.answer_column else None
-        others = {key: value for key, value in row.items() if key not in (data.prompt_column, data.answer_column)}
+        others = {key: value for key, value in row.items() if key not in (prompt_column, data.answer_column)}
         yield _problem(f"{name}/{number}", text, answer, others, data, messages)
         count += 1
     if count == 0:
         raise DataError(f"{data.path} is empty: it has no rows")
 
 
-def _conversation(column: list[object], data: DataSettings, where: str) -> tuple[ChatMessage, ...]:
+def _conversation(column: list[object], name: str, data: DataSettings, where: str) -> tuple[ChatMessage, ...]:
     """Raises DataError for what is none, or has the answer in it, or where no template is to be used."""
     try:
         messages = msgspec.convert(column, tuple[ChatMessage, ...])
     except msgspec.ValidationError as error:
         raise DataError(
-            f'{where}: column {data.prompt_column!r} is no list of messages {{"role": ..., "content": text}}: {error}'
+            f'{where}: column {name!r} is no list of messages {{"role": ..., "content": text}}: {error}'
         ) from error
     if messages and messages[-1].role == "assistant":
         raise DataError(
-            f"{where}: the messages in column {data.prompt_column!r} end with the assistant's, which the model is to "
+            f"{where}: the messages in column {name!r} end with the assistant's, which the model is to "
             "write: leave it out (and put the right answer into data.answer_column)"
         )
     if not data.chat_template:
-        raise DataError(
-            f"{where}: column {data.prompt_column!r} is a list of messages, which needs data.chat_template = true"
-        )
+        raise DataError(f"{where}: column {name!r} is a list of messages, which needs data.chat_template = true")
     return messages
 
 

@@ -1,8 +1,11 @@
 """Prompts in their order: what is generated next, and how to go on exactly there.
 
-Owns: the order of every pass, the position in it, tokenisation. Never: decides which worker gets a prompt.
-Invariant: the prompts after a position depend on the settings and the data only; a source that seeks there gives what
-the uninterrupted one would have given.
+    [data]        ShuffledSource    every prompt once a pass
+    [data.mix]    MixedSource       one ShuffledSource a part, in the ratio of their weights (next_part)
+
+Owns: the order of every pass, which part is next, the position, tokenisation. Never: decides which worker gets a
+prompt. Invariant: the prompts after a position depend on the settings and the data only; a source that seeks there
+gives what the uninterrupted one would have given.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +25,9 @@ from numpy.typing import NDArray
 
 from orchestrator.errors import DataError
 from orchestrator.prompts.dataset import ChatMessage, Problem, load_problems
+from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.messages import SlotOutcome, TrialRow, TrialRows
-from transport.contracts.settings import DataSettings, Settings, eval_sets
+from transport.contracts.settings import DataSettings, ScoringSettings, Settings, data_parts, eval_sets
 from transport.contracts.types import PromptId, SamplingParams
 from transport.process.files import replace
 
@@ -76,12 +80,20 @@ class PromptSource(Protocol):
         """Hear how a prompt's slot ended."""
 
 
-def open_source(settings: Settings, model_dir: Path) -> ShuffledSource:
+def open_source(settings: Settings, model_dir: Path) -> ShuffledSource | MixedSource:
     """The training prompts. model_dir: Hugging Face directory of the model. Raises DataError."""
     data = settings.data
     encoder = PromptEncoder(load_tokenizer(model_dir), data)
-    problems = fitting(load_problems(settings).training, encoder, context_limit(settings, model_dir), settings)
-    return ShuffledSource(problems, encoder, seed=settings.run.seed, shuffle=data.shuffle, passes=data.passes)
+    limit = context_limit(settings, model_dir)
+    problems = load_problems(settings).training
+    parts: dict[str, ShuffledSource] = {}
+    for name in data_parts(data):
+        of_part = [problem for problem in problems if problem.part == name]
+        fit = fitting(of_part, encoder, limit, settings)
+        parts[name] = ShuffledSource(fit, encoder, seed=settings.run.seed, shuffle=data.shuffle, passes=data.passes)
+    if not data.mix:
+        return parts[""]
+    return MixedSource(parts, {name: part.weight for name, part in data.mix.items()})
 
 
 def held_out(settings: Settings, model_dir: Path) -> ShuffledSource:
@@ -133,14 +145,20 @@ TRIAL_ROWS = 4
 """A good reward may fail on one hard row, and hardly on four."""
 
 
-def trial_rows(problems: Sequence[Problem], marker: str) -> TrialRows:
-    """The first of ``problems``, each with its right answer after ``marker`` where the data has one."""
+def trial_rows(problems: Sequence[Problem], scoring: ScoringSettings) -> TrialRows:
+    """The first of ``problems``, each with its right answer as a model would give it, where the data has one."""
+
+    def right(answer: str) -> str:
+        if scoring.reward == CODE_REWARD:
+            return f"```python\n{answer}\n```"
+        return f"{scoring.answer_marker} {answer.rsplit('####', 1)[-1].strip()}"
+
     answers = [msgspec.json.decode(one.entry_json).get("answer") for one in problems[:TRIAL_ROWS]]
     return TrialRows(
         rows=[
             TrialRow(
                 prompt=one.question,
-                response=f"{marker} {str(answer).rsplit('####', 1)[-1].strip()}" if answer is not None else "",
+                response=right(str(answer)) if answer is not None else "",
                 entry=one.entry_json,
             )
             for one, answer in zip(problems, answers, strict=False)
@@ -170,6 +188,11 @@ class ShuffledSource:
     @property
     def position(self) -> str:
         return f"{self._pass}/{self._index}@{self._fingerprint}"
+
+    @property
+    def given(self) -> int:
+        """Prompts before the position, over all passes."""
+        return self._pass * len(self.problems) + self._index
 
     @property
     def exhausted(self) -> bool:
@@ -220,6 +243,75 @@ class ShuffledSource:
         self._order: NDArray[np.int64] = np.arange(len(self.problems))
         if self._shuffle:
             self._order = np.random.default_rng((self._seed, number)).permutation(len(self.problems))
+
+
+def next_part(given: Sequence[int], weights: Sequence[float], exhausted: Sequence[bool] = ()) -> int | None:
+    """The part that gives the next prompt: whose next one is due first, the first named of several; None if all ended.
+
+    Args:   given: [P] prompts that each part gave.  weights: [P] > 0.  exhausted: [P] parts with no more to give.
+    Source: stride scheduling (Waldspurger 1995): part p's n-th prompt is due at n / weight. Without chance, so that
+            every batch has nearly the whole's ratio.
+    """
+    due = [
+        ((count + 1) / weight, part)
+        for part, (count, weight) in enumerate(zip(given, weights, strict=True))
+        if not (exhausted and exhausted[part])
+    ]
+    return min(due)[1] if due else None
+
+
+class MixedSource:
+    """One source of several. A part that ends (``data.passes``) leaves its share to the others."""
+
+    def __init__(self, parts: Mapping[str, ShuffledSource], weights: Mapping[str, float]) -> None:
+        """parts: by name, none of them empty.  weights: > 0, of the same names."""
+        self._names = list(parts)
+        self._parts = list(parts.values())
+        self._weights = [weights[name] for name in parts]
+        self._of_prompt = {problem.prompt_id: part for part in self._parts for problem in part.problems}
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Of all parts, the first ones of each first."""
+        longest = max(len(part) for part in self._parts)
+        return [part.problems[index] for index in range(longest) for part in self._parts if index < len(part)]
+
+    @property
+    def position(self) -> str:
+        places = {name: part.position for name, part in zip(self._names, self._parts, strict=True)}
+        return msgspec.json.encode(places).decode()
+
+    def next(self, count: int) -> PromptBatch:
+        prompts: list[Prompt] = []
+        positions: list[str] = []
+        while len(prompts) < count and (part := self._next_part()) is not None:
+            prompts += self._parts[part].next(1).prompts
+            positions.append(self.position)
+        return PromptBatch(prompts=prompts, positions=positions, exhausted=self._next_part() is None)
+
+    def _next_part(self) -> int | None:
+        given = [part.given for part in self._parts]
+        return next_part(given, self._weights, [part.exhausted for part in self._parts])
+
+    def seek(self, position: str) -> None:
+        try:
+            decoded = msgspec.json.decode(position or b"{}", type=dict[str, str])
+            places = decoded if position else dict.fromkeys(self._names, "")
+        except msgspec.DecodeError:
+            places = {}
+        if list(places) != self._names:
+            raise DataError(
+                f"position {position!r} is not one in a mix of {', '.join(self._names)}: data.mix has changed since "
+                "the run began"
+            )
+        for part, place in zip(self._parts, places.values(), strict=True):
+            part.seek(place)
+
+    def lookup(self, prompt_id: PromptId) -> Prompt:
+        return self._of_prompt[prompt_id].lookup(prompt_id)
+
+    def observe(self, outcome: SlotOutcome) -> None:
+        """The ratio is of prompts that are given out, however they went."""
 
 
 def _fingerprint(problems: Sequence[Problem], **order: object) -> str:
@@ -337,7 +429,10 @@ def fitting(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, set
 
     def length(problem: Problem) -> int:
         """Tokens; 0 for a prompt of so few bytes that it surely fits, which saves tokenising whole data sets."""
-        text = encoder.render(problem.question, problem.messages)
+        try:
+            text = encoder.render(problem.question, problem.messages)
+        except DataError as error:
+            raise DataError(f"{problem.prompt_id}: {error}") from error
         return 0 if len(text.encode()) + TEMPLATE_TOKENS <= room else len(encoder.encode(text))
 
     lengths = list(map(length, problems))

@@ -184,6 +184,13 @@ async def test_memory_of_the_machine_cannot_be_filled_through_the_jails_own_dire
 
 
 @needs_bubblewrap
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may write them anywhere")
+@pytest.mark.parametrize("name", ["/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness"])
+async def test_root_outside_is_not_root_to_the_kernels_settings(name: str) -> None:
+    assert "Read-only" in await says_no(jail.Jail(), f"same = open({name!r}).read(); open({name!r}, 'w').write(same)")
+
+
+@needs_bubblewrap
 @pytest.mark.parametrize("directory", ["/tmp", "/dev/shm"])
 async def test_what_can_be_written_has_a_size(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail, "TEMPORARY_BYTES", 1024**2)

@@ -178,6 +178,7 @@ CATCH_ALL = {
     "workers/weights/publish.py",  # the guard of one delivery: what it asks for is written by others
     "workers/generation/server/loader.py",  # a server ends as a whole when a loader raises
     "workers/scoring/rewards.py",  # foreign code: the guard of one unit of scoring
+    "workers/scoring/code_grader.py",  # foreign code in a jail: what an answer or its tests raise fails the test
 }
 """The named guards. Anywhere else ``except Exception`` hides a bug, unless it cleans up and raises again."""
 

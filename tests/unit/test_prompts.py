@@ -342,6 +342,50 @@ def test_a_prompt_may_be_a_conversation(tmp_path: Path, model_dir: Path):
     assert (entry["question"], entry["answer"]) == ("be brief\n\n1 + 1 = ?", 2)
 
 
+def test_a_chat_history_may_stand_in_the_column_messages(tmp_path: Path, model_dir: Path):
+    """As other trainers' data sets have it; a column that is named, or is called prompt, goes first."""
+    turns = [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "3"}]
+    turns.append({"role": "user", "content": "Sure?"})
+    rows = [{"messages": turns, "answer": 2}]
+    (problem,) = load_problems(of_rows(tmp_path, rows, "eval.problems=0")).training
+    assert problem.question == "1 + 1 = ?\n\n3\n\nSure?"
+    assert "messages" not in json.loads(problem.entry_json)["metadata"]
+    (prompt,) = open_source(of_rows(tmp_path, rows, "eval.problems=0"), model_dir).next(1).prompts
+    assert prompt.text.count("<|im_start|>") == 4
+    assert prompt.text.endswith("<|im_start|>user\nSure?<|im_end|><|im_start|>assistant\n")
+    both = [{"prompt": "2 + 2 = ?", "messages": turns, "answer": 4}]
+    assert load_problems(of_rows(tmp_path, both, "eval.problems=0")).training[0].question == "2 + 2 = ?"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": 3}], r"rows\.jsonl, row 2: column 'messages' is no list of messages"),
+        ([{"role": "user"}], r"rows\.jsonl, row 2: column 'messages' is no list of messages"),
+        ([{"role": "user", "content": ""}], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
+        ([], r"rows\.jsonl, row 2: column 'messages' must be text that is not empty"),
+        ({"role": "user"}, r"rows\.jsonl, row 2: column 'messages' must be text"),
+        ([{"role": "assistant", "content": "4"}], r"rows\.jsonl, row 2: the messages .* end with the assistant's"),
+    ],
+)
+def test_a_bad_chat_history_is_named_with_file_and_line(tmp_path: Path, messages: object, words: str):
+    rows = [{"messages": [{"role": "user", "content": "x"}], "answer": 1}, {"messages": messages, "answer": 2}]
+    with pytest.raises(DataError, match=words):
+        load_problems(of_rows(tmp_path, rows))
+
+
+def test_a_chat_history_that_the_template_refuses_is_named(tmp_path: Path, model_dir: Path):
+    strict = character_tokenizer()
+    strict.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    strict.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    rows = [{"messages": [{"role": role, "content": "x"}], "answer": 1} for role in ("user", "tool")]
+    with pytest.raises(DataError, match=r"rows\.jsonl/2: the model's chat template refuses the prompt: no tools"):
+        open_source(of_rows(tmp_path, rows, "eval.problems=0"), tmp_path)
+
+
 def test_a_missing_file():
     with pytest.raises(DataError, match=r"nowhere\.jsonl: cannot be read: No such file"):
         load_problems(settings("data.source=jsonl", "data.path=nowhere.jsonl"))

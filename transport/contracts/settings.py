@@ -40,7 +40,9 @@ Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
 ModelPath = Annotated[
     str, Meta(pattern=r"^.+\Z", description="a directory, a hub name, package:<name> or random:<name>")
 ]
-FunctionName = Annotated[str, Meta(pattern=r"^(|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description="module:function")]
+FunctionName = Annotated[
+    str, Meta(pattern=r"^(|code|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='module:function, or "code"')
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z", description="auto, cpu, cuda or cuda:<n>")]
 GpuNumbers = Annotated[
     str,
@@ -87,6 +89,27 @@ class ModelSettings(Section, frozen=True, kw_only=True):
     trust_remote_code: bool = False  # honoured only where the worker's own command line also says so
 
 
+class DataPart(Section, frozen=True, kw_only=True, omit_defaults=True):
+    """One of several data sets, tasks or difficulties that a run trains on together; it is named by its table.
+
+    What it leaves out is as in [data] (docs/own-data.md).
+    """
+
+    weight: Positive = 1.0  # share of the prompts: this factor over the sum of the factors of all parts
+    source: Literal["", "reasoning_gym", "jsonl", "hf"] = ""  # of this part; empty: data.source
+    task: str = ""  # reasoning_gym: name of its task; empty: data.task
+    params: dict[str, ParamValue] = {}  # reasoning_gym: of its task
+    size: AtLeast0 = 0  # prompts in one pass over it; 0: data.size
+    path: str = ""  # jsonl, hf: its own file or data set; empty: data.path
+    config: str = ""  # hf: configuration of its path; empty, without a path of its own: data.config
+    split: str = ""  # hf: split; empty: data.split
+    revision: str = ""  # hf: revision of its path
+    prompt_column: str = ""  # jsonl, hf: column of the question; empty: data.prompt_column
+    answer_column: str = ""  # jsonl, hf: column handed to the reward; empty: data.answer_column
+    min_reward: float | None = None  # only prompts whose mean reward in data.rewards is at least this; out: all
+    max_reward: float | None = None  # only prompts whose mean reward in data.rewards is below this; out: all
+
+
 class DataSettings(Section, frozen=True, kw_only=True):
     """Where prompts come from."""
 
@@ -106,6 +129,8 @@ class DataSettings(Section, frozen=True, kw_only=True):
     shuffle: bool = True  # a new seeded order on every pass
     passes: AtLeast0 = 0  # passes over the data before it ends; 0: no end
     overlong: Literal["error", "skip"] = "error"  # prompts beyond the context: refuse the data, or leave them out
+    rewards: str = ""  # file of `collect` with the rewards that the base policy got, by which parts choose; empty: none
+    mix: dict[Name, DataPart] = msgspec.field(default_factory=dict[Name, DataPart])  # several parts by name; empty: one
 
 
 class SamplingSettings(Section, frozen=True, kw_only=True):
@@ -162,7 +187,9 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 10.0  # of one call of the reward; what takes longer is dead-lettered, and not tried again
     max_deliveries: AtLeast1 = 3  # attempts at one unit before it is dead-lettered
     lease_s: Positive = 15.0  # a unit whose lease was not renewed for so long goes to another worker
-    reward: FunctionName = ""  # "module:function", also named on the worker; empty: the data source's own verifier
+    reward: FunctionName = (
+        ""  # "module:function", or "code" (docs/code-rewards.md), also named on the worker; empty: the data's verifier
+    )
     reward_path: str = ""  # directory that reward is imported from; empty: only what is installed
     max_failed_share: Share = 0.5  # share of the last 32 groups: once rewards fail for so many, the run ends; 1: never
     executes_answers: bool = False  # reward runs what a model wrote: without a jail it is refused; docs/security.md
@@ -463,6 +490,30 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+
+
+def data_parts(data: DataSettings) -> dict[str, DataSettings]:
+    """What is trained on, each part with nothing left out; one whose name is "" where [data.mix] is empty."""
+
+    def whole(part: DataPart) -> DataSettings:
+        source, own = part.source or data.source, bool(part.path)
+        other = part.source not in ("", data.source)
+        return msgspec.structs.replace(
+            data,
+            source=source,
+            task=part.task or data.task,
+            params=part.params if part.params or part.task else data.params,
+            size=part.size or data.size,
+            path=part.path or ("" if other else data.path),
+            config=part.config or ("" if own or other else data.config),
+            split=part.split or data.split,
+            revision=part.revision or ("" if own or other else data.revision),
+            prompt_column=part.prompt_column or data.prompt_column,
+            answer_column=part.answer_column or data.answer_column,
+            mix={},
+        )
+
+    return {name: whole(part) for name, part in data.mix.items()} or {"": data}
 
 
 def eval_sets(settings: Settings) -> dict[str, EvalSet]:

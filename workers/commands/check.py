@@ -14,7 +14,7 @@ from transport.contracts.messages import TrialRows
 from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Settings
 from workers.errors import ModelError
 from workers.models import choose_device
-from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 
 
@@ -47,7 +47,7 @@ def _check_engine(generation: GenerationSettings) -> None:
 
 async def _try_reward(settings: Settings, trial: TrialRows) -> None:
     scoring = settings.scoring
-    pool = RewardPool.of(settings, reward_spec(settings, scoring.reward, scoring.reward_path), processes=1)
+    pool = open_pool(settings, reward_spec(settings, scoring.reward, scoring.reward_path), processes=1)
     samples = [Sample(prompt=row.prompt, response=row.response, entry=row.entry.encode()) for row in trial.rows]
     try:
         await pool.start(samples)

@@ -24,7 +24,7 @@ from workers.commands.export import export_checkpoint, read_settings
 from workers.errors import EvaluationError, RunFilesError
 from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
 from workers.models import load_detokenizer, prepare_model, stop_token_ids
-from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import RewardSpec, reward_spec
 
 
@@ -135,7 +135,7 @@ async def _evaluate(
             engine.submit(request)
         completions = await _answers(engine, problems, ask.samples)
     detokenize = load_detokenizer(directory)
-    pool = RewardPool.of(settings, spec, processes=1)
+    pool = open_pool(settings, spec, processes=1)
     try:
         await pool.start()
         rewards = [

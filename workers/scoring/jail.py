@@ -38,6 +38,7 @@ MAX_OPEN_FILES = 256
 MAX_PROCESSES = 256
 """Threads count; counted in the jail only, because outside of it all processes of the user would."""
 NOBODY = 65534
+NOT_INSTALLED = "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/opt")
 CONFIGURATION = tuple(f"/etc/{name}" for name in ("fonts", "ld.so.cache", "ld.so.conf.d", "alternatives", "localtime"))
@@ -56,31 +57,38 @@ class Jail:
     """readable: what is seen besides system and interpreter, where it lies.
 
     hidden: directories that are not seen, wherever they lie; but what is to be seen inside of one is.
+    temporary_bytes: of its /tmp, and of its /dev/shm.  bare: the interpreter without packages, ours included, and the
+    command is the first process: others in the jail cannot signal it, and end with it.
     """
 
     readable: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
+    temporary_bytes: int | None = None
+    bare: bool = False
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """``argv`` in the jail. Its environment is that of the command, which no other process can read there."""
-        mounts, hidden = self._mounts()
+        size = str(TEMPORARY_BYTES if self.temporary_bytes is None else self.temporary_bytes)
+        mounts, hidden = self._mounts(size)
         return [
             BUBBLEWRAP,
             *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
             *("--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail"),
+            *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail", *(["--as-pid-1"] if self.bare else [])),
             *(word for path in CONFIGURATION for word in ("--ro-bind-try", path, path)),
             *(word for mount in mounts for word in mount),
-            *("--proc", "/proc", "--dev", "/dev", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/dev/shm"),
-            *(word for path in (*hidden, "/dev", "/") for word in ("--remount-ro", str(path))),  # else half the memory
+            *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"),
+            # else half the memory; /proc: its settings of the kernel obey root by its id, whatever the namespace
+            *(word for path in (*hidden, "/dev", "/proc", "/") for word in ("--remount-ro", str(path))),
             *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp", "--chdir", "/tmp", "--"),
             *argv,
         ]
 
-    def _mounts(self) -> tuple[list[tuple[str, ...]], list[Path]]:
+    def _mounts(self, size: str) -> tuple[list[tuple[str, ...]], list[Path]]:
         """Arguments for what is seen and /tmp, shallowest first, as each covers what lies below it; what is hidden."""
         system = [path for path in map(Path, SYSTEM) if path.exists()]
-        named = [path.absolute() for path in (*_interpreter(), *self.readable) if path.exists()]
+        interpreter = [Path(sys.base_prefix)] if self.bare else _interpreter()
+        named = [path.absolute() for path in (*interpreter, *self.readable) if path.exists()]
         covered = [
             bind / one.resolve().relative_to(bind.resolve())
             for one in self.hidden
@@ -100,7 +108,7 @@ class Jail:
             outer = next((one for one in (path, *path.parents) if one in shows), path)
             seen = shows.get(outer, False)
             if what == "temporary":
-                mounts.append(("--size", str(TEMPORARY_BYTES), "--tmpfs", str(path)))
+                mounts.append(("--size", size, "--tmpfs", str(path)))
             elif what == "see" and not seen:
                 mounts.append(("--ro-bind", str(path.resolve()), str(path)))
             elif what == "hide" and seen and path.resolve() == outer.resolve() / path.relative_to(outer):
@@ -114,7 +122,7 @@ class Jail:
     async def why_not(self, argv: Sequence[str], environment: Mapping[str, str]) -> str:
         """Why ``argv`` does not run in it on this machine, "" if it does: it is tried, with nothing to read."""
         if shutil.which(BUBBLEWRAP) is None:
-            return "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
+            return NOT_INSTALLED
         process = await asyncio.create_subprocess_exec(
             *self.command(argv), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True
         )

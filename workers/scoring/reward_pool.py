@@ -28,10 +28,12 @@ from typing import TypeAlias, cast
 import msgspec
 import structlog
 
+from transport.contracts.code_tasks import CODE_REWARD
 from transport.contracts.settings import Settings
 from transport.process.programs import python_module
 from transport.process.secret import own_directories
 from workers.errors import RewardError, RewardSetupError, RewardTimeoutError
+from workers.scoring.code import CodePool
 from workers.scoring.jail import Jail, clean_environment
 from workers.scoring.rewards import (
     Failed,
@@ -206,18 +208,6 @@ class RewardPool:
         self.jailed = False
         """Whether the children are in a jail; known once started."""
 
-    @classmethod
-    def of(cls, settings: Settings, spec: RewardSpec, *, processes: int) -> RewardPool:
-        """As the run says. A reward that this machine's owner did not write is jailed whatever the run says."""
-        return cls(
-            spec,
-            timeout_s=settings.scoring.timeout_s,
-            processes=processes,
-            jailed=settings.scoring.jail == "auto" or not spec.function,
-            hidden=[Path(settings.run.dir).resolve()],
-            environment=settings.scoring.environment if spec.function else (),
-        )
-
     async def start(self, trial: Sequence[Sample] = ()) -> None:
         """Start the first child and score ``trial`` with it; others start when needed.
 
@@ -316,6 +306,21 @@ class RewardPool:
     async def close(self) -> None:
         for child in self._children:
             await child.kill()
+
+
+def open_pool(settings: Settings, spec: RewardSpec, *, processes: int) -> RewardPool | CodePool:
+    """As the run says. A reward that this machine's owner did not write is jailed whatever the run says."""
+    scoring = settings.scoring
+    if spec.function == CODE_REWARD:
+        return CodePool(timeout_s=scoring.timeout_s, well_formed_reward=scoring.well_formed_reward, processes=processes)
+    return RewardPool(
+        spec,
+        timeout_s=scoring.timeout_s,
+        processes=processes,
+        jailed=scoring.jail == "auto" or not spec.function,
+        hidden=[Path(settings.run.dir).resolve()],
+        environment=scoring.environment if spec.function else (),
+    )
 
 
 async def _score_together(child: RewardChild, units: Sequence[_Unit]) -> bool:

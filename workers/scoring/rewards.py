@@ -37,11 +37,19 @@ from typing import Any, BinaryIO, Literal, TypeAlias, cast
 import msgspec
 
 from transport.contracts.gym_tasks import refusal
-from transport.contracts.settings import ParamValue, Settings
+from transport.contracts.settings import ParamValue, Settings, data_parts
 from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
 from workers.scoring.jail import confine
+
+
+class VerifiedPart(Struct, frozen=True, kw_only=True):
+    """What the own verifier grades in one part of ``[data.mix]``."""
+
+    source: Literal["reasoning_gym", "jsonl", "hf"]
+    task: str
+    params: dict[str, ParamValue]
 
 
 class RewardSpec(Struct, frozen=True, kw_only=True):
@@ -49,6 +57,7 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
 
     function: "module:function", checked against the worker's own command line.  path: directory of its module, from
     there too; "": only what is installed is found.  executes_answers: it runs what a model wrote.
+    parts: by the name that an entry gives as its ``part``; {} where the run has only one.
     """
 
     source: Literal["reasoning_gym", "jsonl", "hf"]
@@ -59,6 +68,7 @@ class RewardSpec(Struct, frozen=True, kw_only=True):
     function: str = ""
     path: str = ""
     executes_answers: bool = False
+    parts: dict[str, VerifiedPart] = msgspec.field(default_factory=dict[str, VerifiedPart])
 
 
 class Reward(Struct, frozen=True, kw_only=True):
@@ -96,6 +106,11 @@ def reward_spec(settings: Settings, allowed: str, path: str = "") -> RewardSpec:
         function=wanted,
         path=path,
         executes_answers=settings.scoring.executes_answers,
+        parts={
+            name: VerifiedPart(source=data.source, task=data.task, params=data.params)
+            for name, data in data_parts(settings.data).items()
+            if name
+        },
     )
 
 
@@ -103,7 +118,14 @@ def build_reward(spec: RewardSpec) -> Scorer:
     """Import what the reward needs. Takes seconds; raises RewardSetupError that says what is missing."""
     if spec.function:
         return _user_reward(spec.function, spec.path)
-    return _own_verifier(spec, _gym_grade(spec) if spec.source == "reasoning_gym" else _answer_grade())
+    grades = {name: _grade_of(part) for name, part in spec.parts.items()}
+    if not grades or spec.source != "reasoning_gym":  # held-out rows of a file of their own are of no part
+        grades[""] = _grade_of(VerifiedPart(source=spec.source, task=spec.task, params=spec.params))
+    return _own_verifier(spec, grades)
+
+
+def _grade_of(part: VerifiedPart) -> Grade:
+    return _gym_grade(part) if part.source == "reasoning_gym" else _answer_grade()
 
 
 # --- the answer in a response -----------------------------------------------------------------------------------------
@@ -150,8 +172,15 @@ UNREADABLE = (
 among them: the answer may have been right."""
 
 
-def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
+def _own_verifier(spec: RewardSpec, grades: Mapping[str, Grade]) -> Scorer:
+    """grades: by the part that an entry is of; "": of an entry that names none."""
+
     def score(prompt: str, response: str, entry: Entry) -> Reward:
+        grade = grades.get(str(entry.get("part", "")))
+        if grade is None:
+            raise RewardError(
+                f"the task entry is of part {entry.get('part')!r:.60}, which is none of this run's data.mix"
+            )
         if not _gold(entry):
             raise RewardError("the task entry has no answer to compare with")
         answer = extract_answer(response, spec.answer_marker)
@@ -167,7 +196,7 @@ def _own_verifier(spec: RewardSpec, grade: Grade) -> Scorer:
     return score
 
 
-def _gym_grade(spec: RewardSpec) -> Grade:
+def _gym_grade(spec: VerifiedPart) -> Grade:
     """Of a task whose scorer does not execute answers; full marks only count as right."""
     task, params = spec.task, spec.params
     if reason := refusal(task):

@@ -25,6 +25,7 @@ from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
 from workers.algorithms.advantage import group_advantages, has_signal, overlong_penalty
 from workers.models import Detokenize
+from workers.scoring.code import CodePool
 from workers.scoring.reward_pool import RewardPool
 from workers.trainer.learner import PromptGroup, TrainingSample
 
@@ -52,7 +53,9 @@ def _lost_row(row_id: RowId, group: Mapping[Column, bytes], worker_id: WorkerId)
 class RewardTask:
     """Scores one sample at a time; many may be in work together."""
 
-    def __init__(self, rows: RowStore, worker_id: WorkerId, pool: RewardPool, detokenize: Detokenize) -> None:
+    def __init__(
+        self, rows: RowStore, worker_id: WorkerId, pool: RewardPool | CodePool, detokenize: Detokenize
+    ) -> None:
         self._rows = rows
         self._worker_id = worker_id
         self._pool = pool

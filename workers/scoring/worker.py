@@ -35,7 +35,7 @@ from transport.rows.columns import RowStore
 from workers.errors import RewardError, RewardTimeoutError
 from workers.leases.lifecycle import Activity, BusyMeter, Leases
 from workers.models import Detokenize, load_detokenizer
-from workers.scoring.reward_pool import RewardPool
+from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, Unit
 
@@ -77,7 +77,7 @@ class ScoringWorker:
         self._clock = clock
         self._meter = BusyMeter(clock)
         spec = reward_spec(settings, allowed_reward, reward_path)
-        self._pool = RewardPool.of(settings, spec, processes=REWARD_PROCESSES)
+        self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
         self._consumers: dict[str, TaskConsumer] = {}
 
     async def run(self) -> None:

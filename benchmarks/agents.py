@@ -1,0 +1,63 @@
+"""Figure ``agents``: what runs around the policy and was written by a model, or by somebody else.
+
+    jail_escapes    of the attempts of jail_escapes.py in the jail of reward ``code``, how many reached something; 0
+    jail_attempts   how many were tried
+    jail_ms         one answer judged, from its text to its reward: median of a jail of its own each time
+
+    python -m benchmarks.agents [--answers 30]
+
+Last line: JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+
+import psutil
+
+from benchmarks.jail_escapes import ATTEMPTS, try_all
+from workers.scoring.code import CodePool
+
+TIMEOUT_S = 6.0
+"""``scoring.timeout_s`` of the attempts; those that never end take as long."""
+ANSWER = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```"
+ENTRY = b'{"question": "", "answer": null, "metadata": {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}}'
+
+
+async def jail(answers: int) -> dict[str, float]:
+    """Raises RewardSetupError where there is no jail."""
+    pool = CodePool(timeout_s=TIMEOUT_S, processes=1)
+    await pool.start()
+    took_ms: list[float] = []
+    for _ in range(answers):
+        began_s = time.perf_counter()
+        reward = await pool.score("", ANSWER, ENTRY)
+        took_ms.append(1000 * (time.perf_counter() - began_s))
+        if reward.value != 1:
+            raise SystemExit(f"a right answer got {reward}")
+    outcomes = await try_all(pool)
+    for outcome in outcomes:
+        limit = f", over its limit of {outcome.verdict.limit}" if outcome.verdict.limit else ""
+        print(f"{outcome.name}: {outcome.escaped or 'held'}{limit}, {outcome.seconds:.2f} s", flush=True)
+    return {
+        "jail_escapes": sum(bool(outcome.escaped) for outcome in outcomes),
+        "jail_attempts": len(ATTEMPTS),
+        "jail_ms": round(statistics.median(took_ms), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=30, help="judged for jail_ms")
+    given = parser.parse_args()
+    figures = asyncio.run(jail(given.answers))
+    print(f"load {psutil.getloadavg()[0]:.1f}", flush=True)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""``streamrl-orchestrator collect``: lengths and rewards that the policy alone gets on a prompt set, to a file.
+
+    prompts of [data], as a run renders them ──► worker process: engine and reward ──► one JSON line a prompt
+
+The file is a log of lengths (``rank train``, ``ranker.base_lengths``) and a file of rewards (``data.rewards``) in one.
+Lines are written as prompts end; called again with the same file, it goes on with the prompts that are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from orchestrator.errors import ChildFailedError, ConfigError, DataError, ExitCode, writing_out
+from orchestrator.launch.checks import check_inputs, check_workers, prepare_model
+from orchestrator.launch.processes import last_words
+from orchestrator.prompts.source import Prompt, open_source
+from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+from transport.contracts.settings import Settings, public
+from transport.process.files import read_rows
+from transport.process.programs import ending_with_this_process, python_module
+
+SAID_EVERY_S = 10.0
+MAX_LINE_BYTES = 16 * 1024**2
+
+
+def main(settings: Settings, out: Path, *, samples: int, prompts: int | None, rewards: bool) -> int:
+    """Returns 0. Raises ConfigError, DataError; ChildFailedError: what was collected until then is kept."""
+    if settings.generation.engine == "emulated":
+        raise ConfigError('generation.engine "emulated" writes no answers to collect', key="generation.engine")
+    if out.suffix == ".gz":
+        raise ConfigError(f"--out {out}: lines are added as they come, which a .gz takes badly; gzip it afterwards")
+    known = _collected(out, settings.model.path, samples, rewards=rewards)
+    problems = check_inputs(settings)
+    if not problems:
+        raise ConfigError('trainer.engine "none" has no data to collect from', key="trainer.engine")
+    with tempfile.TemporaryDirectory(prefix="streamrl-collect-") as logs, writing_out(out):
+        return asyncio.run(_collect(settings, out, samples, prompts, rewards, known, Path(logs)))
+
+
+def _collected(out: Path, model: str, samples: int, *, rewards: bool) -> set[str]:
+    """Ids of the prompts that ``out`` has already. Raises DataError where they are of another collection."""
+    if not out.exists():
+        return set()
+    found: set[str] = set()
+    for number, row in read_rows(out):
+        try:
+            line = msgspec.convert(row, CollectedPrompt)
+        except msgspec.ValidationError as error:
+            raise DataError(f"--out {out}, line {number} was not written by `collect`: {error}") from error
+        other = (
+            line.model != model or len(line.output_tokens) != samples or bool(line.rewards or line.errors) != rewards
+        )
+        if other:
+            raise DataError(
+                f"--out {out} has {len(line.output_tokens)} answers a prompt of {line.model}, with"
+                f"{'' if line.rewards or line.errors else 'out'} rewards: name another file, or ask for the same"
+            )
+        found.add(line.id)
+    return found
+
+
+async def _collect(
+    settings: Settings,
+    out: Path,
+    samples: int,
+    count: int | None,
+    rewards: bool,
+    known: set[str],
+    logs: Path,
+) -> int:
+    model_dir = await prepare_model(settings.model.path, logs, lambda text: print(text, flush=True))
+    source = await asyncio.to_thread(open_source, settings, model_dir)
+    problems = source.problems[:count]
+    if rewards:
+        await check_workers(settings, problems)
+    asked = [source.lookup(one.prompt_id) for one in problems if one.prompt_id not in known]
+    questions: dict[str, str] = {one.prompt_id: one.question for one in problems}
+    print(f"{len(asked)} prompts of {len(problems)}, {samples} answers each, to {out}", flush=True)
+    job = CollectJob(settings=public(settings), model_dir=str(model_dir), samples=samples, rewards=rewards)
+    lines = [msgspec.json.encode(job), *_prompts(asked, questions, settings.run.seed)]
+    done: list[CollectedPrompt] = []
+    said_s = time.monotonic()
+    with out.open("ab") as file:
+        async for line in _answers(settings, lines, logs):
+            file.write(line)
+            file.flush()
+            done.append(msgspec.json.decode(line, type=CollectedPrompt))
+            if time.monotonic() - said_s >= SAID_EVERY_S:
+                said_s = time.monotonic()
+                print(_said(done, len(asked)), flush=True)
+    print(_said(done, len(asked)))
+    return ExitCode.OK
+
+
+def _prompts(asked: Sequence[Prompt], questions: dict[str, str], seed: int) -> Iterator[bytes]:
+    for index, prompt in enumerate(asked):
+        yield msgspec.json.encode(
+            CollectPrompt(
+                id=prompt.prompt_id,
+                question=questions[prompt.prompt_id],
+                text=prompt.text,
+                prompt_ids=prompt.prompt_ids.tolist(),
+                entry=prompt.entry_json,
+                seed=seed + index,
+            )
+        )
+
+
+async def _answers(settings: Settings, lines: Sequence[bytes], logs: Path) -> AsyncIterator[bytes]:
+    """Lines of the worker. Raises ChildFailedError, ConfigError: it ends with an error, or says nothing for long."""
+    silent_s = settings.liveness.startup_s + settings.pipeline.rollout_timeout_s
+    log_path = logs / "collect.log"
+    with log_path.open("ab") as words:
+        process = await asyncio.create_subprocess_exec(
+            *python_module("workers", "collect", "--log-dir", str(logs)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            limit=MAX_LINE_BYTES,
+            preexec_fn=ending_with_this_process(),
+        )
+    assert process.stdin is not None and process.stdout is not None  # noqa: PT018 PIPE
+    try:
+        with contextlib.suppress(ConnectionError):  # how it ended is said below
+            process.stdin.write(b"\n".join(lines))
+            await process.stdin.drain()
+            process.stdin.close()
+        while True:
+            try:
+                async with asyncio.timeout(silent_s):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                raise ChildFailedError("collect", -9, f"no answer for {silent_s:.0f} s") from None
+            if not line:
+                break
+            yield line
+        code = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if code:
+        said = last_words(log_path.read_text("utf-8", "replace"))
+        raise ConfigError(said) if code == ExitCode.BAD_CONFIG else ChildFailedError("collect", code, said)
+
+
+def _said(done: Sequence[CollectedPrompt], asked: int) -> str:
+    lengths = [tokens for one in done for tokens in one.output_tokens]
+    earned = [reward for one in done for reward in one.rewards]
+    failed = sum(len(one.errors) for one in done)
+    parts = [f"{len(done)} of {asked} prompts"]
+    parts += [f"{fmean(lengths):.1f} tokens an answer, {max(lengths)} at most"] if lengths else []
+    parts += [f"mean reward {fmean(earned):.3f}"] if earned else []
+    parts += [f"{failed} answers without a reward: see `errors` there"] if failed else []
+    return "; ".join(parts)

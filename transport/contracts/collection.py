@@ -1,0 +1,45 @@
+"""What `collect` asks of a worker, and the lines of the file that it writes: lengths and rewards of a prompt set.
+
+A line is also one of a log of lengths (``ranker/logs.py`` reads ``id``, ``prompt``, ``output_tokens``, ``model``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from transport.contracts.settings import Settings
+from transport.contracts.types import Struct
+
+
+class CollectJob(Struct, frozen=True, kw_only=True):
+    """model_dir: Hugging Face directory of the policy.  samples: answers to each prompt.  rewards: score them, too."""
+
+    settings: Settings
+    model_dir: str
+    samples: int
+    rewards: bool
+
+
+class CollectPrompt(Struct, frozen=True, kw_only=True):
+    """question: as the data has it.  text, prompt_ids: as the model reads it.  entry: JSON, what the reward needs."""
+
+    id: str
+    question: str
+    text: str
+    prompt_ids: list[int]
+    entry: str
+    seed: int
+
+
+class CollectedPrompt(Struct, frozen=True, kw_only=True):
+    """A line of the file. output_tokens: of each answer, in the order in which they ended.
+
+    rewards: of those that could be scored, [] where none was asked for.  errors: of the others, why not.
+    """
+
+    id: str
+    prompt: str
+    model: str
+    output_tokens: list[int]
+    rewards: list[float] = msgspec.field(default_factory=list[float])
+    errors: list[str] = msgspec.field(default_factory=list[str])

@@ -1,0 +1,151 @@
+"""``streamrl-worker collect``: answers of the policy alone to a set of prompts, as lengths and rewards.
+
+    stdin    line 1 CollectJob; then a CollectPrompt a line
+    stdout   a CollectedPrompt a line, each the moment all of its answers are scored
+
+Started by ``streamrl-orchestrator collect``. Nothing is trained, and there is no broker. Invariant: every prompt comes
+out once; an answer whose reward fails has no reward and says why, never a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from transport.contracts.collection import CollectedPrompt, CollectJob, CollectPrompt
+from transport.contracts.types import GroupId, SamplingParams
+from workers.commands.build import ServerChoice, engine_of
+from workers.errors import EvaluationError, RewardError
+from workers.generation.engine import Completion, EngineFailure, GenerationEngine, GenerationRequest, serving
+from workers.models import Detokenize, load_detokenizer, stop_token_ids
+from workers.scoring.code import CodePool
+from workers.scoring.reward_pool import RewardPool, open_pool
+from workers.scoring.rewards import reward_spec
+
+REWARD_PROCESSES = 2
+QUEUED_FACTOR = 2
+"""Samples that are with the engine, over its slots: enough that none is free while one ends."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A prompt that is being answered."""
+
+    prompt: CollectPrompt
+    lengths: list[int] = field(default_factory=list[int])
+    rewards: list[float] = field(default_factory=list[float])
+    errors: list[str] = field(default_factory=list[str])
+    pending: int = 0
+
+
+async def collect(
+    job: CollectJob,
+    prompts: Sequence[CollectPrompt],
+    write: Callable[[CollectedPrompt], None],
+    server: ServerChoice,
+    log_path: Path,
+) -> None:
+    """Raises ModelError, RewardSetupError; EvaluationError naming a prompt that the engine cannot answer."""
+    settings, directory = job.settings, Path(job.model_dir)
+    engine = engine_of(settings, directory, log_path, settings.model.trust_remote_code, server)
+    async with AsyncExitStack() as stack:
+        pool = None
+        if job.rewards:
+            spec = reward_spec(settings, settings.scoring.reward, settings.scoring.reward_path)
+            pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
+            stack.push_async_callback(pool.close)
+            await pool.start()
+        await stack.enter_async_context(serving(engine))
+        await _Collection(job, engine, pool, load_detokenizer(directory), stop_token_ids(directory), write).run(prompts)
+
+
+class _Collection:
+    def __init__(
+        self,
+        job: CollectJob,
+        engine: GenerationEngine,
+        pool: RewardPool | CodePool | None,
+        detokenize: Detokenize,
+        stops: tuple[int, ...],
+        write: Callable[[CollectedPrompt], None],
+    ) -> None:
+        self._job = job
+        self._engine = engine
+        self._pool = pool
+        self._detokenize = detokenize
+        self._stops = stops
+        self._write = write
+        self._open: dict[GroupId, _Open] = {}
+        self._ended = asyncio.Event()
+
+    async def run(self, prompts: Sequence[CollectPrompt]) -> None:
+        most = max(1, QUEUED_FACTOR * self._job.settings.generation.slots // self._job.samples)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(group), name="answers")
+            for index, prompt in enumerate(prompts):
+                while len(self._open) >= most:
+                    await self._one_ended()
+                self._submit(GroupId(str(index)), prompt)
+            while self._open:
+                await self._one_ended()
+            reading.cancel()
+
+    async def _one_ended(self) -> None:
+        self._ended.clear()
+        await self._ended.wait()
+
+    def _submit(self, group_id: GroupId, prompt: CollectPrompt) -> None:
+        sampling = self._job.settings.sampling
+        self._open[group_id] = _Open(prompt, pending=self._job.samples)
+        self._engine.submit(
+            GenerationRequest(
+                group_id=group_id,
+                prompt_ids=np.asarray(prompt.prompt_ids, dtype=np.int32),
+                samples=range(self._job.samples),
+                sampling=SamplingParams(
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    stop_token_ids=self._stops,
+                    seed=prompt.seed,
+                ),
+            )
+        )
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            for result in await self._engine.results():
+                one = self._open[result.group_id]
+                if isinstance(result, EngineFailure):
+                    raise EvaluationError(f"prompt {one.prompt.id} cannot be answered: {result.reason}")
+                group.create_task(self._finish(result, one), name=f"score {one.prompt.id}")
+
+    async def _finish(self, completion: Completion, one: _Open) -> None:
+        one.lengths.append(len(completion.response_ids))
+        if self._pool is not None:
+            response = self._detokenize(completion.response_ids.tolist())
+            try:
+                reward = await self._pool.score(one.prompt.text, response, one.prompt.entry.encode())
+                one.rewards.append(reward.value)
+            except RewardError as error:
+                one.errors.append(str(error))
+        one.pending -= 1
+        if not one.pending:
+            del self._open[completion.group_id]
+            self._ended.set()
+            self._write(
+                CollectedPrompt(
+                    id=one.prompt.id,
+                    prompt=one.prompt.question,
+                    model=self._job.settings.model.path,
+                    output_tokens=one.lengths,
+                    rewards=one.rewards,
+                    errors=one.errors,
+                )
+            )
