@@ -212,9 +212,11 @@ async def scoring_worker(
     *,
     reward: str,
     reward_path: str,
+    advantage: str = "",
+    functions_path: str = "",
     secret: bytes,
 ) -> Worker:
-    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say.
+    """A scoring worker that computes ``reward`` and ``advantage`` and nothing else, whatever the run's settings say.
 
     secret: shared with the run's storage units.
     """
@@ -228,6 +230,8 @@ async def scoring_worker(
         clock=MonotonicClock(),
         allowed_reward=reward,
         reward_path=reward_path,
+        allowed_advantage=advantage,
+        functions_path=functions_path,
         rows=open_rows(broker, settings, secret=secret),
     )
 
@@ -259,11 +263,14 @@ async def trainer_worker(
     run_dir: Path,
     rank: int,
     trust_remote_code: bool,
+    loss: str = "",
+    functions_path: str = "",
     own_address: Mapping[str, str],
     secret: bytes,
 ) -> Worker:
     """One rank of the trainer.
 
+    loss, functions_path: the user's own "module:function" that this machine allows, and where it lies.
     own_address: settings of the section tensors that this machine overrides, where they are not empty.
     secret: shared with the generation workers.  Raises DirectoryError now, not at the first checkpoint.
     """
@@ -290,12 +297,18 @@ async def trainer_worker(
     if settings.trainer.engine == "emulated":
         learner = EmulatedLearner(settings.emulated, publisher, time.sleep)
     else:
-        from workers.trainer.policy.policy_learner import PolicyLearner
+        from workers.trainer.policy.policy_learner import PolicyLearner, objective_of
+        from workers.user_functions.loss import own_loss, try_loss
 
+        own = own_loss(settings.algorithm.loss, loss, functions_path)
+        objective = objective_of(settings, own)
+        if own is not None:
+            await asyncio.to_thread(try_loss, own, objective)
         learner = PolicyLearner(
             settings,
             model_dir,
             publisher,
+            objective=objective,
             rank=rank,
             meeting_dir=run_dir / "ranks",
             trust_remote_code=trust_remote_code,

@@ -169,6 +169,7 @@ def _token_batch(
         weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
+        rewards_N=per_token([sample.reward or 0.0 for sample in samples]) if present("reward") else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
 
