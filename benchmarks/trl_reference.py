@@ -77,6 +77,7 @@ class TrlReference:
 
         self._rewards = rewards.reshape(-1).tolist()
         self.trainer.reward_clip_range, self.trainer.normalize_advantages, self.trainer.beta = None, False, 0.0
+        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False  # ``loss`` may have set it
         ours = self.trainer._generate
 
         def generate(prompts: list[str]) -> tuple[Any, Any, Any]:

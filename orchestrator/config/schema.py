@@ -422,6 +422,30 @@ def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
             "pipeline.group_size algorithm.rl_coef",
             "must be 2 or more where algorithm.rl_coef is above 0: advantages are relative to the group",
         )
+    if s.data.response_column and s.data.source == "reasoning_gym":
+        yield "data.response_column data.source", 'needs data.source "jsonl" or "hf", whose rows have columns'
+    if s.data.response_column and algorithm.rl_coef:
+        yield (
+            "data.response_column algorithm.rl_coef",
+            'needs algorithm.rl_coef 0: what is given was not sampled by the policy; algorithm.name = "sft" sets it',
+        )
+    if s.data.response_column and algorithm.kl_estimator != "k3":
+        yield (
+            "data.response_column algorithm.kl_estimator",
+            'needs algorithm.kl_estimator "k3": the other holds of what the policy samples',
+        )
+    if s.data.response_column and s.pipeline.group_size != 1:
+        yield (
+            "data.response_column pipeline.group_size",
+            'needs pipeline.group_size 1: a row gives one response; algorithm.name = "sft" sets it',
+        )
+    if s.data.response_column and (s.generation.lengths or s.trainer.engine == "none"):
+        yield (
+            "data.response_column generation.lengths trainer.engine",
+            "needs a trainer, and no forced lengths: given responses have their own",
+        )
+    if algorithm.name == "sft" and not s.data.response_column:
+        yield "algorithm.name data.response_column", "needs data.response_column, which names what is to be imitated"
     if algorithm.functions_path and ":" not in algorithm.advantage + algorithm.loss:
         yield (
             "algorithm.functions_path algorithm.advantage algorithm.loss",

@@ -185,7 +185,7 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    assert preset_names() == ["gsm8k", "service", "smollm2", "smollm2-hard", "tiny"]
+    assert preset_names() == ["gsm8k", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
         assert resolve(name, [], data, {}).settings.run.name == name
@@ -213,7 +213,8 @@ def test_an_algorithm_sets_what_the_user_does_not(tmp_path: Path):
 
 def test_every_algorithm_resolves():
     for name in get_args(Algorithm):
-        assert with_set(f"algorithm.name={name}").settings.algorithm.name == name
+        given = ["data.source=jsonl", "data.path=x", "data.response_column=a"] if name == "sft" else []
+        assert with_set(f"algorithm.name={name}", *given).settings.algorithm.name == name
     assert "algorithm.name must be one of" in error_of("algorithm.name=grop")
 
 
@@ -409,6 +410,20 @@ def test_out_of_range(argument: str, message: str):
         (
             ["algorithm.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
             'algorithm.loss = "mine:loss" needs trainer.engine "torch", which alone computes with it',
+        ),
+        (["algorithm.name=sft"], 'algorithm.name = "sft" needs data.response_column'),
+        (["data.response_column=answer"], 'data.response_column = "answer" needs data.source "jsonl" or "hf"'),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer"],
+            'data.response_column = "answer" needs algorithm.rl_coef 0: what is given was not sampled',
+        ),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=rft"],
+            'data.response_column = "answer" needs pipeline.group_size 1',
+        ),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=distill"],
+            'data.response_column = "answer" needs algorithm.kl_estimator "k3"',
         ),
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),

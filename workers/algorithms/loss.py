@@ -53,6 +53,7 @@ class Objective:
 
     loss: a PolicyLoss, or the name of ``own_loss``.
     max_length: tokens that a response can have, by which "fixed_length" divides.
+    given: nobody sampled the responses, so the rollout's logprobs are none.
     """
 
     advantage: str = "group_std"
@@ -69,6 +70,7 @@ class Objective:
     ce_above: float = -math.inf
     kl_estimator: KlEstimator = "k3"
     max_length: int = 0
+    given: bool = False
     own_loss: OwnLoss | None = None
 
     def __post_init__(self) -> None:
@@ -320,15 +322,18 @@ class LossMetrics:
         names = [f.name for f in fields(LossMetrics) if f.name != "mismatch_max"]
         return LossMetrics(**dict(zip(names, sums, strict=True)), mismatch_max=largest[0])
 
-    def means(self) -> dict[str, float]:
+    def means(self, *, given: bool = False) -> dict[str, float]:
         """Per-token means under the names that metrics.jsonl uses; what nothing was computed of is not there.
 
         entropy is a mean over all tokens, the others over ``computed_tokens``: those of rows with a gradient.
+        given: nobody sampled the responses, so there is no rollout to compare with.
         """
-        means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens else {}
+        means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens and not given else {}
         means["computed_tokens"] = tokens = self.tokens
         if not tokens:
             return means
+        if given:
+            return means | {"kl": self.kl / tokens}
         return means | {
             "clip_fraction_low": self.clipped_low / tokens,
             "clip_fraction_high": self.clipped_high / tokens,

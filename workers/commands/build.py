@@ -31,6 +31,7 @@ from transport.rows.run_rows import open_rows
 from transport.tensors.base import Endpoint, TimeLimit, parse_ports
 from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
+from workers.generation.given import GivenResponses
 from workers.generation.worker import ForcedLengths
 from workers.leases.lifecycle import Worker, WorkerFactory
 
@@ -139,6 +140,11 @@ async def generation_worker(
         from workers.models import stop_token_ids
 
         stop = stop_token_ids(model_dir)
+    given: GivenResponses | None = None
+    if settings.data.response_column:
+        given = await asyncio.to_thread(
+            GivenResponses.of, model_dir, settings.data, max_tokens=settings.sampling.max_new_tokens
+        )
     return GenerationWorker(
         broker,
         engine,
@@ -149,6 +155,7 @@ async def generation_worker(
         rows=open_rows(broker, settings, secret=secret),
         stop_token_ids=stop,
         lengths=lengths,
+        given=given,
         relay=relay,
     )
 

@@ -322,6 +322,11 @@ def digit_share(prompt: str, response: str, entry: Entry) -> dict[str, float]:
     return {"reward": share, "empty": float(not response)}
 
 
+def unrewarded(prompt: str, response: str, entry: Entry) -> float:
+    """0 for every response: for data without answers, where nothing looks at rewards ("sft", "distill")."""
+    return 0.0
+
+
 # --- the child process ------------------------------------------------------------------------------------------------
 
 

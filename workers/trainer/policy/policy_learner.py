@@ -222,11 +222,12 @@ def _beside_compute(device: torch.device) -> Iterator[None]:
 
 def objective_of(settings: Settings, own_loss: OwnLoss | None = None) -> Objective:
     """Of a run. own_loss: what its setting names, where it is a function of the user's."""
-    named = {one.name for one in fields(Objective)} - {"max_length", "own_loss"}
+    named = {one.name for one in fields(Objective)} - {"max_length", "given", "own_loss"}
     chosen = {name: getattr(settings.algorithm, name) for name in named}
     if not settings.algorithm.selects_by_reward:
         chosen["ce_above"] = -math.inf  # rows need no reward
-    return Objective(**chosen, max_length=settings.sampling.max_new_tokens, own_loss=own_loss)
+    given = bool(settings.data.response_column)
+    return Objective(**chosen, max_length=settings.sampling.max_new_tokens, given=given, own_loss=own_loss)
 
 
 class TrainStep:
@@ -393,7 +394,7 @@ class TrainStep:
             policy.refresh()
         policy.start_sum()
         self._metrics = LossMetrics()
-        means = metrics.means()
+        means = metrics.means(given=self._objective.given)
         if not self._objective.kl_coef:
             means.pop("kl", None)  # there is no reference
         return {
