@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,51 @@ class TrlReference:
             warnings.simplefilter("ignore")
             scored = self.trainer._generate_and_score_completions([{"prompt": "1 + 1"} for _ in self._rewards])
         return scored["advantages"].numpy().reshape(rewards.shape)
+
+    def leave_one_out(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same by its trainer of RLOO."""
+        from trl.trainer.rloo_trainer import RLOOTrainer
+
+        self._rewards = rewards.reshape(-1).tolist()
+        self.trainer.reward_clip_range, self.trainer.normalize_advantages, self.trainer.beta = None, False, 0.0
+        self.trainer.use_vllm = self.trainer.vllm_importance_sampling_correction = False  # ``loss`` may have set it
+        ours = self.trainer._generate
+
+        def generate(prompts: list[str]) -> tuple[Any, Any, Any]:
+            prompt_ids, completion_ids, _, completions, *_ = ours(prompts)  # that of GRPO says more
+            return prompt_ids, completion_ids, completions
+
+        self.trainer._generate = generate
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                asked = [{"prompt": "1 + 1"} for _ in self._rewards]
+                scored = RLOOTrainer._generate_and_score_completions(self.trainer, asked)
+        finally:
+            self.trainer._generate = ours
+        return scored["advantages"].numpy().reshape(rewards.shape)
+
+    def distillation(self, padded: PaddedGroups, *, temperature: float = 1.0) -> Tensor:
+        """TRL's on-policy distillation of sampled tokens to ``reference_logprobs``, without its weights by position."""
+        from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
+
+        model = self.trainer.model
+        ids = torch.cat([padded.prompt_ids, padded.completion_ids], dim=1)
+        mask = torch.cat([padded.prompt_mask, padded.completion_mask], dim=1)
+        width = padded.completion_ids.shape[1]
+        # as ``_compute_loss`` calls the model: without positions, so that left pads shift them in both
+        logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=width + 1, use_cache=False).logits[:, :-1]
+        settings = SimpleNamespace(
+            model=model,
+            temperature=temperature,
+            iw_opd_gamma=0.0,
+            iw_opd_epsilon=1e-8,
+            _metrics=defaultdict(lambda: defaultdict(list)),
+        )
+        labels = torch.where(padded.loss_mask.bool(), padded.completion_ids, -100)
+        return IWOPDTrainer._compute_iw_opd_loss(
+            settings, logits, padded.completion_ids, labels, padded.reference_logprobs
+        )
 
     def loss(self, padded: PaddedGroups, objective: Objective) -> Tensor:
         """TRL's loss of the whole batch, with gradients to its model. Equal objectives, TRL's names for them."""

@@ -33,6 +33,7 @@ from transport.process.programs import add_version, configure_logs, ending_signa
 from transport.process.secret import BROKER_PASSWORD, ENGINE_KEY, SHARED_SECRET, read_secret
 from transport.tensors.base import parse_ports
 from workers.errors import (
+    AlgorithmError,
     EvaluationError,
     ModelError,
     ModelMismatchError,
@@ -58,7 +59,15 @@ EXIT_SIGNALLED = 143
 
 BAD_CONFIG = (
     *MISTAKES,
-    *(EvaluationError, ModelError, ModelMismatchError, ResumeMismatchError, RewardSetupError, RunFilesError),
+    *(
+        AlgorithmError,
+        EvaluationError,
+        ModelError,
+        ModelMismatchError,
+        ResumeMismatchError,
+        RewardSetupError,
+        RunFilesError,
+    ),
 )
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
@@ -114,6 +123,9 @@ UserReward = Annotated[
     str, typer.Option(help="module:function, or code, that this machine allows as reward; the run's must be the same")
 ]
 RewardPath = Annotated[str, typer.Option(help="directory that the reward is imported from  [only what is installed]")]
+FunctionsPath = Annotated[
+    str, typer.Option(help="directory that a loss or an advantage is imported from  [only what is installed]")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="allow code that comes with the model to run on this machine")
 ]
@@ -245,7 +257,15 @@ def generate(
 @app.command()
 @with_options(Joining, Gpus)
 def score(
-    joining: Joining, gpus: Gpus, index: Index = "0", reward: UserReward = "", reward_path: RewardPath = ""
+    joining: Joining,
+    gpus: Gpus,
+    index: Index = "0",
+    reward: UserReward = "",
+    reward_path: RewardPath = "",
+    advantage: Annotated[
+        str, typer.Option(help="module:function this machine allows as advantage; the run's must be the same")
+    ] = "",
+    functions_path: FunctionsPath = "",
 ) -> None:
     """Score rollouts: rewards, reference logprobs, and the group's advantages once it is whole."""
     gpus.take()
@@ -253,7 +273,14 @@ def score(
     from workers.scoring.jail import hide_from_children
 
     hide_from_children()
-    make = partial(scoring_worker, reward=reward, reward_path=reward_path, secret=_shared_secret())
+    make = partial(
+        scoring_worker,
+        reward=reward,
+        reward_path=reward_path,
+        advantage=advantage,
+        functions_path=functions_path,
+        secret=_shared_secret(),
+    )
     joining.serve(WorkerKind.SCORE, _number(index), make)
 
 
@@ -272,6 +299,10 @@ def train(
     ] = "",
     ranks: Annotated[int, typer.Option(min=1, help="start so many ranks, from 0, each on a GPU of --gpus")] = 1,
     trust_remote_code: TrustRemoteCode = False,
+    loss: Annotated[
+        str, typer.Option(help="module:function this machine allows as loss; the run's must be the same")
+    ] = "",
+    functions_path: FunctionsPath = "",
 ) -> None:
     """Train on the stream of rounds, publish each version of the weights, save checkpoints.
 
@@ -288,6 +319,8 @@ def train(
         run_dir=joining.home,
         rank=rank,
         trust_remote_code=trust_remote_code,
+        loss=loss,
+        functions_path=functions_path,
         own_address=joining.address,
         secret=_shared_secret(),
     )

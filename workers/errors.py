@@ -4,6 +4,7 @@ FatalError (transport.errors)
 ├── ModelError            a model directory is missing, broken or of an unsupported kind: the message says what to do
 ├── ModelMismatchError    a worker's model is not the one of the run that it would join: its token ids are other words
 ├── RewardSetupError      the run's reward cannot be built, or this worker's command line does not allow it
+├── AlgorithmError        a loss or an advantage of the user's is none, or this worker's command line does not allow it
 ├── CheckpointError       a checkpoint cannot be written (full disk) or does not fit; the ones before are untouched
 ├── ResumeMismatchError   a checkpoint is of another model, data set or group size than the run that found it
 ├── RunFilesError         what a command reads of a run's directory is not there: configuration, problems, checkpoint
@@ -47,6 +48,9 @@ class ModelMismatchError(FatalError): ...
 
 
 class RewardSetupError(FatalError): ...
+
+
+class AlgorithmError(FatalError): ...
 
 
 class CheckpointError(FatalError):

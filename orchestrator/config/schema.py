@@ -259,11 +259,7 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             'must be 0 (off) or above 1 + algorithm.clip_high with algorithm.old_logprobs "rollout", or it caps what '
             "the clip is there to stop",
         )
-    if s.algorithm.advantage == "batch_std" and s.algorithm.kl_coef:
-        yield (
-            "algorithm.kl_coef algorithm.advantage",
-            'must be 0 with algorithm.advantage "batch_std", which divides the whole gradient by the deviation',
-        )
+    yield from _broken_by_streams(s)
     if s.trainer.micro_batch_tokens < s.sampling.max_new_tokens:
         yield (
             "trainer.micro_batch_tokens sampling.max_new_tokens",
@@ -414,6 +410,72 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "liveness.stall_s liveness.lease_s pipeline.rollout_timeout_s",
             "must be above liveness.lease_s and pipeline.rollout_timeout_s, or the run gives up before it has retried",
         )
+
+
+NOT_BESIDE_BATCH_STD = (
+    'must be 0 with algorithm.advantage "batch_std", which divides the whole gradient by the deviation'
+)
+
+
+def _broken_by_streams(s: Settings) -> Iterator[tuple[str, str]]:
+    """Rules of what the loss is a sum of."""
+    algorithm = s.algorithm
+    if algorithm.advantage == "batch_std" and algorithm.kl_coef:
+        yield "algorithm.kl_coef algorithm.advantage", NOT_BESIDE_BATCH_STD
+    if algorithm.advantage == "batch_std" and algorithm.ce_coef:
+        yield "algorithm.ce_coef algorithm.advantage", NOT_BESIDE_BATCH_STD
+    if not (algorithm.rl_coef or algorithm.ce_coef or algorithm.kl_coef):
+        yield (
+            "algorithm.rl_coef algorithm.ce_coef algorithm.kl_coef",
+            "must be above 0 where algorithm.ce_coef and algorithm.kl_coef are 0, or nothing is trained",
+        )
+    if algorithm.ce_above != Settings().algorithm.ce_above and not algorithm.ce_coef:
+        yield "algorithm.ce_above algorithm.ce_coef", "needs algorithm.ce_coef above 0: nothing is imitated"
+    if algorithm.teacher and not algorithm.kl_coef:
+        yield "algorithm.teacher algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
+    if algorithm.kl_estimator != "k3" and not algorithm.kl_coef:
+        yield "algorithm.kl_estimator algorithm.kl_coef", "needs algorithm.kl_coef above 0, its factor in the loss"
+    if s.pipeline.drop_no_signal and not algorithm.rl_coef:
+        yield (
+            "pipeline.drop_no_signal algorithm.rl_coef",
+            "must be false with algorithm.rl_coef 0, which trains groups whose rewards agree, too",
+        )
+    if s.pipeline.group_size < 2 and algorithm.rl_coef:
+        yield (
+            "pipeline.group_size algorithm.rl_coef",
+            "must be 2 or more where algorithm.rl_coef is above 0: advantages are relative to the group",
+        )
+    if s.data.response_column and s.data.source == "reasoning_gym":
+        yield "data.response_column data.source", 'needs data.source "jsonl" or "hf", whose rows have columns'
+    if s.data.response_column and algorithm.rl_coef:
+        yield (
+            "data.response_column algorithm.rl_coef",
+            'needs algorithm.rl_coef 0: what is given was not sampled by the policy; algorithm.name = "sft" sets it',
+        )
+    if s.data.response_column and algorithm.kl_estimator != "k3":
+        yield (
+            "data.response_column algorithm.kl_estimator",
+            'needs algorithm.kl_estimator "k3": the other holds of what the policy samples',
+        )
+    if s.data.response_column and s.pipeline.group_size != 1:
+        yield (
+            "data.response_column pipeline.group_size",
+            'needs pipeline.group_size 1: a row gives one response; algorithm.name = "sft" sets it',
+        )
+    if s.data.response_column and (s.generation.lengths or s.trainer.engine == "none"):
+        yield (
+            "data.response_column generation.lengths trainer.engine",
+            "needs a trainer, and no forced lengths: given responses have their own",
+        )
+    if algorithm.name == "sft" and not s.data.response_column:
+        yield "algorithm.name data.response_column", "needs data.response_column, which names what is to be imitated"
+    if algorithm.functions_path and ":" not in algorithm.advantage + algorithm.loss:
+        yield (
+            "algorithm.functions_path algorithm.advantage algorithm.loss",
+            "needs a module:function as algorithm.advantage or algorithm.loss",
+        )
+    if ":" in algorithm.loss and s.trainer.engine != "torch":
+        yield "algorithm.loss trainer.engine", 'needs trainer.engine "torch", which alone computes with it'
 
 
 def _broken_by_layout(s: Settings) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,7 @@ from orchestrator.http import check_listening, open_listener, run_key, serve_htt
 from orchestrator.journal import Journal, is_new, newest_epoch, read_records, sole_writer
 from orchestrator.launch.checks import FIRST_ANSWER_S, check_inputs, prepare_model
 from orchestrator.launch.console import RunConsole
-from orchestrator.launch.processes import reward_arguments
+from orchestrator.launch.processes import score_arguments, train_arguments
 from orchestrator.loop.decide import Decider, Trimmer, recover_state
 from orchestrator.loop.execute import Executor, Issued, Planner
 from orchestrator.loop.intake import (
@@ -201,8 +201,8 @@ async def _alone(resolved: Resolved, *, resume: bool, reopen: bool, model_dir: P
 
 def join_commands(settings: Settings) -> list[str]:
     """What to type, here, for each kind of worker that the run needs."""
-    score = ["score", *reward_arguments(settings.scoring)]
-    kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, ["train"]]
+    score, train = ["score", *score_arguments(settings)], ["train", *train_arguments(settings)]
+    kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, train]
     where = ["--broker", without_password(settings.broker.url)[0], "--run", settings.run.name]
     return [command("streamrl-worker", *kind, *where) for kind in kinds]
 

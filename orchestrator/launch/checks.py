@@ -147,6 +147,8 @@ def check_workers_inputs(settings: Settings) -> None:
     scoring, generation = settings.scoring, settings.generation
     if scoring.reward_path and not Path(scoring.reward_path).is_dir():
         raise DataError(f"scoring.reward_path: there is no directory {scoring.reward_path}")
+    if (path := settings.algorithm.functions_path) and not Path(path).is_dir():
+        raise DataError(f"algorithm.functions_path: there is no directory {path}")
     if generation.lengths:
         try:
             read_lengths(Path(generation.lengths))
@@ -161,7 +163,10 @@ async def check_workers(settings: Settings, problems: Sequence[Problem]) -> None
     """
     scoring, generation = settings.scoring, settings.generation
     devices = (settings.trainer.device, generation.device)
-    if not (scoring.reward or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)):
+    own = any(":" in name for name in (settings.algorithm.advantage, settings.algorithm.loss))
+    if not (
+        scoring.reward or own or generation.engine in SERVER_ENGINES or any(name.startswith("cuda") for name in devices)
+    ):
         return
     asked = [public(settings), trial_rows(problems, scoring)]
     process = await asyncio.create_subprocess_exec(

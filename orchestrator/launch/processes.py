@@ -27,7 +27,7 @@ from transport.broker import keys
 from transport.broker.base import Broker
 from transport.broker.events import read_statuses
 from transport.contracts.messages import STARTING
-from transport.contracts.settings import LivenessSettings, ScoringSettings, Settings
+from transport.contracts.settings import LivenessSettings, Settings
 from transport.contracts.types import WorkerId, WorkerKind
 from transport.errors import TransientError
 from transport.process.clock import Clock, MonotonicClock
@@ -101,8 +101,10 @@ class LocalFleet:
             weights_dir = self.settings.service.weights_dir
             return ["--weights-dir", weights_dir] if weights_dir else []
         if kind is WorkerKind.SCORE:
-            return reward_arguments(self.settings.scoring)
+            return score_arguments(self.settings)
         arguments = ["--trust-remote-code"] if self.settings.model.trust_remote_code else []
+        if kind is WorkerKind.TRAIN:
+            arguments += train_arguments(self.settings)
         if kind is WorkerKind.GENERATE:
             engine = self.settings.generation
             server = {
@@ -118,10 +120,22 @@ class LocalFleet:
         return [*joined, "--run-dir", str(self.run_dir), "--model-dir", str(self.model_dir)]
 
 
-def reward_arguments(scoring: ScoringSettings) -> list[str]:
-    """What allows a scoring worker the user's reward: its name, and the directory that it lies in."""
+def score_arguments(settings: Settings) -> list[str]:
+    """What allows a scoring worker the user's functions: their names, and the directories that they lie in."""
+    scoring, algorithm = settings.scoring, settings.algorithm
     path = ["--reward-path", scoring.reward_path] if scoring.reward_path else []
-    return ["--reward", scoring.reward, *path] if scoring.reward else []
+    reward = ["--reward", scoring.reward, *path] if scoring.reward else []
+    return reward + _function_arguments("--advantage", algorithm.advantage, algorithm.functions_path)
+
+
+def train_arguments(settings: Settings) -> list[str]:
+    """The same of a trainer."""
+    return _function_arguments("--loss", settings.algorithm.loss, settings.algorithm.functions_path)
+
+
+def _function_arguments(option: str, name: str, path: str) -> list[str]:
+    """None for one of ours, which has no colon."""
+    return [option, name, *(["--functions-path", path] if path else [])] if ":" in name else []
 
 
 # -- their life

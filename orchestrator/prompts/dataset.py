@@ -267,6 +267,10 @@ def _read(data: DataSettings, section: str = "data") -> Iterator[Problem]:
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: column {prompt_column!r} must be text that is not empty, or a list of messages")
         answer = _column(row, data.answer_column, "data.answer_column", where) if data.answer_column else None
+        if data.response_column and section == "data":
+            response = _column(row, data.response_column, "data.response_column", where)
+            if not isinstance(response, str) or not response:
+                raise DataError(f"{where}: column {data.response_column!r} must be text that is not empty")
         others = {key: value for key, value in row.items() if key not in (prompt_column, data.answer_column)}
         yield _problem(f"{name}/{number}", text, answer, others, data, messages)
         count += 1

@@ -113,7 +113,7 @@ class RenewalCounter(MemoryBroker):
 class World:
     """One worker on one in-memory broker, and what a test does to it."""
 
-    def __init__(self, capacity, lengths=None, relay=None):
+    def __init__(self, capacity, lengths=None, relay=None, given=None):
         self.broker = RenewalCounter(MemoryServer(), RunName("test"))
         self.engine = FakeEngine(capacity)
         self.puller = FakePuller()
@@ -127,13 +127,16 @@ class World:
             stop_token_ids=(2, 4),
             lengths=lengths,
             relay=relay,
+            given=given,
         )
         self._cursor, self._unread = ZERO_ID, []
         self._plans = 0
 
-    async def plan(self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None, sampling=None):
+    async def plan(
+        self, slot, *, samples=(0, 1), attempt=0, prompt=True, priority=1.0, group=None, sampling=None, entry=b""
+    ):
         group = group or group_id(3, slot)
-        columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT)}
+        columns = {Column.PROMPT_IDS: encode_array(Column.PROMPT_IDS, PROMPT), Column.TASK_ENTRY: entry}
         if prompt and attempt == 0:
             await self.broker.commit(Commit(groups=[GroupWrite(group_id=group, size=2, columns=columns)]))
         plan = GroupPlan(
@@ -199,8 +202,8 @@ class World:
 
 
 @asynccontextmanager
-async def running(capacity=4, lengths=None, relay=None):
-    world = World(capacity, lengths, relay)
+async def running(capacity=4, lengths=None, relay=None, given=None):
+    world = World(capacity, lengths, relay, given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "REPORT_S", 0.01)
         task = asyncio.create_task(world.worker.run())

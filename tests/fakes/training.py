@@ -38,6 +38,7 @@ def make_groups(
             loss_mask=mask if masked else None,
             reference_logprobs=logprobs(tokens) if all_columns else None,
             old_logprobs=logprobs(tokens) if all_columns else None,
+            reward=float(index % 2),
         )
 
     return [

@@ -38,6 +38,8 @@ def settings_for(
     reward: str = "",
     *,
     kl_coef: float = 0.0,
+    teacher: str = "",
+    advantage: str = "group_std",
     timeout_s: float = 5.0,
     attempts: int = 3,
     jail: Literal["auto", "off"] = "auto",
@@ -48,7 +50,7 @@ def settings_for(
         scoring=ScoringSettings(
             reward=reward, timeout_s=timeout_s, max_deliveries=attempts, lease_s=60.0, jail=jail, offload=offload
         ),
-        algorithm=AlgorithmSettings(kl_coef=kl_coef),
+        algorithm=AlgorithmSettings(kl_coef=kl_coef, teacher=teacher, advantage=advantage),
         sampling=SamplingSettings(temperature=0.7),
         trainer=TrainerSettings(dtype="float32"),
         pipeline=PipelineSettings(group_size=3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ from transport.contracts.types import (
 from transport.rows.columns import RowStore, decode_array, decode_scalar
 from workers.__main__ import exit_code
 from workers.algorithms.advantage import group_advantages
-from workers.errors import RewardSetupError
+from workers.errors import AlgorithmError, ModelError, RewardSetupError
 from workers.models import prepare_model
 from workers.scoring.worker import ScoringWorker
 
@@ -102,7 +103,13 @@ async def started(*workers: ScoringWorker) -> None:
 
 
 def worker_for(
-    broker: Broker, settings: Settings, model_dir: Path, clock: ManualClock, *, index: int = 0
+    broker: Broker,
+    settings: Settings,
+    model_dir: Path,
+    clock: ManualClock,
+    *,
+    index: int = 0,
+    allowed_advantage: str = "",
 ) -> ScoringWorker:
     return ScoringWorker(
         broker,
@@ -112,6 +119,7 @@ def worker_for(
         clock=clock,
         allowed_reward=settings.scoring.reward,
         reward_path=ROOT,
+        allowed_advantage=allowed_advantage,
     )
 
 
@@ -219,6 +227,66 @@ async def test_reference_logprobs_are_those_of_a_full_forward(
         expected = (logits / 0.7).log_softmax(-1)[range(len(response)), response].numpy()
         found = decode_array(Column.REFERENCE_LOGPROBS, row[Column.REFERENCE_LOGPROBS])
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_advantage_of_the_users_is_what_a_group_gets(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize
+) -> None:
+    """Also of a group whose rewards agree, which has no signal for ours."""
+    own = "tests.fakes.algorithms:best_only"
+    settings = settings_for("tests.fakes.rewards:length", advantage=own)
+    await admit(broker, {})
+    await generate(broker, *[tokenize("ab")] * 3)
+    worker = worker_for(broker, settings, model_dir, clock, allowed_advantage=own)
+    async with running(worker):
+        _, event = await next_event(broker)
+    assert isinstance(event, GroupScored)
+    assert event.signal
+    (row,) = await broker.read_rows([row_id(GROUP, 0)], [Column.ADVANTAGE])
+    assert decode_scalar(Column.ADVANTAGE, row[Column.ADVANTAGE]) == 1.0
+    with pytest.raises(AlgorithmError, match="start it with --advantage"):
+        worker_for(broker, settings, model_dir, clock)
+
+
+async def test_a_teacher_says_how_likely_each_token_is(
+    broker: Broker, model_dir: Path, clock: ManualClock, tokenize, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(model_dir, teacher)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.save_pretrained(teacher)
+    settings = settings_for("tests.fakes.rewards:length", kl_coef=0.1, teacher=str(teacher))
+    await admit(broker, {}, reference=True)
+    responses = [tokenize(text) for text in ("one", "two", "three")]
+    await generate(broker, *responses)
+    async with running(worker_for(broker, settings, model_dir, clock)):
+        await next_event(broker)
+    (row,) = await broker.read_rows([row_id(GROUP, 0)], [Column.REFERENCE_LOGPROBS])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *responses[0]]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / 0.7).log_softmax(-1)[range(len(responses[0])), responses[0]].numpy()
+    found = decode_array(Column.REFERENCE_LOGPROBS, row[Column.REFERENCE_LOGPROBS])
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_teacher_of_another_vocabulary_is_refused_by_name(
+    broker: Broker, model_dir: Path, clock: ManualClock, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "foreign"
+    shutil.copytree(model_dir, teacher)
+    words = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (teacher / "tokenizer.json").write_text(json.dumps(words))
+    settings = settings_for("tests.fakes.rewards:length", kl_coef=0.1, teacher=str(teacher))
+    with pytest.raises(ModelError, match=r"algorithm\.teacher = .*foreign.* has another vocabulary than model\.path"):
+        await worker_for(broker, settings, model_dir, clock).run()
 
 
 async def test_a_dropped_group_is_acknowledged_and_forgotten(

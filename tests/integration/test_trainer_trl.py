@@ -53,13 +53,18 @@ def test_advantages_equal(reference: TrlReference) -> None:
 
 
 OF_TOKENS = [Objective(aggregation=one, clip_high=0.28) for one in ("token_mean", "sequence_mean")]
-NAMED = [objective_of(resolve(None, [], [f"algorithm.name={name}"], {}).settings) for name in get_args(Algorithm)]
+NAMED = [
+    objective_of(resolve(None, [], [f"algorithm.name={name}"], {}).settings)
+    for name in get_args(Algorithm)
+    if name != "sft"  # it needs data of its own; the loss is that of rft
+]
+OF_REWARDS = [objective for objective in NAMED if objective.rl_coef]
 MASKED = Objective(old_logprobs="recomputed", importance="mask", importance_cap=1.2)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recomputed"])
-@pytest.mark.parametrize("objective", [*OF_TOKENS, *NAMED, MASKED], ids=repr)
+@pytest.mark.parametrize("objective", [*OF_TOKENS, *OF_REWARDS, MASKED], ids=repr)
 def test_loss_and_gradient_equal(
     reference: TrlReference, model_dir: Path, objective: Objective, old_logprobs: OldLogprobs, kl_coef: float
 ) -> None:
@@ -79,6 +84,29 @@ def test_loss_and_gradient_equal(
     )
     ours = policy.backward([batch], objective).loss / scale
     theirs = reference.loss(pad_groups(groups), objective)
+    assert ours == pytest.approx(theirs.item(), abs=1e-6)
+    reference.trainer.model.zero_grad()
+    theirs.backward()
+    expected = nn.utils.parameters_to_vector(p.grad for p in reference.trainer.model.parameters())
+    assert ((policy.gradient / scale - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_leave_one_out_equals(reference: TrlReference) -> None:
+    rewards = np.random.default_rng(0).random((6, 8)).astype(np.float32)
+    ours = np.stack([group_advantages(group, "rloo") for group in rewards])
+    assert np.abs(ours - reference.leave_one_out(rewards)).max() <= 1e-6
+
+
+def test_distillation_equals(reference: TrlReference, model_dir: Path) -> None:
+    groups = make_groups(all_columns=True, masked=True)
+    groups = [replace(g, samples=[replace(s, old_logprobs=None) for s in g.samples]) for g in groups]
+    distill = next(objective for objective in NAMED if objective.kl_estimator == "reverse")
+    objective = replace(distill, importance_cap=0.0)  # TRL corrects nothing there
+    policy = PolicyModel(load_module(model_dir, device=torch.device("cpu")), dtype=torch.float32, temperature=1.0)
+    batch = pack(groups, objective.aggregation)
+    scale = normaliser(objective, num_rows=len(batch.row_ids), num_tokens=sum(batch.row_lengths))
+    ours = policy.backward([batch], objective).loss / scale
+    theirs = reference.distillation(pad_groups(groups))
     assert ours == pytest.approx(theirs.item(), abs=1e-6)
     reference.trainer.model.zero_grad()
     theirs.backward()

@@ -185,7 +185,7 @@ def test_a_params_table_in_a_file_is_one_value(tmp_path: Path):
 
 
 def test_every_preset_resolves():
-    assert preset_names() == ["code", "gsm8k", "service", "smollm2", "smollm2-hard", "tiny"]
+    assert preset_names() == ["code", "gsm8k", "service", "sft", "smollm2", "smollm2-hard", "tiny"]
     for name in preset_names():
         data = ["data.path=rows.jsonl"] if name == "gsm8k" else []
         assert resolve(name, [], data, {}).settings.run.name == name
@@ -213,7 +213,8 @@ def test_an_algorithm_sets_what_the_user_does_not(tmp_path: Path):
 
 def test_every_algorithm_resolves():
     for name in get_args(Algorithm):
-        assert with_set(f"algorithm.name={name}").settings.algorithm.name == name
+        given = ["data.source=jsonl", "data.path=x", "data.response_column=a"] if name == "sft" else []
+        assert with_set(f"algorithm.name={name}", *given).settings.algorithm.name == name
     assert "algorithm.name must be one of" in error_of("algorithm.name=grop")
 
 
@@ -304,7 +305,7 @@ def test_missing_file_and_preset(tmp_path: Path):
     ("argument", "message"),
     [
         ("trainer.lr=fast", 'trainer.lr must be a number in (0, 1], not "fast"'),
-        ("pipeline.group_size=true", "pipeline.group_size must be a whole number >= 2, not true"),
+        ("pipeline.group_size=true", "pipeline.group_size must be a whole number >= 1, not true"),
         ("run.batches=1.5", "run.batches must be a whole number >= 1, not 1.5"),
         ("liveness.lease_s=soon", 'liveness.lease_s must be a number > 0 (seconds), not "soon"'),
         ("broker.max_retained_bytes=2GB", 'must be a whole number >= 1000000 (bytes), not "2GB"'),
@@ -338,7 +339,7 @@ def test_wrong_type_in_a_file_names_the_line(tmp_path: Path):
         ("sampling.temperature=inf", "must be a number > 0, not inf"),
         ("trainer.betas=[0.9, nan]", "each a number in [0, 1), not [0.9, nan]"),
         ("pipeline.max_staleness=-1", "must be a whole number in [0, 16], not -1"),
-        ("pipeline.group_size=1", "must be a whole number >= 2, not 1"),
+        ("pipeline.group_size=0", "must be a whole number >= 1, not 0"),
         ("algorithm.kl_coef=-0.1", "must be a number >= 0, not -0.1"),
         ("generation.slots=0", "must be a whole number >= 1, not 0"),
         ("generation.threads=0", "must be a whole number >= 1, not 0"),
@@ -386,6 +387,44 @@ def test_out_of_range(argument: str, message: str):
         (["trainer.parallel.buckets=[8, 16]"], "buckets = [8, 16] must reach beyond sampling.max_new_tokens"),
         (["trainer.lora.rank=8", "trainer.engine=none"], 'trainer.lora.rank = 8 needs trainer.engine "torch"'),
         (["trainer.lora.rank=8", "trainer.lora.targets=[]"], "trainer.lora.targets = [] must name layers"),
+        (["pipeline.group_size=1"], "pipeline.group_size = 1 must be 2 or more where algorithm.rl_coef is above 0"),
+        (
+            ["algorithm.rl_coef=0"],
+            "algorithm.rl_coef = 0.0 must be above 0 where algorithm.ce_coef and algorithm.kl_coef",
+        ),
+        (["algorithm.ce_above=0.5"], "algorithm.ce_above = 0.5 needs algorithm.ce_coef above 0"),
+        (["algorithm.teacher=random:qwen3-tiny"], 'algorithm.teacher = "random:qwen3-tiny" needs algorithm.kl_coef'),
+        (["algorithm.kl_estimator=reverse"], 'algorithm.kl_estimator = "reverse" needs algorithm.kl_coef above 0'),
+        (
+            ["algorithm.name=reinforce_pp", "algorithm.ce_coef=1"],
+            "algorithm.ce_coef = 1.0 must be 0 with algorithm.adv",
+        ),
+        (
+            ["algorithm.name=distill", "pipeline.drop_no_signal=true"],
+            "pipeline.drop_no_signal = true must be false with algorithm.rl_coef 0",
+        ),
+        (
+            ["algorithm.functions_path=mine"],
+            'algorithm.functions_path = "mine" needs a module:function as algorithm.adv',
+        ),
+        (
+            ["algorithm.loss=mine:loss", "trainer.engine=emulated", "generation.engine=emulated"],
+            'algorithm.loss = "mine:loss" needs trainer.engine "torch", which alone computes with it',
+        ),
+        (["algorithm.name=sft"], 'algorithm.name = "sft" needs data.response_column'),
+        (["data.response_column=answer"], 'data.response_column = "answer" needs data.source "jsonl" or "hf"'),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer"],
+            'data.response_column = "answer" needs algorithm.rl_coef 0: what is given was not sampled',
+        ),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=rft"],
+            'data.response_column = "answer" needs pipeline.group_size 1',
+        ),
+        (
+            ["data.source=jsonl", "data.path=x", "data.response_column=answer", "algorithm.name=distill"],
+            'data.response_column = "answer" needs algorithm.kl_estimator "k3"',
+        ),
         (["algorithm.importance_cap=1.2"], "algorithm.importance_cap = 1.2 must be 0 (off) or above 1 + algorithm"),
         (["trainer.micro_batch_tokens=16"], "must be at least sampling.max_new_tokens"),
         (["generation.max_context=32"], "must be 0 or above sampling.max_new_tokens"),

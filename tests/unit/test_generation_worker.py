@@ -16,9 +16,11 @@ from transport.contracts.messages import (
     WorkerReported,
     rollout_info_decoder,
 )
+from transport.contracts.settings import DataSettings
 from transport.contracts.types import Column, FinishReason, RowId, SamplingParams, evaluation_id, group_id
 from transport.rows.columns import decode_array
 from workers.errors import EngineCrashedError
+from workers.generation.given import GivenResponses
 from workers.generation.worker import ForcedLengths, group_seed
 
 
@@ -58,6 +60,53 @@ async def test_forced_lengths_are_limits_that_no_stop_token_ends():
         await world.plan(0, samples=(1,))
         (request,) = await world.engine.wait_submitted(1)
     assert (request.limits, request.limit(1), request.sampling.ignore_eos) == ((8,), 8, True)
+
+
+def given(**data: object) -> GivenResponses:
+    """With a token a character, and 2 as the end."""
+    settings = DataSettings(source="jsonl", response_column="response", **data)  # type: ignore[arg-type]
+    return GivenResponses(settings, lambda text: [ord(letter) - 90 for letter in text], 2, max_tokens=5)
+
+
+async def test_given_responses_are_written_and_the_engine_is_not_asked():
+    async with running(given=given()) as world:
+        entry_id = await world.plan(0, samples=(0,), entry=b'{"answer": "x", "metadata": {"response": "abc"}}')
+        (event,) = await world.events(1)
+        assert (event.row_id, event.response_tokens, event.finish_reason) == ("3/0/0", 4, FinishReason.STOP)
+        assert (event.oldest, event.newest) == (world.engine.weights, world.engine.weights)
+        (row,) = await world.broker.read_rows([RowId("3/0/0")], list(Column))
+        assert decode_array(Column.RESPONSE_IDS, row[Column.RESPONSE_IDS]).tolist() == [7, 8, 9, 2]
+        assert rollout_info_decoder.decode(row[Column.ROLLOUT_INFO]).prompt_tokens == len(PROMPT)
+        await world.until_acknowledged()
+        assert entry_id
+        assert world.engine.requests == []
+        await world.plan(1, samples=(0,), entry=b'{"metadata": {"response": "abcdefgh"}}')
+        (event,) = await world.events(1)
+        assert (event.response_tokens, event.finish_reason) == (5, FinishReason.LENGTH)
+
+
+async def test_held_out_problems_are_still_answered_by_the_engine():
+    async with running(given=given()) as world:
+        await world.plan(0, samples=(0,), group=evaluation_id(1, 0))
+        (request,) = await world.engine.wait_submitted(1)
+    assert request.key == ("eval1/0", 0)
+
+
+@pytest.mark.parametrize(
+    "entry", [b"", b"[]", b'{"metadata": {}}', b'{"metadata": {"response": 7}}', b'{"metadata": 1}']
+)
+async def test_a_row_without_its_response_fails_by_name(entry: bytes):
+    async with running(given=given()) as world:
+        await world.plan(0, samples=(0,), entry=entry)
+        (failed,) = await world.events(1)
+        assert (failed.samples, failed.retryable) == ((0,), True)
+        assert "response_column" in failed.reason or "not JSON" in failed.reason
+        await world.until_acknowledged()
+
+
+def test_the_answer_can_be_the_response():
+    answers = given(answer_column="response")
+    assert answers.text(b'{"answer": "12"}') == "12"
 
 
 async def test_seeds_differ_by_group_and_run_and_stay_the_same_otherwise():

@@ -106,6 +106,7 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     "workers": CONTRACTS,
     "workers/__main__.py": ("transport/*", "workers/*"),
     "workers/algorithms": (),
+    "workers/user_functions": ("workers", "workers/algorithms"),
     "workers/leases": (*CHANNELS, "workers"),
     "workers/weights": (*CHANNELS, "workers", "workers/leases"),
     "workers/generation": WORKER,
@@ -116,6 +117,7 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     "workers/scoring": (
         *WORKER,
         "workers/algorithms",
+        "workers/user_functions",
         "workers/trainer",
         "workers/trainer/policy",  # the reference model is computed as the trainer computes its own
     ),
@@ -124,6 +126,7 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
     "workers/commands": (
         *WORKER,
         "workers/algorithms",
+        "workers/user_functions",
         "workers/generation/*",
         "workers/scoring",
         "workers/storage",

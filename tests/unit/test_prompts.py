@@ -290,6 +290,19 @@ def test_the_gsm8k_example(model_dir: Path):
     assert all(json.loads(prompt.entry_json)["answer"].count("####") == 1 for prompt in batch.prompts)
 
 
+def test_given_responses_are_looked_for_before_the_run_and_not_among_held_out_problems(tmp_path: Path):
+    given = ["data.response_column=response", "algorithm.name=sft"]
+    rows = [{"prompt": f"{number}", "answer": "1", "response": "one"} for number in range(12)]
+    assert len(load_problems(of_rows(tmp_path, rows, *given, "eval.problems=1")).training) == 11
+    with pytest.raises(DataError, match=r"row 2: no column 'response'.*Set data\.response_column"):
+        load_problems(of_rows(tmp_path, [rows[0], {"prompt": "x", "answer": "1"}], *given))
+    with pytest.raises(DataError, match=r"row 1: column 'response' must be text that is not empty"):
+        load_problems(of_rows(tmp_path, [{"prompt": "x", "answer": "1", "response": ""}], *given))
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "y", "answer": "2"}')
+    asked = f"eval.path={tmp_path / 'asked.jsonl'}"
+    assert len(load_problems(of_rows(tmp_path, rows, *given, asked, "eval.problems=1")).held_out) == 1
+
+
 def test_no_answer_column_is_no_answer(tmp_path: Path):
     problems = load_problems(of_rows(tmp_path, [{"prompt": "x"}], "data.answer_column="))
     assert json.loads(problems.training[0].entry_json)["answer"] is None

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from transport.contracts.types import UpdateMode
+from transport.contracts.types import MAX_NUMBER, UpdateMode
 
 ParamValue = int | float | str | bool | list[int]
 LoggerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -39,6 +39,20 @@ Name = Annotated[
 Directory = Annotated[str, Meta(pattern=r"^.+\Z", description="a directory")]
 ModelPath = Annotated[
     str, Meta(pattern=r"^.+\Z", description="a directory, a hub name, package:<name> or random:<name>")
+]
+AdvantageName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(group_std|mean_only|rloo|batch_std|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        description='"group_std", "mean_only", "rloo", "batch_std", or module:function of yours',
+    ),
+]
+LossName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(ppo_clip|cispo|gspo|sequence_clip|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z",
+        description='"ppo_clip", "cispo", "gspo", "sequence_clip", or module:function of yours',
+    ),
 ]
 FunctionName = Annotated[
     str, Meta(pattern=r"^(|code|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", description='module:function, or "code"')
@@ -123,6 +137,7 @@ class DataSettings(Section, frozen=True, kw_only=True):
     revision: str = ""  # hf: branch, tag or commit of the data set on the hub; empty: its newest
     prompt_column: str = "prompt"  # jsonl, hf: column of the question
     answer_column: str = "answer"  # jsonl, hf: column handed to the reward
+    response_column: str = ""  # jsonl, hf: column of responses that are trained as they are; empty: they are sampled
     suffix: str = ""  # appended to every question
     system: str = ""  # system message, if any
     chat_template: bool = True  # wrap the question in the model's chat template (when it has one)
@@ -200,17 +215,17 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"]
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "sft", "rft", "distill"]
 
 
 class AlgorithmSettings(Section, frozen=True, kw_only=True):
     """The policy-gradient objective."""
 
     name: Algorithm = "grpo"  # what the others are where they are not set: see docs/algorithms.md
-    advantage: Literal["group_std", "mean_only", "rloo", "batch_std"] = (
+    advantage: AdvantageName = (
         "group_std"  # reward - mean of its group, divided by its deviation; - mean of the others; by the batch's
     )
-    loss: Literal["ppo_clip", "cispo", "gspo", "sequence_clip"] = "ppo_clip"  # ratio clipped: of tokens, or of rows
+    loss: LossName = "ppo_clip"  # ratio clipped: of tokens, or of rows
     clip_low: Share = 0.2  # the ratio new / old probability counts down to 1 - clip_low
     clip_high: Positive = 0.2  # the ratio counts up to 1 + clip_high; DAPO: 0.28
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = (
@@ -223,6 +238,17 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     overlong_penalty: NotNegative = 1.0  # factor of that fall: what the longest response loses of its reward
     mismatch_limit: NotNegative = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: off
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
+    functions_path: str = ""  # directory of a module:function in advantage or loss; empty: only what is installed
+    rl_coef: NotNegative = 1.0  # factor of the policy loss; 0: rewards train nothing
+    ce_coef: NotNegative = 0.0  # factor of the cross-entropy of responses, which are then imitated; 0: none are
+    ce_above: Annotated[float, Meta(ge=-MAX_NUMBER)] = -MAX_NUMBER  # responses with a reward above it are imitated
+    kl_estimator: Literal["k3", "reverse"] = "k3"  # of that KL: k3 as GRPO; reverse: its own gradient, to distill
+    teacher: str = ""  # model.path of the reference model, of the same vocabulary; empty: the base model
+
+    @property
+    def selects_by_reward(self) -> bool:
+        """Whether a response is imitated only for its reward."""
+        return self.ce_coef > 0 and self.ce_above > -MAX_NUMBER
 
 
 class ParallelSettings(Section, frozen=True, kw_only=True):
@@ -300,7 +326,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
     groups_per_batch: AtLeast1 = 8  # prompt groups of a batch; a batch trained is one version of the weights
-    group_size: Annotated[int, Meta(ge=2)] = 8  # samples of a prompt; advantages are relative to them
+    group_size: AtLeast1 = 8  # samples of a prompt; advantages are relative to them, so 1 only where none is trained
     max_staleness: Annotated[int, Meta(ge=0, le=16)] = 1  # versions a sample may lag: 0 synchronous, 1 asynchronous
     update: UpdateMode = UpdateMode.IN_FLIGHT  # workers take weights when all, or each, are idle, or between two steps
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md

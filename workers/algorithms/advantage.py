@@ -8,7 +8,9 @@ Legend: G = samples of one group (groups may differ in size).
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,6 +59,14 @@ def group_advantages(rewards_G: ArrayLike, kind: AdvantageKind = "group_std") ->
     elif kind == "rloo":
         centred = centred * rewards.size / (rewards.size - 1)
     return centred.astype(np.float32)
+
+
+def estimator(kind: str) -> Callable[[ArrayLike], NDArray[np.float32]]:
+    """``group_advantages`` of one kind. Raises ValueError for what is none."""
+    known = {one: partial(group_advantages, kind=one) for one in get_args(AdvantageKind)}
+    if kind not in known:
+        raise ValueError(f"there is no advantage {kind!r}")
+    return known[kind]
 
 
 def overlong_penalty(num_tokens_G: ArrayLike, *, max_tokens: int, share: float, penalty: float) -> NDArray[np.float32]:

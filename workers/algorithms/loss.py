@@ -10,6 +10,10 @@ Most terms are sums over tokens; a policy loss that looks at whole rows is one o
     cispo            each token               the weight stops growing, no token is lost  MiniMax-M1 (2506.13585)
     gspo             a row: mean of its logs  as ppo_clip                                 GSPO (2507.18071)
     sequence_clip    a row: sum of its logs   as ppo_clip                                 RLOO (2402.14740)
+    yours            as it likes              as it likes                                 ../user_functions
+
+The whole is three streams of tokens: rl_coef * policy loss + ce_coef * cross-entropy of what is to be imitated +
+kl_coef * KL to the reference model, which may be a teacher.
 
 Owns: the arithmetic on log-probabilities. Never: a model, padding, I/O.
 
@@ -23,20 +27,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.algorithms.advantage import STD_EPSILON, AdvantageKind
+from workers.algorithms.advantage import STD_EPSILON
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 OldLogprobs = Literal["rollout", "recomputed"]
 PolicyLoss = Literal["ppo_clip", "cispo", "gspo", "sequence_clip"]
 Importance = Literal["truncate", "mask"]
-BY_ROW: frozenset[PolicyLoss] = frozenset({"gspo", "sequence_clip"})
+KlEstimator = Literal["k3", "reverse"]
+Additive = Literal["tokens", "responses"]
+"""What a loss is a sum over: of each token by itself, or of all tokens of a row together."""
+BY_ROW = frozenset({"gspo", "sequence_clip"})
 """Those whose terms look at all tokens of a row."""
 
 
@@ -44,11 +51,13 @@ BY_ROW: frozenset[PolicyLoss] = frozenset({"gspo", "sequence_clip"})
 class Objective:
     """Which objective. Field meanings and defaults: transport.contracts.settings.AlgorithmSettings.
 
+    loss: a PolicyLoss, or the name of ``own_loss``.
     max_length: tokens that a response can have, by which "fixed_length" divides.
+    given: nobody sampled the responses, so the rollout's logprobs are none.
     """
 
-    advantage: AdvantageKind = "group_std"
-    loss: PolicyLoss = "ppo_clip"
+    advantage: str = "group_std"
+    loss: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
@@ -56,7 +65,13 @@ class Objective:
     importance: Importance = "truncate"
     aggregation: Aggregation = "token_mean"
     old_logprobs: OldLogprobs = "rollout"
+    rl_coef: float = 1.0
+    ce_coef: float = 0.0
+    ce_above: float = -math.inf
+    kl_estimator: KlEstimator = "k3"
     max_length: int = 0
+    given: bool = False
+    own_loss: OwnLoss | None = None
 
     def __post_init__(self) -> None:
         """Refuse combinations that mean nothing. Raises ValueError."""
@@ -66,11 +81,28 @@ class Objective:
             )
         if self.aggregation == "fixed_length" and self.max_length < 1:
             raise ValueError("fixed_length divides by max_length, which must be above 0")
+        if (self.own_loss is None) != (self.loss in get_args(PolicyLoss)):
+            raise ValueError(f"the loss {self.loss!r} is none of ours, and no function of the user's, or both")
 
     @property
     def by_row(self) -> bool:
         """Whether a term looks at all tokens of a row."""
-        return self.loss in BY_ROW
+        return self.loss in BY_ROW if self.own_loss is None else self.own_loss.additive == "responses"
+
+    def trains(self, advantage: float, reward: float | None) -> bool:
+        """Whether a row moves the weights at all. reward: None where it is not known, which no bound lets pass."""
+        policy = self.rl_coef > 0 and (advantage != 0.0 or self.own_loss is not None)
+        imitated = self.ce_coef > 0 and (self.ce_above == -math.inf or (reward is not None and reward > self.ce_above))
+        return policy or imitated or self.kl_coef > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLoss:
+    """A policy loss of the user's. per_token: as ``policy_loss_N``.  additive: what it says of itself."""
+
+    name: str
+    additive: Additive
+    per_token: Callable[[Tensor, TokenBatch, Objective], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +113,7 @@ class TokenBatch:
     old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
     reference_logprobs_N: of the reference model; None without KL.
     advantages_N: its row's advantage.  weights_N: from ``token_weight``.
+    rewards_N: its row's reward; None: no row is imitated for its reward.
     row_N: number of its row, int64, ascending; None where only sums over tokens are computed.
     """
 
@@ -89,6 +122,7 @@ class TokenBatch:
     weights_N: Tensor
     old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
+    rewards_N: Tensor | None = None
     row_N: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> TokenBatch:
@@ -136,7 +170,7 @@ def policy_ratio_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective)
     """pi_now / pi_old of each token or, the same at all of them, of its row; old: the rollout's or the recomputed."""
     old_N = tokens.rollout_logprobs_N if tokens.old_logprobs_N is None else tokens.old_logprobs_N
     log_ratio_N = logprobs_N - old_N
-    if objective.by_row:
+    if objective.loss in BY_ROW:
         log_ratio_N = _over_row_N(log_ratio_N, tokens, mean=objective.loss == "gspo")
     return torch.exp(log_ratio_N)
 
@@ -186,10 +220,41 @@ def k3_kl_N(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 
 
 def reference_kl_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
-    """kl_coef * KL(policy || reference) per token. Raises ValueError without reference logprobs."""
-    if tokens.reference_logprobs_N is None:
+    """kl_coef * KL(policy || reference) per token. Raises ValueError without reference logprobs.
+
+    "k3" is differentiated as it stands. "reverse" has the gradient of the KL itself at the present weights, as
+    expected over what the policy samples: (log policy - log reference) times that of the logprob, a policy gradient
+    whose advantages are dense. What was sampled by other weights counts by its ratio, a constant, up to the cap.
+    Source: on-policy distillation, as arXiv 2306.13649 and thinkingmachines.ai/blog/on-policy-distillation have it.
+    """
+    reference_N = tokens.reference_logprobs_N
+    if reference_N is None:
         raise ValueError("kl_coef > 0 needs the reference_logprobs column")
-    return objective.kl_coef * k3_kl_N(logprobs_N, tokens.reference_logprobs_N)
+    if objective.kl_estimator == "k3":
+        return objective.kl_coef * k3_kl_N(logprobs_N, reference_N)
+    now_N = logprobs_N.detach()
+    difference_N = now_N - reference_N
+    if objective.importance_cap > 0:
+        difference_N = difference_N * importance_weight_N(now_N, tokens.rollout_logprobs_N, objective)
+    return objective.kl_coef * difference_N * logprobs_N
+
+
+def cross_entropy_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    """-ce_coef * logprob of each token of a response with a reward above ``ce_above``; 0 for the others'.
+
+    Raises ValueError where there is a bound and there are no rewards.
+    """
+    loss_N = -objective.ce_coef * logprobs_N
+    if objective.ce_above == -math.inf:
+        return loss_N
+    if tokens.rewards_N is None:
+        raise ValueError("ce_above needs the reward column")
+    return loss_N * (tokens.rewards_N > objective.ce_above)
+
+
+def _policy_term_N(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+    per_token = policy_loss_N if objective.own_loss is None else objective.own_loss.per_token
+    return objective.rl_coef * per_token(logprobs_N, tokens, objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +268,12 @@ class LossTerm:
 
 def loss_terms(objective: Objective) -> tuple[LossTerm, ...]:
     """The terms that this objective sums."""
-    policy = LossTerm(name="policy", additive=True, per_token=policy_loss_N)
-    kl = LossTerm(name="kl", additive=True, per_token=reference_kl_N)
-    return (policy, kl) if objective.kl_coef > 0 else (policy,)
+    terms = {
+        LossTerm(name="rl", additive=True, per_token=_policy_term_N): objective.rl_coef,
+        LossTerm(name="ce", additive=True, per_token=cross_entropy_N): objective.ce_coef,
+        LossTerm(name="ref_kl", additive=True, per_token=reference_kl_N): objective.kl_coef,
+    }
+    return tuple(term for term, factor in terms.items() if factor > 0)
 
 
 def loss_sum(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective, terms: tuple[LossTerm, ...]) -> Tensor:
@@ -254,15 +322,18 @@ class LossMetrics:
         names = [f.name for f in fields(LossMetrics) if f.name != "mismatch_max"]
         return LossMetrics(**dict(zip(names, sums, strict=True)), mismatch_max=largest[0])
 
-    def means(self) -> dict[str, float]:
+    def means(self, *, given: bool = False) -> dict[str, float]:
         """Per-token means under the names that metrics.jsonl uses; what nothing was computed of is not there.
 
         entropy is a mean over all tokens, the others over ``computed_tokens``: those of rows with a gradient.
+        given: nobody sampled the responses, so there is no rollout to compare with.
         """
-        means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens else {}
+        means = {"entropy": self.entropy / self.loss_tokens} if self.loss_tokens and not given else {}
         means["computed_tokens"] = tokens = self.tokens
         if not tokens:
             return means
+        if given:
+            return means | {"kl": self.kl / tokens}
         return means | {
             "clip_fraction_low": self.clipped_low / tokens,
             "clip_fraction_high": self.clipped_high / tokens,

@@ -31,6 +31,7 @@ from transport.rows.run_rows import open_rows
 from transport.tensors.base import Endpoint, TimeLimit, parse_ports
 from transport.tensors.ucx import wants_ucx
 from workers.errors import ModelError, ModelMismatchError
+from workers.generation.given import GivenResponses
 from workers.generation.worker import ForcedLengths
 from workers.leases.lifecycle import Worker, WorkerFactory
 
@@ -139,6 +140,11 @@ async def generation_worker(
         from workers.models import stop_token_ids
 
         stop = stop_token_ids(model_dir)
+    given: GivenResponses | None = None
+    if settings.data.response_column:
+        given = await asyncio.to_thread(
+            GivenResponses.of, model_dir, settings.data, max_tokens=settings.sampling.max_new_tokens
+        )
     return GenerationWorker(
         broker,
         engine,
@@ -149,6 +155,7 @@ async def generation_worker(
         rows=open_rows(broker, settings, secret=secret),
         stop_token_ids=stop,
         lengths=lengths,
+        given=given,
         relay=relay,
     )
 
@@ -212,9 +219,11 @@ async def scoring_worker(
     *,
     reward: str,
     reward_path: str,
+    advantage: str = "",
+    functions_path: str = "",
     secret: bytes,
 ) -> Worker:
-    """A scoring worker that computes ``reward`` and nothing else, whatever the run's settings say.
+    """A scoring worker that computes ``reward`` and ``advantage`` and nothing else, whatever the run's settings say.
 
     secret: shared with the run's storage units.
     """
@@ -228,6 +237,8 @@ async def scoring_worker(
         clock=MonotonicClock(),
         allowed_reward=reward,
         reward_path=reward_path,
+        allowed_advantage=advantage,
+        functions_path=functions_path,
         rows=open_rows(broker, settings, secret=secret),
     )
 
@@ -259,11 +270,14 @@ async def trainer_worker(
     run_dir: Path,
     rank: int,
     trust_remote_code: bool,
+    loss: str = "",
+    functions_path: str = "",
     own_address: Mapping[str, str],
     secret: bytes,
 ) -> Worker:
     """One rank of the trainer.
 
+    loss, functions_path: the user's own "module:function" that this machine allows, and where it lies.
     own_address: settings of the section tensors that this machine overrides, where they are not empty.
     secret: shared with the generation workers.  Raises DirectoryError now, not at the first checkpoint.
     """
@@ -290,12 +304,18 @@ async def trainer_worker(
     if settings.trainer.engine == "emulated":
         learner = EmulatedLearner(settings.emulated, publisher, time.sleep)
     else:
-        from workers.trainer.policy.policy_learner import PolicyLearner
+        from workers.trainer.policy.policy_learner import PolicyLearner, objective_of
+        from workers.user_functions.loss import own_loss, try_loss
 
+        own = own_loss(settings.algorithm.loss, loss, functions_path)
+        objective = objective_of(settings, own)
+        if own is not None:
+            await asyncio.to_thread(try_loss, own, objective)
         learner = PolicyLearner(
             settings,
             model_dir,
             publisher,
+            objective=objective,
             rank=rank,
             meeting_dir=run_dir / "ranks",
             trust_remote_code=trust_remote_code,

@@ -1,7 +1,8 @@
 """``streamrl-worker check``: what would end a run's workers on this host, found before the run begins.
 
-A reward that cannot be imported or computes nothing, a device that is not there, an engine that is not installed: each
-worker would say so by itself, but only after its broker, its model and its neighbours were started.
+A reward, a loss or an advantage that cannot be imported or computes nothing, a device that is not there, an engine that
+is not installed: each worker would say so by itself, but only after its broker, its model and its neighbours were
+started.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ import importlib.util
 import shutil
 
 from transport.contracts.messages import TrialRows
-from transport.contracts.settings import SERVER_ENGINES, GenerationSettings, Settings
+from transport.contracts.settings import SERVER_ENGINES, AlgorithmSettings, GenerationSettings, Settings
 from workers.errors import ModelError
 from workers.models import choose_device
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
+from workers.user_functions.advantage import own_advantage
 
 
 def check_workers(settings: Settings, trial: TrialRows) -> None:
-    """trial: rows to try the reward on; none where it was tried before. Raises ModelError, RewardSetupError."""
+    """trial: rows to try the reward on; none where it was tried before.
+
+    Raises: ModelError, RewardSetupError, AlgorithmError.
+    """
     generation, trainer = settings.generation, settings.trainer
     _check_engine(generation)
     if trainer.engine == "torch" and trainer.device.startswith("cuda"):  # "auto" and "cpu" need no look: no torch
         choose_device(trainer.device, "trainer.device")
     if generation.engine == "embedded" and generation.device.startswith("cuda"):
         choose_device(generation.device, "generation.device")
+    _try_functions(settings.algorithm, settings)
     if settings.scoring.reward:
         asyncio.run(_try_reward(settings, trial))
+
+
+def _try_functions(algorithm: AlgorithmSettings, settings: Settings) -> None:
+    """Raises AlgorithmError: an advantage or a loss of the user's is none."""
+    if ":" in algorithm.advantage:
+        own_advantage(algorithm.advantage, algorithm.advantage, algorithm.functions_path)
+    if ":" in algorithm.loss:
+        from workers.trainer.policy.policy_learner import objective_of
+        from workers.user_functions.loss import own_loss, try_loss  # torch
+
+        if (own := own_loss(algorithm.loss, algorithm.loss, algorithm.functions_path)) is not None:
+            try_loss(own, objective_of(settings, own))
 
 
 def _check_engine(generation: GenerationSettings) -> None:

@@ -268,10 +268,12 @@ BUSY_SHAPE: TrainShape = (2, 32, (128, 128, 128, 128))
 @contextmanager
 def learner_of(settings: Settings, directory: Path) -> Iterator[PolicyLearner]:
     """The trainer that ``settings`` name, loaded, without a run around it. directory: of the model."""
-    from workers.trainer.policy.policy_learner import PolicyLearner  # torch
+    from workers.algorithms.loss import Objective  # torch
+    from workers.trainer.policy.policy_learner import PolicyLearner
 
     with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
-        learner = PolicyLearner(settings, directory, WeightPublisher("profile", Path(scratch)))
+        publisher = WeightPublisher("profile", Path(scratch))
+        learner = PolicyLearner(settings, directory, publisher, objective=Objective())  # any takes as long
         try:
             learner.load(None)
             yield learner

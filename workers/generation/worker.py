@@ -60,7 +60,16 @@ from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore, decode_array, encode_array
 from transport.tensors.relay import Relay
-from workers.generation.engine import Completion, EngineFailure, EngineInfo, GenerationEngine, GenerationRequest, Result
+from workers.generation.engine import (
+    BASE_WEIGHTS,
+    Completion,
+    EngineFailure,
+    EngineInfo,
+    GenerationEngine,
+    GenerationRequest,
+    Result,
+)
+from workers.generation.given import GivenResponses
 from workers.leases.lifecycle import Activity, Leases
 from workers.weights.updates import ROUTE_WAIT_S, Puller, WeightUpdates
 
@@ -247,6 +256,7 @@ class GenerationWorker:
     """Generates until cancelled, or until it is drained.
 
     stop_token_ids: any of them ends a response.  lengths: forced output lengths, if there are any.
+    given: responses that rows bring along, where nothing is sampled but evaluations.
     rows: where columns live; the broker's own hashes by default.  relay: what the puller passes weights on with.
     """
 
@@ -261,6 +271,7 @@ class GenerationWorker:
         *,
         stop_token_ids: Sequence[int] = (),
         lengths: ForcedLengths | None = None,
+        given: GivenResponses | None = None,
         rows: RowStore | None = None,
         relay: Relay | None = None,
     ) -> None:
@@ -271,6 +282,7 @@ class GenerationWorker:
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._lengths = lengths
+        self._given = given
         self._leases = Leases(
             broker, keys.plans(worker_id), worker_id, clock, lease_s=settings.liveness.lease_s
         )  # it reclaims nothing: the orchestrator gives a lost worker's groups to others
@@ -365,25 +377,38 @@ class GenerationWorker:
 
     async def _start(self, accepted: Sequence[HeldPlan]) -> None:
         """Read the prompts and submit; a plan that cannot start fails or ends here."""
-        columns = await self._rows.read_groups([held.plan.group_id for held in accepted], [Column.PROMPT_IDS])
+        wanted = [Column.PROMPT_IDS, *([] if self._given is None else [Column.TASK_ENTRY])]
+        columns = await self._rows.read_groups([held.plan.group_id for held in accepted], wanted)
+        written: list[Result] = []
         for held, group in zip(accepted, columns, strict=True):
             if held.aborted:
                 await self._end(held)
                 continue
             try:
-                self._submit(held, decode_array(Column.PROMPT_IDS, group.get(Column.PROMPT_IDS, b"")))
+                prompt_ids = decode_array(Column.PROMPT_IDS, group.get(Column.PROMPT_IDS, b""))
+                if not len(prompt_ids):
+                    raise MessageError("the broker does not have it")
+                held.prompt_tokens = len(prompt_ids)
+                if self._given is None or is_evaluation(held.plan.group_id):
+                    self._submit(held, prompt_ids)
+                else:
+                    entry = group.get(Column.TASK_ENTRY, b"")
+                    written += self._completions(held, entry, self._given)
             except MessageError as error:
                 await self._end(held, f"its prompt cannot be read: {error}")
+        if written:
+            await self._write(written)
+
+    def _completions(self, held: HeldPlan, entry: bytes, given: GivenResponses) -> list[Completion]:
+        plan, weights = held.plan, self._updates.served or BASE_WEIGHTS
+        return [given.completion(plan.group_id, sample, plan.attempt, entry, weights) for sample in plan.samples]
 
     def _submit(self, held: HeldPlan, prompt_ids: NDArray[np.int32]) -> None:
-        if not len(prompt_ids):
-            raise MessageError("the broker does not have it")
         plan = held.plan
         sampling = plan.sampling or self._settings.sampling
         temperature = sampling.temperature
         if plan.sampling is None and is_evaluation(plan.group_id):
             temperature = self._settings.eval.temperature
-        held.prompt_tokens = len(prompt_ids)
         self._engine.submit(
             GenerationRequest(
                 group_id=plan.group_id,
@@ -419,12 +444,15 @@ class GenerationWorker:
     async def _publish(self) -> None:
         """Write what the engine hands out, forever: while one commit is under way, the next gathers."""
         while True:
-            commit, finished = self._publication(await self._engine.results())
-            faults.point("generate.row_ready")
-            await self._rows.commit(commit)
-            faults.point("generate.row_committed")
-            self._samples += len(commit.rows)
-            self._release(finished)
+            await self._write(await self._engine.results())
+
+    async def _write(self, results: Sequence[Result]) -> None:
+        commit, finished = self._publication(results)
+        faults.point("generate.row_ready")
+        await self._rows.commit(commit)
+        faults.point("generate.row_committed")
+        self._samples += len(commit.rows)
+        self._release(finished)
 
     def _publication(self, results: Sequence[Result]) -> tuple[Commit, list[HeldPlan]]:
         """Everything that is ready, in one commit, with the ack of each plan that it finishes; those plans.

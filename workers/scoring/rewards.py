@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import inspect
 import json
 import logging
@@ -29,7 +28,6 @@ import math
 import os
 import re
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
@@ -42,6 +40,7 @@ from transport.contracts.types import MAX_NUMBER, Struct
 from workers.errors import RewardError, RewardSetupError
 from workers.scoring.graders import OUR_GRADERS, Entry, Grade, forbid_code_from_text
 from workers.scoring.jail import confine
+from workers.user_functions.imports import find_in, import_function
 
 
 class VerifiedPart(Struct, frozen=True, kw_only=True):
@@ -302,22 +301,9 @@ RENAMED = {"workers.scoring.toy_rewards:digit_share": "workers.scoring.rewards:d
 
 
 def _user_reward(name: str, path: str) -> UserReward:
-    module_name, _, function_name = RENAMED.get(name, name).partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        raise RewardSetupError(
-            f"reward {name!r} cannot be imported: {error} (looked for in {path or 'what is installed'}; name its "
-            "directory with scoring.reward_path, on a worker with --reward-path)"
-        ) from error
-    except Exception as error:  # the user's module may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, AttributeError | SyntaxError) else f", {frame.filename}:{frame.lineno}"
-        reason = f"{type(error).__name__}: {error}{where}"
-        raise RewardSetupError(f"reward {name!r} cannot be imported: {reason}; mend its module") from error
-    if not callable(function):
-        raise RewardSetupError(f"reward {name!r} is not a function")
-    return UserReward(name, function)
+    looked = f"looked for in {path or 'what is installed'}"
+    hint = f"{looked}; name its directory with scoring.reward_path, on a worker with --reward-path"
+    return UserReward(name, import_function(RENAMED.get(name, name), "reward", hint, RewardSetupError))
 
 
 def read_reward(result: object) -> Reward:
@@ -363,6 +349,11 @@ def digit_share(prompt: str, response: str, entry: Entry) -> dict[str, float]:
     """
     share = sum(character.isdigit() for character in response) / max(1, len(response))
     return {"reward": share, "empty": float(not response)}
+
+
+def unrewarded(prompt: str, response: str, entry: Entry) -> float:
+    """0 for every response: for data without answers, where nothing looks at rewards ("sft", "distill")."""
+    return 0.0
 
 
 # --- the child process ------------------------------------------------------------------------------------------------
@@ -437,7 +428,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(raw, type=Setup)
     confine(memory_bytes=setup.memory_bytes, jailed=setup.jailed)
     if setup.spec.path:
-        sys.path.append(setup.spec.path)  # last: a file of the user's never takes the place of a library
+        find_in(setup.spec.path)
     try:
         scorer = build_reward(setup.spec)
     except RewardSetupError as error:

@@ -23,7 +23,7 @@ from transport.contracts.settings import AlgorithmSettings
 from transport.contracts.types import Column, GroupId, RowId, WorkerId, row_id
 from transport.errors import MessageError
 from transport.rows.columns import RowStore, decode_array, decode_scalar, encode_array
-from workers.algorithms.advantage import group_advantages, has_signal, overlong_penalty
+from workers.algorithms.advantage import has_signal, overlong_penalty
 from workers.models import Detokenize
 from workers.scoring.code import CodePool
 from workers.scoring.reward_pool import RewardPool
@@ -82,13 +82,16 @@ class RewardTask:
 
 
 class AdvantageTask:
-    """max_group_size: samples a group can have.  max_tokens: that a response can have."""
+    """estimate: advantages of a group's rewards.  max_group_size: samples that a group can have.  max_tokens: that a
+    response can have.
+    """
 
     def __init__(
         self,
         rows: RowStore,
         worker_id: WorkerId,
         algorithm: AlgorithmSettings,
+        estimate: Callable[[NDArray[np.float32]], NDArray[np.float32]],
         *,
         max_group_size: int,
         max_tokens: int,
@@ -96,11 +99,12 @@ class AdvantageTask:
         self._rows = rows
         self._worker_id = worker_id
         self._algorithm = algorithm
+        self._estimate = estimate
         self._max_group_size = max_group_size
         self._max_tokens = max_tokens
 
     async def __call__(self, unit: Unit) -> Commit:
-        """Advantages of one whole group. Raises MessageError for rows whose columns do not decode."""
+        """Advantages of one whole group. Raises MessageError for rows whose columns do not decode; RewardError."""
         ids = [row_id(unit.group_id, sample) for sample in range(self._max_group_size)]
         read = await self._rows.read_rows(ids, (Column.REWARD, Column.REWARD_COMPONENTS, Column.ROLLOUT_INFO))
         rows = {row: columns for row, columns in zip(ids, read, strict=True) if Column.REWARD in columns}
@@ -114,15 +118,15 @@ class AdvantageTask:
             share=self._algorithm.overlong_share,
             penalty=self._algorithm.overlong_penalty,
         )
+        advantages = self._estimate(shaped)
         scored = GroupScored(
             group_id=unit.group_id,
             rewards=tuple(rewards),
             response_tokens=tuple(info.response_tokens for info in infos),
-            signal=has_signal(shaped),
+            signal=has_signal(shaped) if ":" not in self._algorithm.advantage else bool(advantages.any()),
             components=_mean_components([*rows.values()]),
         )
         append = event_append(scored, group=unit.group_id, worker=self._worker_id, reward=f"{fmean(rewards):.4f}")
-        advantages = group_advantages(shaped, self._algorithm.advantage)
         writes = [
             RowWrite(
                 row_id=row,
@@ -148,7 +152,7 @@ def _mean_components(rows: Sequence[Mapping[Column, bytes]]) -> dict[str, float]
 
 
 class ReferenceTask:
-    """Logprobs of each response under the model that training started from; only with ``algorithm.kl_coef`` > 0.
+    """Logprobs of each response under the model that training started from, or a teacher; only with ``kl_coef`` > 0.
 
     What arrives during one pass of the model is the next pass. logprobs: those of some groups' rows, by row id; called
     on one thread at a time.

@@ -1,7 +1,7 @@
 """The scoring worker: takes its share of every scoring task, each through a consumer of its own.
 
     tasks:reward      sample: response ids -> text -> reward (child processes)      REWARD, REWARD_COMPONENTS
-    tasks:reference   sample: logprobs under the base model (with kl_coef > 0)      REFERENCE_LOGPROBS
+    tasks:reference   sample: logprobs under base model or teacher (kl_coef > 0)    REFERENCE_LOGPROBS
     tasks:advantages  group:  rewards -> advantages, GroupScored                    ADVANTAGE
 
     claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
@@ -16,6 +16,7 @@ without either, unless its group is gone.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +29,19 @@ from transport.broker.events import event_append
 from transport.contracts.messages import MessageDecoder, ScoringFailed, TrialRows
 from transport.contracts.settings import Settings
 from transport.contracts.types import GroupId, WorkerId
+from transport.contracts.user_files import identify_model
 from transport.errors import MessageError, first_error
 from transport.process import faults
 from transport.process.clock import Clock
 from transport.rows.columns import RowStore
-from workers.errors import RewardError, RewardTimeoutError
+from workers.algorithms.advantage import estimator
+from workers.errors import ModelError, RewardError, RewardTimeoutError
 from workers.leases.lifecycle import Activity, BusyMeter, Leases
-from workers.models import Detokenize, load_detokenizer
+from workers.models import Detokenize, load_detokenizer, model_cache, prepare_model
 from workers.scoring.reward_pool import open_pool
 from workers.scoring.rewards import Sample, reward_spec
 from workers.scoring.tasks import AdvantageTask, Handle, ReferenceTask, RewardTask, Unit
+from workers.user_functions.advantage import own_advantage
 
 log = structlog.get_logger(__name__)
 
@@ -53,8 +57,8 @@ class ScoringWorker:
     """Scores until cancelled.
 
     model_dir: tokenizer, and the reference model where there is one.  allowed_reward: "module:function" named on this
-    worker's own command line.  rows: where columns live; the broker's own hashes by default.
-    Raises (constructor): RewardSetupError: the run's reward is another than the allowed one.
+    worker's own command line, and allowed_advantage.  rows: where columns live; the broker's own hashes by default.
+    Raises (constructor): RewardSetupError, AlgorithmError: the run's is another than the allowed one, or is none.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class ScoringWorker:
         clock: Clock,
         allowed_reward: str = "",
         reward_path: str = "",
+        allowed_advantage: str = "",
+        functions_path: str = "",
         rows: RowStore | None = None,
     ) -> None:
         self._broker = broker
@@ -77,6 +83,8 @@ class ScoringWorker:
         self._clock = clock
         self._meter = BusyMeter(clock)
         spec = reward_spec(settings, allowed_reward, reward_path)
+        own = own_advantage(settings.algorithm.advantage, allowed_advantage, functions_path)
+        self._estimate = own or estimator(settings.algorithm.advantage)
         self._pool = open_pool(settings, spec, processes=REWARD_PROCESSES)
         self._consumers: dict[str, TaskConsumer] = {}
 
@@ -126,6 +134,7 @@ class ScoringWorker:
                 self._rows,
                 self._worker_id,
                 settings.algorithm,
+                self._estimate,
                 max_group_size=settings.pipeline.group_size,
                 max_tokens=settings.sampling.max_new_tokens,
             ),
@@ -133,7 +142,8 @@ class ScoringWorker:
         if settings.algorithm.kl_coef > 0:
             from workers.trainer.policy.model import reference_logprobs  # torch: only where it is needed
 
-            logprobs = await asyncio.to_thread(reference_logprobs, self._model_dir, settings)
+            directory = await asyncio.to_thread(reference_dir, settings, self._model_dir)
+            logprobs = await asyncio.to_thread(reference_logprobs, directory, settings)
             tasks["reference"] = ReferenceTask(self._rows, self._worker_id, logprobs)
         return tasks
 
@@ -144,6 +154,25 @@ class ScoringWorker:
         counters["jailed"] = float(self._pool.jailed)
         doing = "scoring" if self._meter.in_work else "waiting" if self._consumers else "starting"
         return Activity(doing=doing, busy_s=self._meter.busy_s(), running=self._meter.in_work, counters=counters)
+
+
+def reference_dir(settings: Settings, model_dir: Path) -> Path:
+    """Of the model that the KL is to: the teacher, prepared here, or ``model_dir``, the base model.
+
+    Raises ModelError: it cannot be prepared, or its token ids are other words.
+    """
+    teacher = settings.algorithm.teacher
+    if not teacher:
+        return model_dir
+    directory = prepare_model(teacher, cache_dir=model_cache(os.environ))
+    theirs, ours = (identify_model(one).tokenizer for one in (directory, model_dir))
+    if theirs != ours or not ours:
+        raise ModelError(
+            f"algorithm.teacher = {teacher!r} has another vocabulary than model.path = {settings.model.path!r} "
+            f"(tokenizer {theirs or 'unknown'}, not {ours or 'unknown'}): its logprobs are of other words; name a "
+            "teacher of the same family of models"
+        )
+    return directory
 
 
 class TaskConsumer:

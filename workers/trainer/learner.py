@@ -39,7 +39,7 @@ class TrainingSample:
     """One row as the trainer needs it.
 
     response_ids: [R] int32, R >= 1.  rollout_logprobs: [R] float32.  loss_mask: [R] uint8, None for all ones.
-    reference_logprobs, old_logprobs: [R] float32 or None.
+    reference_logprobs, old_logprobs: [R] float32 or None.  reward: None where no loss looks at it.
     """
 
     row_id: RowId
@@ -49,6 +49,7 @@ class TrainingSample:
     loss_mask: NDArray[np.uint8] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
+    reward: float | None = None
 
     @property
     def num_loss_tokens(self) -> int:

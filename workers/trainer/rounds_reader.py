@@ -43,6 +43,7 @@ ROW_COLUMNS = (
     Column.ADVANTAGE,
     Column.LOSS_MASK,
     Column.REFERENCE_LOGPROBS,
+    Column.REWARD,
 )
 REQUIRED = frozenset({Column.RESPONSE_IDS, Column.ROLLOUT_LOGPROBS, Column.ADVANTAGE})
 
@@ -52,7 +53,7 @@ Wanted = Sequence[tuple[GroupId, Sequence[RowId]]]
 class RoundsReader:
     """Reads on from ``cursor`` until FinishTraining.
 
-    needs_reference: rows are complete only with reference logprobs.  stall_s: the longest wait for the next command, or
+    also: columns without which rows are not complete, either.  stall_s: the longest wait for the next command, or
     for one round's missing rows, while no orchestrator gives a sign of life. One that lives judges by itself what takes
     too long; it may have been paused.
     """
@@ -67,7 +68,7 @@ class RoundsReader:
         cursor: str,
         part: int,
         num_parts: int,
-        needs_reference: bool,
+        also: frozenset[Column],
         stall_s: float,
     ) -> None:
         self._broker = broker
@@ -77,7 +78,7 @@ class RoundsReader:
         self._cursor = cursor
         self._part = part
         self._num_parts = num_parts
-        self._required = REQUIRED | ({Column.REFERENCE_LOGPROBS} if needs_reference else set())
+        self._required = REQUIRED | also
         self._stall_s = stall_s
         self.queue: asyncio.Queue[tuple[str, TrainerCommand, Sequence[PromptGroup]]] = asyncio.Queue(maxsize=AHEAD)
         """(entry id, command, this rank's rows of a TrainRound; none for other commands and for pads)."""
@@ -179,6 +180,7 @@ def _sample(row: RowId, columns: Mapping[Column, bytes]) -> TrainingSample:
             advantage=decode_scalar(Column.ADVANTAGE, columns[Column.ADVANTAGE]),
             loss_mask=optional(Column.LOSS_MASK),
             reference_logprobs=optional(Column.REFERENCE_LOGPROBS),
+            reward=decode_scalar(Column.REWARD, columns[Column.REWARD]) if Column.REWARD in columns else None,
         )
     except MessageError as error:
         raise RoundsError(f"row {row} cannot be trained: {error}") from error

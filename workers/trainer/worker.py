@@ -51,8 +51,8 @@ from transport.contracts.messages import (
     WeightManifest,
     damage_of,
 )
-from transport.contracts.settings import Settings
-from transport.contracts.types import RowId, WeightIdentity, WorkerId, row_id
+from transport.contracts.settings import AlgorithmSettings, Settings
+from transport.contracts.types import Column, RowId, WeightIdentity, WorkerId, row_id
 from transport.errors import first_error
 from transport.process import faults
 from transport.process.clock import Clock
@@ -95,6 +95,13 @@ class PartDone(msgspec.Struct, frozen=True):
 
 
 part_decoder = MessageDecoder(PartDone)
+
+
+def columns_of(algorithm: AlgorithmSettings) -> frozenset[Column]:
+    """Columns of a row that its loss looks at, beyond those of every loss."""
+    wanted = {Column.REFERENCE_LOGPROBS: algorithm.kl_coef > 0, Column.REWARD: algorithm.selects_by_reward}
+    return frozenset(column for column, needed in wanted.items() if needed)
+
 
 T = TypeVar("T")
 Publication = Callable[[], WeightManifest]
@@ -170,7 +177,7 @@ class TrainerWorker:
                 cursor=self._ledger.cursor,
                 part=self._learner.data_rank,
                 num_parts=self._learner.data_size,
-                needs_reference=self._settings.algorithm.kl_coef > 0,
+                also=columns_of(self._settings.algorithm),
                 stall_s=self._stall_s,
             )
             async with asyncio.TaskGroup() as group:

@@ -163,12 +163,14 @@ def _token_batch(
         parts = [_chosen(sample, getattr(sample, name)) for sample in samples]
         return torch.from_numpy(np.concatenate([np.zeros(0), *parts])).to(device, dtype)
 
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
     return TokenBatch(
         rollout_logprobs_N=column("rollout_logprobs"),
         advantages_N=per_token([sample.advantage for sample in samples]),
         weights_N=per_token([token_weight(sample.num_loss_tokens, aggregation) for sample in samples]),
         old_logprobs_N=column("old_logprobs") if present("old_logprobs") else None,
         reference_logprobs_N=column("reference_logprobs") if present("reference_logprobs") else None,
+        rewards_N=per_token(rewards) if len(rewards) == len(samples) else None,
         row_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.num_loss_tokens for one in samples])).to(device),
     )
 

@@ -30,7 +30,7 @@ from transport.contracts.messages import WeightManifest, encode
 from transport.contracts.settings import Settings, TrainerSettings
 from transport.contracts.types import RowId
 from transport.process.storage import Place
-from workers.algorithms.loss import LossMetrics, Objective, normaliser, rollout_entropy
+from workers.algorithms.loss import LossMetrics, Objective, OwnLoss, normaliser, rollout_entropy
 from workers.errors import RowsChangedError
 from workers.models import choose_device
 from workers.trainer.checkpoint import Checkpoint, TensorFile
@@ -59,7 +59,7 @@ class PolicyLearner:
     """A Learner (workers/trainer/learner.py).
 
     model_dir: the base model.  rank: which of the ``trainer.ranks`` this is.  meeting_dir: where those of one machine
-    meet; one rank needs none.
+    meet; one rank needs none.  objective: what is trained; None: what the settings name.
     """
 
     def __init__(
@@ -71,8 +71,10 @@ class PolicyLearner:
         rank: int = 0,
         meeting_dir: Path | None = None,
         trust_remote_code: bool = False,
+        objective: Objective | None = None,
     ) -> None:
         self._settings = settings
+        self._objective = objective or objective_of(settings)
         self._model_dir = model_dir
         self._publisher = publisher
         self._rank = rank
@@ -145,7 +147,7 @@ class PolicyLearner:
             lora=settings.trainer.lora,
             seed=settings.run.seed,
         )
-        step = TrainStep(policy, settings.trainer, objective_of(settings))
+        step = TrainStep(policy, settings.trainer, self._objective)
         if checkpoint is not None:
             step.restore(read_state(checkpoint, policy.masters, gather=self._ranks.gather))
         self._loaded = step
@@ -218,10 +220,14 @@ def _beside_compute(device: torch.device) -> Iterator[None]:
         yield
 
 
-def objective_of(settings: Settings) -> Objective:
-    """Of a run."""
-    chosen = {one.name: getattr(settings.algorithm, one.name) for one in fields(Objective) if one.name != "max_length"}
-    return Objective(**chosen, max_length=settings.sampling.max_new_tokens)
+def objective_of(settings: Settings, own_loss: OwnLoss | None = None) -> Objective:
+    """Of a run. own_loss: what its setting names, where it is a function of the user's."""
+    named = {one.name for one in fields(Objective)} - {"max_length", "given", "own_loss"}
+    chosen = {name: getattr(settings.algorithm, name) for name in named}
+    if not settings.algorithm.selects_by_reward:
+        chosen["ce_above"] = -math.inf  # rows need no reward
+    given = bool(settings.data.response_column)
+    return Objective(**chosen, max_length=settings.sampling.max_new_tokens, given=given, own_loss=own_loss)
 
 
 class TrainStep:
@@ -260,13 +266,13 @@ class TrainStep:
     def accumulate(self, groups: Sequence[PromptGroup]) -> PieceDone:
         """Add the gradient of some rows' loss sum.
 
-        A row whose advantage is exactly zero has a zero gradient unless there is a KL term: it counts, but is not
-        computed (groups whose rewards are all equal become common as the policy improves).
+        A row whose advantage is exactly zero has a zero gradient unless there is a KL term, or it is imitated: it
+        counts, but is not computed (groups whose rewards are all equal become common as the policy improves).
         """
         rows = [sample for group in groups for sample in group.samples]
-        keep_all = self._objective.kl_coef > 0
+        trains = self._objective.trains
         computed = [
-            replace(group, samples=[self._with_old(s) for s in group.samples if keep_all or s.advantage != 0.0])
+            replace(group, samples=[self._with_old(s) for s in group.samples if trains(s.advantage, s.reward)])
             for group in groups
         ]
         computed = [group for group in computed if group.samples]
@@ -388,7 +394,7 @@ class TrainStep:
             policy.refresh()
         policy.start_sum()
         self._metrics = LossMetrics()
-        means = metrics.means()
+        means = metrics.means(given=self._objective.given)
         if not self._objective.kl_coef:
             means.pop("kl", None)  # there is no reference
         return {

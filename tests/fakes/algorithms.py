@@ -1,0 +1,149 @@
+"""Losses and advantages as users write them, good and bad, named ``tests.fakes.algorithms:<function>``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def reinforce(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return -tokens.advantages_N * logprobs
+
+
+reinforce.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def clipped(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    """PPO's clip, as ours has it without a cap."""
+    ratio = torch.exp(logprobs - tokens.rollout_logprobs_N)
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return -torch.minimum(ratio * tokens.advantages_N, bounded * tokens.advantages_N)
+
+
+clipped.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def row_mean(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    """The mean of its row's logprobs at each token: over responses, and no more."""
+    rows = tokens.row_N
+    sums = torch.zeros(int(rows.max()) + 1).index_add(0, rows, logprobs)
+    return -tokens.advantages_N * (sums / rows.bincount())[rows]
+
+
+row_mean.additive = "responses"  # type: ignore[attr-defined]
+
+
+def says_tokens_and_looks_at_rows(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return row_mean(logprobs, tokens, objective)
+
+
+says_tokens_and_looks_at_rows.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def whitens(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    advantages = tokens.advantages_N
+    return -(advantages - advantages.mean()) * logprobs
+
+
+whitens.additive = "responses"  # type: ignore[attr-defined]
+
+
+def says_nothing(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return -tokens.advantages_N * logprobs
+
+
+def mean_of_all(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return reinforce(logprobs, tokens, objective).mean()
+
+
+mean_of_all.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def divides_by_nothing(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return -tokens.advantages_N / tokens.advantages_N.abs() * logprobs
+
+
+divides_by_nothing.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def no_finite_gradient(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    """A loss of numbers, whose root has an infinite slope where nothing has changed."""
+    return (logprobs - tokens.rollout_logprobs_N).abs().sqrt()
+
+
+no_finite_gradient.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def detached(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    return -tokens.advantages_N * logprobs.detach()
+
+
+detached.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def raises(logprobs: Tensor, tokens: Any, objective: Any) -> Tensor:
+    raise KeyError("no such column")
+
+
+raises.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def numbers(logprobs: Tensor, tokens: Any, objective: Any) -> Any:
+    return logprobs.tolist()
+
+
+numbers.additive = "tokens"  # type: ignore[attr-defined]
+
+
+def two_parameters(logprobs: Tensor, tokens: Any) -> Tensor:
+    return logprobs
+
+
+two_parameters.additive = "tokens"  # type: ignore[attr-defined]
+
+
+# -- advantages
+
+
+def best_only(rewards: Any) -> Any:
+    """1 for the best of a group, 0 for the others."""
+    return (rewards == rewards.max()).astype(float)
+
+
+best_only.additive = "responses"  # type: ignore[attr-defined]
+
+
+def of_groups(rewards: Any) -> Any:
+    return rewards - rewards.mean()
+
+
+of_groups.additive = "batch"  # type: ignore[attr-defined]
+
+seen: list[float] = []
+
+
+def running_mean(rewards: Any) -> Any:
+    """Less the mean of all rewards so far: not of its group alone."""
+    seen.extend(rewards)
+    return rewards - np.mean(seen)
+
+
+running_mean.additive = "responses"  # type: ignore[attr-defined]
+
+
+def one_number(rewards: Any) -> Any:
+    return rewards.mean()
+
+
+one_number.additive = "responses"  # type: ignore[attr-defined]
+
+
+def no_deviation(rewards: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return (rewards - rewards.mean()) / rewards.std()
+
+
+no_deviation.additive = "responses"  # type: ignore[attr-defined]

@@ -1,0 +1,167 @@
+"""A policy loss of the user's: ``function(logprobs, tokens, objective)`` -> the loss of each token.
+
+    logprobs   [N] of the present weights, with a gradient      tokens      TokenBatch (loss.py), all else of each token
+    returns    [N], neither weighted, summed nor averaged       objective   the run's algorithm settings
+
+It says what it is a sum over, as an attribute: ``function.additive = "tokens"`` where the loss of a token looks at that
+token alone, ``"responses"`` where it looks at all tokens of its response (``tokens.row_N`` says which those are). Only
+such a loss can be trained as rows come in. Before the run begins it is tried on small tensors, whole and in the parts
+that it says it is a sum of.
+
+Owns: what such a function must be, and whether it is. Never: the streams beside it, weights of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from workers.algorithms.loss import Additive, Objective, OwnLoss, TokenBatch
+from workers.errors import AlgorithmError
+from workers.user_functions.imports import check_allowed, find_in, import_function, raised
+
+OPTIONS = ("--loss", "--functions-path")
+HINT = "name its directory with algorithm.functions_path, on a worker with --functions-path"
+ROWS = (3, 1, 5, 2)
+"""Loss tokens of the rows that a loss is tried on."""
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+"""Between whole and parts: float32 sums of a few tokens differ by less, what depends on others by far more."""
+
+
+def own_loss(wanted: str, allowed: str, path: str = "") -> OwnLoss | None:
+    """The run's own loss; None where it uses one of ours. ``try_loss`` comes next.
+
+    Args:   wanted: ``algorithm.loss``.  allowed, path: of this process's own command line.
+    Raises: AlgorithmError: it is not allowed, cannot be imported, or does not say what it is a sum over.
+    """
+    check_allowed("loss", wanted, allowed, OPTIONS, AlgorithmError)
+    if not allowed:
+        return None
+    find_in(path)
+    function = import_function(allowed, "loss", HINT, AlgorithmError)
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except (TypeError, ValueError) as error:
+        raise AlgorithmError(
+            f"loss {allowed!r} cannot be called with (logprobs, tokens, objective): {error}"
+        ) from error
+    said: Any = getattr(function, "additive", None)
+    if said not in get_args(Additive):
+        raise AlgorithmError(
+            f"loss {allowed!r} says additive = {said!r}: write {allowed.partition(':')[2]}.additive = "
+            '"tokens" below it if the loss of a token looks at that token alone, or "responses" if it looks at its '
+            "response alone. One that looks at the whole batch cannot be trained as rows come in"
+        )
+    return OwnLoss(name=allowed, additive=said, per_token=_guarded(allowed, function))
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[[Tensor, TokenBatch, Objective], Tensor]:
+    def per_token(logprobs_N: Tensor, tokens: TokenBatch, objective: Objective) -> Tensor:
+        """Raises AlgorithmError: the function raised, or returned another shape."""
+        try:
+            loss_N = function(logprobs_N, tokens, objective)
+        except Exception as error:  # foreign code may raise anything
+            raise AlgorithmError(f"loss {name!r} raised {raised(error)}") from error
+        if not isinstance(loss_N, Tensor) or loss_N.shape != logprobs_N.shape:
+            found = f"shape {[*loss_N.shape]}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+            raise AlgorithmError(
+                f"loss {name!r} returned {found} for {len(logprobs_N)} tokens: return a tensor with the loss of each, "
+                "neither summed nor averaged"
+            )
+        return loss_N
+
+    return per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Tensors that a loss is tried on. when: in words."""
+
+    when: str
+    logprobs_N: Tensor
+    tokens: TokenBatch
+
+
+def try_loss(loss: OwnLoss, objective: Objective) -> None:
+    """Try ``loss`` on small tensors. Raises AlgorithmError that says what is wrong with it, and what to do."""
+    for trial in _trials(objective):
+        loss_N, gradient_N = _evaluated(loss, objective, trial.logprobs_N, trial.tokens)
+        for what, found_N in (("loss", loss_N), ("gradient of its loss", gradient_N)):
+            if not found_N.isfinite().all():
+                raise AlgorithmError(
+                    f"loss {loss.name!r}: the {what} is {found_N.tolist()} {trial.when}; it must be finite: look for a "
+                    "division by zero, a logarithm of it, or an exp that is not clamped"
+                )
+        parts = [_evaluated(loss, objective, *part) for part in _parts(trial, loss.additive)]
+        for what, whole_N, in_parts in (
+            ("loss", loss_N, [one for one, _ in parts]),
+            ("gradient", gradient_N, [one for _, one in parts]),
+        ):
+            apart_N = torch.cat(in_parts)
+            if not torch.allclose(whole_N, apart_N, rtol=RELATIVE, atol=ABSOLUTE):
+                raise AlgorithmError(_not_additive(loss, what, trial.when, whole_N, apart_N))
+
+
+def _not_additive(loss: OwnLoss, what: str, when: str, whole_N: Tensor, apart_N: Tensor) -> str:
+    others = "tokens" if loss.additive == "tokens" else "responses"
+    weaker = 'say "responses" if it looks at its own response alone; ' if loss.additive == "tokens" else ""
+    worst = int((whole_N - apart_N).abs().argmax())
+    return (
+        f"loss {loss.name!r} says additive = {loss.additive!r}, but {when} the {what} of a token is "
+        f"{whole_N[worst].item():.4g} beside other {others} and {apart_N[worst].item():.4g} without them: {weaker}what "
+        "divides by a count or a deviation of the batch must leave that out (algorithm.aggregation divides)"
+    )
+
+
+def _evaluated(loss: OwnLoss, objective: Objective, logprobs_N: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    """(loss, gradient of its weighted sum), both [N]. Raises AlgorithmError: there is no gradient."""
+    leaf_N = logprobs_N.clone().requires_grad_()
+    loss_N = loss.per_token(leaf_N, tokens, objective)
+    if not loss_N.requires_grad:
+        raise AlgorithmError(
+            f"loss {loss.name!r} has no gradient: compute it from logprobs, and detach only what is to be constant"
+        )
+    (gradient_N,) = torch.autograd.grad((loss_N * tokens.weights_N).sum(), leaf_N, allow_unused=True)
+    if gradient_N is None:
+        raise AlgorithmError(f"loss {loss.name!r} does not depend on logprobs: nothing would be trained")
+    return loss_N.detach(), gradient_N
+
+
+def _trials(objective: Objective) -> Iterator[Trial]:
+    generator = torch.Generator().manual_seed(0)
+    count, row_N = sum(ROWS), torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS))
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values[row_N]
+
+    for when, spread in (("where nothing changed since the rollout", 0.0), ("as is usual", 0.3), ("far off", 8.0)):
+
+        def near(logprobs_N: Tensor, spread: float = spread) -> Tensor:
+            return logprobs_N + spread * torch.randn(count, generator=generator)
+
+        logprobs_N = -3 * torch.rand(count, generator=generator) - 0.1
+        advantages = torch.randn(len(ROWS), generator=generator) * (0.0 if spread == 0.0 else 1.0)
+        tokens = TokenBatch(
+            rollout_logprobs_N=near(logprobs_N),
+            advantages_N=of_rows(advantages),
+            weights_N=torch.rand(count, generator=generator) + 0.5,
+            old_logprobs_N=near(logprobs_N) if objective.old_logprobs == "recomputed" else None,
+            reference_logprobs_N=near(logprobs_N) if objective.kl_coef > 0 else None,
+            rewards_N=of_rows(torch.rand(len(ROWS), generator=generator)),
+            row_N=row_N,
+        )
+        yield Trial(when=when, logprobs_N=logprobs_N, tokens=tokens)
+
+
+def _parts(trial: Trial, additive: Additive) -> Iterator[tuple[Tensor, TokenBatch]]:
+    start = 0
+    for size in ROWS if additive == "responses" else [1] * sum(ROWS):
+        part = trial.tokens.slice(start, start + size)
+        assert part.row_N is not None  # ``_trials`` gave it
+        yield trial.logprobs_N[start : start + size], replace(part, row_N=part.row_N - part.row_N[0])
+        start += size
