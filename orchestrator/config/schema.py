@@ -264,6 +264,21 @@ def _broken_rules(s: Settings) -> Iterator[tuple[str, str]]:
             "algorithm.kl_coef algorithm.advantage",
             'must be 0 with algorithm.advantage "batch_std", which divides the whole gradient by the deviation',
         )
+    if s.algorithm.advantage == "gae" and s.pipeline.drop_no_signal:
+        yield (
+            "pipeline.drop_no_signal algorithm.advantage",
+            'must be false with algorithm.advantage "gae": a group whose rewards agree still has advantages',
+        )
+    if s.algorithm.advantage != "gae" and s.pipeline.group_size < 2 and s.trainer.engine != "none":
+        yield (
+            "pipeline.group_size algorithm.advantage",
+            f'must be 2 or more with algorithm.advantage "{s.algorithm.advantage}", which compares siblings',
+        )
+    if s.algorithm.advantage != "gae" and s.critic != Settings().critic:
+        yield (
+            "critic.lr critic.model critic.value_clip critic.device critic.gpus algorithm.advantage",
+            'and all of [critic] need algorithm.advantage "gae": without, there is no critic',
+        )
     if s.trainer.micro_batch_tokens < s.sampling.max_new_tokens:
         yield (
             "trainer.micro_batch_tokens sampling.max_new_tokens",

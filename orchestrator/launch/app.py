@@ -312,7 +312,8 @@ async def _serve(settings: Settings, broker: Broker, rundir: RunDir, model_dir: 
     model = await asyncio.to_thread(identify_model, model_dir)
 
     async def publish_metadata() -> None:
-        await publish_run_metadata(broker, settings, state.pipeline.lineage.epoch, model, trial)
+        epochs = state.pipeline.lineage.epoch, state.pipeline.critic.epoch
+        await publish_run_metadata(broker, settings, epochs[0], model, trial, critic_epoch=epochs[1])
 
     async def restore() -> None:
         await publish_metadata()

@@ -119,12 +119,20 @@ MAY_IMPORT: Mapping[str, Sequence[str]] = {
         "workers/trainer",
         "workers/trainer/policy",  # the reference model is computed as the trainer computes its own
     ),
+    "workers/critic": (
+        *WORKER,
+        "workers/algorithms",
+        "workers/scoring",  # values are a scoring task
+        "workers/trainer",
+        "workers/trainer/policy",
+    ),
     "workers/storage": WORKER,
     "workers/client": WORKER,
     "workers/commands": (
         *WORKER,
         "workers/algorithms",
         "workers/generation/*",
+        "workers/critic",
         "workers/scoring",
         "workers/storage",
         "workers/trainer/*",

@@ -200,16 +200,18 @@ class ScoringSettings(Section, frozen=True, kw_only=True):
     answer_marker: str = "Answer:"  # what precedes the answer in a response
 
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"]
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
 
 
 class AlgorithmSettings(Section, frozen=True, kw_only=True):
     """The policy-gradient objective."""
 
     name: Algorithm = "grpo"  # what the others are where they are not set: see docs/algorithms.md
-    advantage: Literal["group_std", "mean_only", "rloo", "batch_std"] = (
-        "group_std"  # reward - mean of its group, divided by its deviation; - mean of the others; by the batch's
+    advantage: Literal["group_std", "mean_only", "rloo", "batch_std", "gae"] = (
+        "group_std"  # reward - mean of its group, by its deviation; - mean of the others; by the batch's; of a critic
     )
+    gamma: ShareOrNone = 1.0  # gae: factor by which what is one token later counts less
+    gae_lambda: ShareOrNone = 0.95  # gae: share of what came later that is believed rather than the critic
     loss: Literal["ppo_clip", "cispo", "gspo", "sequence_clip"] = "ppo_clip"  # ratio clipped: of tokens, or of rows
     clip_low: Share = 0.2  # the ratio new / old probability counts down to 1 - clip_low
     clip_high: Positive = 0.2  # the ratio counts up to 1 + clip_high; DAPO: 0.28
@@ -223,6 +225,16 @@ class AlgorithmSettings(Section, frozen=True, kw_only=True):
     overlong_penalty: NotNegative = 1.0  # factor of that fall: what the longest response loses of its reward
     mismatch_limit: NotNegative = 0.1  # mean |trainer - rollout logprob| of a batch beyond which the run warns; 0: off
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"  # of the ratio: the engine's, or the trainer's
+
+
+class CriticSettings(Section, frozen=True, kw_only=True):
+    """The critic of algorithm.advantage = "gae", see docs/ppo.md. What is not here is as trainer says."""
+
+    model: str = ""  # what it begins as, like model.path and of the same tokenizer; empty: model.path
+    lr: Share = 1e-5  # the highest learning rate of its AdamW, as trainer.lr is of the policy's
+    value_clip: NotNegative = 0.2  # a value counts no further from the one before the steps than so much reward; 0: off
+    device: Device = "auto"  # auto: cuda when there is one, else cpu
+    gpus: GpuNumbers = "auto"  # of `run`, the first of them; auto: one that is idle, else the first rank's
 
 
 class ParallelSettings(Section, frozen=True, kw_only=True):
@@ -300,7 +312,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     """What overlaps with what."""
 
     groups_per_batch: AtLeast1 = 8  # prompt groups of a batch; a batch trained is one version of the weights
-    group_size: Annotated[int, Meta(ge=2)] = 8  # samples of a prompt; advantages are relative to them
+    group_size: AtLeast1 = 8  # samples of a prompt; advantages are relative to them, so 1 needs a critic
     max_staleness: Annotated[int, Meta(ge=0, le=16)] = 1  # versions a sample may lag: 0 synchronous, 1 asynchronous
     update: UpdateMode = UpdateMode.IN_FLIGHT  # workers take weights when all, or each, are idle, or between two steps
     release: Literal["stream", "mini_batch", "batch"] = "stream"  # what the trainer waits for, see docs/modes.md
@@ -490,6 +502,12 @@ class Settings(Section, frozen=True, kw_only=True):
     api: ApiSettings = ApiSettings()
     service: ServiceSettings = ServiceSettings()
     eval: EvalSettings = EvalSettings()
+    critic: CriticSettings = CriticSettings()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic values every sample, and is trained beside the policy."""
+        return self.algorithm.advantage == "gae" and self.trainer.engine != "none"
 
 
 def data_parts(data: DataSettings) -> dict[str, DataSettings]:

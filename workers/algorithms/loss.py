@@ -47,7 +47,7 @@ class Objective:
     max_length: tokens that a response can have, by which "fixed_length" divides.
     """
 
-    advantage: AdvantageKind = "group_std"
+    advantage: AdvantageKind | Literal["gae"] = "group_std"
     loss: PolicyLoss = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -80,8 +80,9 @@ class TokenBatch:
     rollout_logprobs_N: recorded by the engine that sampled the token.
     old_logprobs_N: of the trainer's own weights before the first step of the batch; None with old_logprobs="rollout".
     reference_logprobs_N: of the reference model; None without KL.
-    advantages_N: its row's advantage.  weights_N: from ``token_weight``.
+    advantages_N: its own, or its row's advantage.  weights_N: from ``token_weight``.
     row_N: number of its row, int64, ascending; None where only sums over tokens are computed.
+    values_N, returns_N: what the critic expected, and should have; None but for the critic.
     """
 
     rollout_logprobs_N: Tensor
@@ -90,6 +91,8 @@ class TokenBatch:
     old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
     row_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): a term that is a sum over tokens sums over the parts to that over the whole."""

@@ -3,6 +3,7 @@
     tasks:reward      sample: response ids -> text -> reward (child processes)      REWARD, REWARD_COMPONENTS
     tasks:reference   sample: logprobs under the base model (with kl_coef > 0)      REFERENCE_LOGPROBS
     tasks:advantages  group:  rewards -> advantages, GroupScored                    ADVANTAGE
+                      and values -> those of each token (with a critic, which does tasks:values: workers/critic)
 
     claim / reclaim ──► up to ``at_once`` units in work, each in a task of its own ──► commit(rows, appends, ack)
                           │ fails: tried again here, until its attempts are used up ──► dead letter + ScoringFailed
