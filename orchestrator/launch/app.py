@@ -203,6 +203,7 @@ def join_commands(settings: Settings) -> list[str]:
     """What to type, here, for each kind of worker that the run needs."""
     score = ["score", *reward_arguments(settings.scoring)]
     kinds = [["publish"], ["generate"]] if settings.trainer.engine == "none" else [["generate"], score, ["train"]]
+    kinds += [["critic"]] if settings.has_critic else []
     where = ["--broker", without_password(settings.broker.url)[0], "--run", settings.run.name]
     return [command("streamrl-worker", *kind, *where) for kind in kinds]
 

@@ -79,7 +79,7 @@ def test_a_killed_supervisor_is_resumed_with_it(tmp_path: Path):
 
 
 def test_a_run_that_is_over_is_resumed_to_train_more(tmp_path: Path):
-    with LiveRun(tmp_path, *PPO, *EMULATED) as run:
+    with LiveRun(tmp_path, *PPO) as run:
         check_both(run)
         run.start("--resume", "--set", f"run.batches={BATCHES + 4}")
         check_both(run, batches=BATCHES + 4)

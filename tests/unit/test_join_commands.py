@@ -5,7 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.launch.app import join_commands
-from transport.contracts.settings import BrokerSettings, RunSettings, ScoringSettings, Settings, TrainerSettings
+from transport.contracts.settings import (
+    AlgorithmSettings,
+    BrokerSettings,
+    RunSettings,
+    ScoringSettings,
+    Settings,
+    TrainerSettings,
+)
 from transport.process.programs import command
 
 SETTINGS = Settings(run=RunSettings(name="mine"), broker=BrokerSettings(url="redis://user:secret@host:6379"))
@@ -23,6 +30,12 @@ def test_a_reward_of_the_users_is_named_to_the_worker_that_runs_it():
 
     settings = msgspec.structs.replace(SETTINGS, scoring=ScoringSettings(reward="mine:exact", reward_path="my rewards"))
     assert join_commands(settings)[1] == f"{WORKER} score --reward mine:exact --reward-path 'my rewards' {WHERE}"
+
+
+def test_a_critic_is_one_more():
+    settings = msgspec.structs.replace(SETTINGS, algorithm=AlgorithmSettings(advantage="gae"))
+    kinds = ("generate", "score", "train", "critic")
+    assert join_commands(settings) == [f"{WORKER} {kind} {WHERE}" for kind in kinds]
 
 
 def test_a_service_has_a_publisher_and_neither_scoring_nor_training():
