@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.core.model.outbox import parse_entry_id
 from orchestrator.core.model.settings import CoreSettings, core_settings
 from orchestrator.core.state import PipelineState
 from tests.fakes.pipeline_world import PipelineWorld
@@ -35,6 +36,7 @@ def ready(world: PipelineWorld, version: int = 0, *, epoch: int = 1):
 def saved(world: PipelineWorld, version: int, cursor: str, *, epoch: int = 1):
     weights = WeightIdentity(epoch=epoch, version=version)
     report = CheckpointSaved(weights=weights, cursor=cursor, path="somewhere")
+    world.critic_checkpoints.append((version, parse_entry_id(cursor)))
     return world.tell(CriticReported(worker_id=CRITIC, report=report))
 
 
@@ -52,7 +54,8 @@ def load(world: PipelineWorld) -> None:
 
 
 def train_batch(world: PipelineWorld, batch: int) -> str:
-    """Trained and saved by the trainer. Returns its checkpoint's cursor."""
+    """Valued in time, trained and saved by the trainer. Returns its checkpoint's cursor."""
+    world.critic.version = batch
     load(world)
     world.answer_requests()
     world.make_ready(*[f"{batch}/{slot}" for slot in range(world.settings.groups_per_batch)])
